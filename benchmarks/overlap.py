@@ -1,0 +1,164 @@
+"""What moving one weight costs the GEMMs that run beside it, for several ways to move it.
+
+::
+
+    torchrun --nproc-per-node 4 benchmarks/overlap.py
+
+The GEMMs are four bf16 products of 4096 x 4096 by 4096 x 14336; beside them one 117 MB weight is gathered, or a
+gradient of that size reduced. Columns: milliseconds of the movement alone, of the GEMMs alone, and what it adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp.collectives.base import GradSink
+from etp.collectives.c10d import C10dTransport
+from etp.collectives.copy_engine import CopyEngineTransport
+from etp.collectives.driver import CudaDriver
+from etp.collectives.symmetric import SymmetricBuffer
+from etp.streams import InFlight, SplitInFlight
+
+ROWS, COLUMNS, TOKENS, PRODUCTS = 14336, 4096, 4096, 4
+
+
+class CopyVariants:
+    """Peer copies over several streams, pulled or pushed, in pieces."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.driver = CudaDriver()
+        self.source = SymmetricBuffer(group, nbytes, device)
+        self.target = SymmetricBuffer(group, nbytes, device)
+        self.chunk = nbytes // self.size
+        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4)]
+
+    def move(self, *, streams: int, pieces: int, push: bool) -> None:
+        """Exchange one chunk with each peer."""
+        current = torch.cuda.current_stream()
+        used = self.streams[:streams] if streams > 1 else [current]
+        for stream in used:
+            if stream is not current:
+                stream.wait_stream(current)
+        step = self.chunk // pieces
+        jobs = [(peer, piece) for piece in range(pieces) for peer in range(1, self.size)]
+        for number, (hop, piece) in enumerate(jobs):
+            peer = (self.rank + hop) % self.size
+            if push:
+                target = self.target.addresses[peer] + self.rank * self.chunk
+                source = self.source.addresses[self.rank] + peer * self.chunk
+            else:
+                target = self.target.addresses[self.rank] + peer * self.chunk
+                source = self.source.addresses[peer] + self.rank * self.chunk
+            offset = piece * step
+            self.driver.copy(target + offset, source + offset, step, used[number % len(used)].cuda_stream)
+        for stream in used:
+            if stream is not current:
+                current.wait_stream(stream)
+
+
+def _median_ms(run: Callable[[], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    slowest = torch.tensor(times[2:], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def _variants(group: dist.ProcessGroup, device: torch.device) -> dict[str, Callable[[], InFlight | None]]:
+    size = dist.get_world_size(group)
+    shard = torch.randn(ROWS // size, COLUMNS, device=device).bfloat16()
+    full = torch.randn(ROWS, COLUMNS, device=device).bfloat16()
+    sink = GradSink(torch.randn_like(shard), accumulate=True)
+    c10d = C10dTransport(group, fp32_accumulation=True, timeout_s=None, device=device)
+    rounding = C10dTransport(group, fp32_accumulation=False, timeout_s=None, device=device)
+    engine = CopyEngineTransport(group, device)
+    engine.publish([shard])
+    copies = CopyVariants(group, device, full.numel() * 2)
+    gradient = torch.randn_like(full)
+    found: dict[str, Callable[[], InFlight | None]] = {
+        "gather, NCCL": lambda: c10d.all_gather([full], [shard], ""),
+        "gather, copy_engine": lambda: engine.all_gather([full], [shard], ""),
+    }
+    ways = ((1, 1, False), (1, 1, True), (3, 1, False), (3, 1, True), (2, 4, False), (1, 8, False))
+    for streams, pieces, push in ways:
+        name = f"{'push' if push else 'pull'}, {streams} stream(s), {pieces} piece(s)"
+        found[name] = lambda s=streams, p=pieces, d=push: copies.move(streams=s, pieces=p, push=d)  # type: ignore[misc]
+    found["reduce, NCCL all-to-all, fp32 sum"] = lambda: c10d.reduce_scatter([gradient], [sink], size, "")
+    found["reduce, NCCL reduce-scatter"] = lambda: rounding.reduce_scatter([gradient], [sink], size, "")
+    found["reduce, copy_engine"] = lambda: engine.reduce_scatter([gradient], [sink], size, "")
+    return found
+
+
+def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
+    """Enqueue a movement; returns events that its reader has to wait for besides the current stream."""
+    moving = move()
+    if moving is None:
+        return ()
+    moving.join()
+    return moving.beside if isinstance(moving, SplitInFlight) else ()
+
+
+def main() -> None:
+    """Print one row for each way to move a weight."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=22)
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no default process group")
+    a = torch.randn(TOKENS, COLUMNS, device=device).bfloat16()
+    weights = [torch.randn(COLUMNS, ROWS, device=device).bfloat16() for _ in range(PRODUCTS)]
+    out = torch.empty(TOKENS, ROWS, device=device, dtype=torch.bfloat16)
+    side = torch.cuda.Stream(device, priority=-1)
+
+    def compute() -> None:
+        for weight in weights:
+            torch.mm(a, weight, out=out)
+
+    def both(move: Callable[[], InFlight | None]) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            events = _start(move)
+        compute()
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream().wait_stream(side)
+
+    alone = _median_ms(compute, options.repeats)
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} GPUs; the GEMMs alone take {alone:.3f} ms")
+        print("| movement | alone | beside the GEMMs, added |\n|---|---|---|", flush=True)
+
+    def by_itself(move: Callable[[], InFlight | None]) -> None:
+        for event in _start(move):
+            torch.cuda.current_stream().wait_event(event)
+
+    for name, move in _variants(group, device).items():
+        lone = _median_ms(lambda m=move: by_itself(m), options.repeats)  # type: ignore[misc]
+        together = _median_ms(lambda m=move: both(m), options.repeats)  # type: ignore[misc]
+        if dist.get_rank() == 0:
+            print(f"| {name} | {lone:.3f} | {together - alone:+.3f} |", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

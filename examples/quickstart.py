@@ -1,0 +1,307 @@
+"""Trains a small byte-level language model with sharded weights on this machine, exports it and lets it write code.
+
+``make quickstart`` runs it. Four processes train over gloo, ETP 2 x DP 2, on the Python standard library's sources;
+no GPU is needed. The checkpoint is exported to Hugging Face's format, loaded with ``transformers`` and compared with
+Megatron's own output, bit by bit the same code as on a cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+EXAMPLES = Path(__file__).resolve().parent
+RANKS, SHARDS = 4, 2
+VOCABULARY = 256
+# fp32 weight, its gradient, and Adam's two moments.
+BYTES_PER_PARAMETER = 4 * 4
+LOGITS_TOLERANCE = 1e-5
+PHASE_TIMEOUT_S = 900.0
+PROMPT = "def "
+
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 "
+    "--attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader"
+)
+SCHEDULE = (
+    "--micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 10 --weight-decay 0.01 --clip-grad 1.0 --adam-beta2 0.98 "
+    "--split 98,2,0 --eval-iters 2 --eval-interval 100000 --log-interval 1"
+)
+
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*lm loss: (\S+)")
+_VALIDATION = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
+_SHARD = re.compile(r"number of parameters on .*rank \(0, 0, 0\): (\d+)")
+
+
+class QuickstartError(Exception):
+    """A phase failed; the text says which, and where its output is."""
+
+
+@dataclass
+class Summary:
+    """What the run showed.
+
+    Attributes:
+        losses: training loss of each iteration.
+        validation: loss on the held-out files, after training.
+        shard_parameters: parameters that a rank held.
+        parameters: parameters of the whole model.
+        logits_difference: largest difference between Megatron's logits and the export's.
+        seconds: duration of each phase.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    validation: float = float("nan")
+    shard_parameters: int = 0
+    parameters: int = 0
+    logits_difference: float = float("nan")
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a phase."""
+        start = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - start
+
+
+def run(command: list[str], log: Path) -> Iterator[str]:
+    """Run ``command``, write all it prints to ``log``, and yield it line by line.
+
+    Raises:
+        QuickstartError: if it fails; its processes are gone then, as after an interrupt.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
+    deadline = time.monotonic() + PHASE_TIMEOUT_S
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(  # noqa: S603
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        if process.stdout is None:
+            raise QuickstartError(f"{command[0]} has no output to read")
+        try:
+            for line in process.stdout:
+                file.write(line)
+                yield line
+                if time.monotonic() > deadline:
+                    raise QuickstartError(f"no end after {PHASE_TIMEOUT_S:.0f} s; see {log}")
+            status = process.wait(timeout=PHASE_TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(timeout=30.0)
+    if status != 0:
+        tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
+        raise QuickstartError(f"{' '.join(command[:6])} ... ended with status {status}; see {log}\n{tail}")
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """Command line that starts ``ranks`` processes on this machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, *arguments]
+
+
+def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
+    """Train and save a checkpoint to ``folder``/checkpoint."""
+    command = torchrun(
+        RANKS,
+        "-m",
+        "megatron_patches",
+        str(EXAMPLES / "pretrain_gpt.py"),
+        *MODEL.split(),
+        *SCHEDULE.split(),
+        *f"--data-path {folder / 'data' / 'stdlib'} --data-cache-path {folder / 'data' / 'cache'}".split(),
+        *f"--train-iters {iterations} --save {folder / 'checkpoint'} --save-interval {iterations}".split(),
+        *f"--etp-size {SHARDS}".split(),
+    )
+    task = progress.add_task("train", total=iterations, note="starting 4 processes")
+    for line in run(command, folder / "train.log"):
+        if match := _ITERATION.search(line):
+            summary.losses.append(float(match[3]))
+            progress.update(task, completed=int(match[1]), note=f"loss {summary.losses[-1]:.3f}")
+        elif match := _SHARD.search(line):
+            summary.shard_parameters = int(match[1])
+        elif match := _VALIDATION.search(line):
+            summary.validation = float(match[1])
+    progress.update(task, note=f"loss {summary.losses[0]:.3f} -> {summary.losses[-1]:.3f}")
+
+
+def export(folder: Path) -> None:
+    """Export the checkpoint to ``folder``/hf, each rank its own part."""
+    arguments = f"--load {folder / 'checkpoint'} --output {folder / 'hf'} --etp-size {SHARDS} --overwrite"
+    command = torchrun(
+        SHARDS, "-m", "megatron_patches.refit", "export", *arguments.split(), "--eos-token-id", str(VOCABULARY - 1)
+    )
+    for _ in run(command, folder / "export.log"):
+        pass
+
+
+def compare(folder: Path, model: Any, summary: Summary) -> None:
+    """Compare the logits of the export with those of Megatron's model, loaded from the checkpoint.
+
+    Raises:
+        QuickstartError: if they differ.
+    """
+    import torch
+
+    tokens = torch.tensor([list((EXAMPLES / "pretrain_gpt.py").read_bytes()[:128])])
+    with torch.no_grad():
+        expected = megatron_logits(folder / "checkpoint", tokens)
+        found = model(tokens).logits
+    summary.parameters = sum(parameter.numel() for parameter in model.parameters())
+    summary.logits_difference = (found - expected).abs().max().item()
+    bound = LOGITS_TOLERANCE * max(1.0, expected.abs().max().item())
+    if not summary.logits_difference <= bound:
+        raise QuickstartError(f"the export's logits differ by {summary.logits_difference:.1e}, more than {bound:.1e}")
+
+
+def megatron_logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits ``[batch, sequence, vocabulary]`` of Megatron's model for ``tokens`` ``[batch, sequence]``, unsharded."""
+    import torch
+
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit import megatron_checkpoint as saved
+
+    sizes = saved.ParallelSizes(tensor=1, pipeline=1, etp=1)
+    directory = saved.find_iteration(checkpoint, None)
+    with saved.process_groups(sizes, timedelta(seconds=PHASE_TIMEOUT_S)):
+        model = saved.build_model(saved.saved_arguments(directory), sizes).eval()
+        saved.load_weights(model, directory)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits: torch.Tensor = model(tokens, positions, None)
+    return logits
+
+
+def generate(model: Any, length: int) -> str:
+    """``length`` bytes that the model writes after :data:`PROMPT`."""
+    import torch
+
+    torch.manual_seed(0)
+    prompt = torch.tensor([list(PROMPT.encode())])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=length,
+        do_sample=True,
+        temperature=0.6,
+        top_k=40,
+        pad_token_id=VOCABULARY - 1,
+    )
+    return bytes(token for token in output[0].tolist() if token < VOCABULARY - 1).decode(errors="replace")
+
+
+def show(console: Console, summary: Summary, text: str) -> None:
+    """Print the generated text and the table of results."""
+    console.rule("what the model writes")
+    console.print(text.rstrip(), markup=False, highlight=False)
+    table = Table(title=f"ETP {SHARDS} x DP {RANKS // SHARDS} on {RANKS} processes", show_header=False)
+    table.add_row("training loss, first and last", f"{summary.losses[0]:.3f} -> {summary.losses[-1]:.3f}")
+    table.add_row("loss on held-out files", f"{summary.validation:.3f}")
+    with_etp = summary.shard_parameters * BYTES_PER_PARAMETER
+    without = summary.parameters * BYTES_PER_PARAMETER
+    table.add_row(
+        "weights, gradients and Adam state a rank held",
+        f"{with_etp / 1e6:.2f} MB, without ETP {without / 1e6:.2f} MB ({with_etp / without:.0%})",
+    )
+    table.add_row("largest difference of logits, Megatron and export", f"{summary.logits_difference:.1e}")
+    for name, seconds in summary.seconds.items():
+        table.add_row(f"seconds to {name}", f"{seconds:.1f}")
+    table.add_row("seconds in all", f"{sum(summary.seconds.values()):.1f}")
+    console.print(table)
+
+
+def quiet() -> None:
+    """Keep Megatron, torch and transformers from reporting on this process's terminal."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore")
+    for name in ("megatron", "megatron_patches", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main() -> int:
+    """Run all phases; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("quickstart-out"), help="folder for all that is written")
+    parser.add_argument("--iterations", type=int, default=400, help="steps of training (%(default)s)")
+    options = parser.parse_args()
+    folder = options.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet()
+    console = Console()
+    summary = Summary()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    try:
+        with Progress(*columns, console=console) as progress:
+            with summary.phase("prepare the data"), step(progress, "data"):
+                command = [sys.executable, str(EXAMPLES / "prepare_bytes.py"), "--output", str(folder / "data/stdlib")]
+                for _ in run(command, folder / "data.log"):
+                    pass
+            with summary.phase("train"):
+                train(folder, options.iterations, progress, summary)
+            with summary.phase("export"), step(progress, "export"):
+                export(folder)
+            with summary.phase("compare and generate"), step(progress, "compare"):
+                from transformers import AutoModelForCausalLM
+                from transformers.utils import logging as transformers_logging
+
+                transformers_logging.disable_progress_bar()
+                model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="float32").eval()
+                compare(folder, model, summary)
+                text = generate(model, 120)
+    except QuickstartError as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        return 1
+    show(console, summary, text)
+    return 0
+
+
+@contextmanager
+def step(progress: Progress, name: str) -> Iterator[None]:
+    """A line of the progress display for a phase that has one step."""
+    task = progress.add_task(name, total=1, note="")
+    yield
+    progress.update(task, completed=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Runs an unmodified Megatron script with Extended Tensor Parallelism.
+
+::
+
+    torchrun --nproc-per-node 4 -m megatron_patches SCRIPT.py [the script's arguments] --etp-size 2
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import megatron_patches
+from megatron_patches.command_line import USAGE_ERROR, exit_with
+
+_USAGE = "usage: torchrun [...] -m megatron_patches SCRIPT.py [arguments of the script] [--etp-size N] [--help]"
+
+
+def main(arguments: list[str]) -> None:
+    """Run ``arguments[0]`` as the main program, with the rest as its command line.
+
+    Raises:
+        SystemExit: with status 2, and one line from rank 0, if the script cannot be run at all.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(f"{_USAGE}\n\nSCRIPT.py --help lists the flags of the script, of Megatron and of ETP.\n")
+        raise SystemExit(0 if arguments else USAGE_ERROR)
+    script = Path(arguments[0])
+    if not script.is_file():
+        exit_with(f"{script} is not a file; the script to run comes first, its arguments after it", rank)
+    sys.argv[:] = arguments
+    # As for `python SCRIPT.py`: modules that lie next to the script are found first.
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        megatron_patches.apply()
+    except megatron_patches.IncompatibleMegatronError as error:
+        exit_with(str(error), rank)
+    # run_path makes the script the __main__ module while it runs, under its own path: processes that it spawns, such
+    # as checkpoint writers, import it from there and stop at its `if __name__ == "__main__"`.
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,322 @@
+"""The command-line flags of Extended Tensor Parallelism, their meaning for Megatron, and what is refused with them.
+
+:func:`add_arguments` adds the flags to any Megatron script's parser, :func:`apply_to_megatron` sets Megatron's own
+settings from them, :func:`check` raises for combinations that would train wrongly, and :func:`config_from_args`
+gives the engine's options. All four are pure; ``megatron_patches.command_line`` ties them to Megatron's parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etp.config import EtpConfig, GradReduction, TransportName
+
+
+class UnsupportedConfigurationError(ValueError):
+    """A combination of settings that Extended Tensor Parallelism cannot train correctly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronEtpConfig:
+    """Options of Extended Tensor Parallelism in a Megatron run.
+
+    Attributes:
+        engine: options of the engine; its ``grad_reduction`` is set by Megatron's loss normalisation.
+        print_chains: print, once they are known, the order in which weights are gathered.
+    """
+
+    engine: EtpConfig = field(default_factory=EtpConfig)
+    print_chains: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags to ``parser`` and return it."""
+    defaults = EtpConfig()
+    group = parser.add_argument_group(
+        title="extended tensor parallelism (ETP)",
+        description="Shards every linear weight, its gradient and its optimizer state over one more group of ranks, "
+        "laid along data parallelism: the ranks of a group see different microbatches. This is NOT Megatron's expert "
+        "tensor parallelism (--expert-tensor-parallel-size), which is also written ETP.",
+    )
+    group.add_argument(
+        "--etp-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Shard each weight, on top of tensor parallelism, over N ranks; N divides the data-parallel size. "
+        "Default: 1, a stock run.",
+    )
+    group.add_argument(
+        "--expert-etp-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Shard each expert's weights over N ranks, on top of expert tensor parallelism and apart from "
+        "--etp-size. Default: 1.",
+    )
+    group.add_argument(
+        "--etp-transport",
+        choices=[name.value for name in TransportName],
+        default=defaults.transport.value,
+        help="What moves the shards: c10d is torch.distributed (NCCL, gloo), copy_engine is peer copies inside one "
+        "NVLink domain, auto the fastest that every rank of a group can use. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--etp-prefetch-depth",
+        type=int,
+        default=defaults.prefetch_depth,
+        metavar="N",
+        help="Gather weights ahead of compute by up to N times the largest weight's bytes; 0 gathers each when it is "
+        "needed. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--etp-resident-bytes",
+        type=int,
+        default=defaults.resident_bytes,
+        metavar="BYTES",
+        help="Bytes of gathered weights that may stay between forward and backward, to save gathers where there is "
+        "memory to spare. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--etp-pad-for-alignment",
+        type=int,
+        default=defaults.pad_for_alignment,
+        metavar="ROWS",
+        help="Pad weights so that each shard's rows are a multiple of this; 0 forbids padding, and a weight that does "
+        "not divide is an error. Padding never reaches a checkpoint. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--etp-reduce-once-per-iteration",
+        action="store_true",
+        help="Add up the microbatches' weight gradients locally, at full size, and reduce-scatter once per iteration: "
+        "less traffic, more memory. Default: one reduce-scatter per microbatch.",
+    )
+    group.add_argument(
+        "--etp-fp32-accumulation",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.fp32_accumulation,
+        help="Sum the ranks' gradients in fp32 and in rank order; otherwise in the gradients' own type, by the "
+        "backend's reduce-scatter.",
+    )
+    group.add_argument(
+        "--etp-print-chains",
+        action="store_true",
+        help="Print, after the first iteration, the order in which weights are gathered.",
+    )
+    group.add_argument(
+        "--etp-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="Wait this long for a collective before ending with an error that names it and the weight. Default: the "
+        "process group's own, see --distributed-timeout-minutes.",
+    )
+    return parser
+
+
+def apply_to_megatron(args: argparse.Namespace) -> None:
+    """Set ``args.etp_size``, ``args.expert_etp_size``, and what Megatron knows them by.
+
+    That is its shard counts, and the one layout of the distributed optimizer's checkpoints that shards can have.
+
+    A user may give either the flags of this package or Megatron's ``--[expert-]tensor-parallel-num-weight-shards``.
+
+    Raises:
+        UnsupportedConfigurationError: if a size is below 1, or both are given and disagree.
+    """
+    expert_tensor_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    for flag, shards_flag, tensor_size in (
+        ("etp_size", "tensor_parallel_num_weight_shards", args.tensor_model_parallel_size),
+        ("expert_etp_size", "expert_tensor_parallel_num_weight_shards", expert_tensor_size),
+    ):
+        size, shards = getattr(args, flag), getattr(args, shards_flag)
+        if size is None:
+            size = 1 if shards is None else max(shards // tensor_size, 1)
+        if size < 1:
+            raise UnsupportedConfigurationError(f"{_option(flag)} is {size}; it must be at least 1")
+        if shards is not None and shards != size * tensor_size:
+            raise UnsupportedConfigurationError(
+                f"{_option(flag)} {size} with tensor parallelism {tensor_size} means {size * tensor_size} shards, but "
+                f"{_option(shards_flag)} is {shards}; give one of the two"
+            )
+        setattr(args, flag, size)
+        if size > 1:
+            setattr(args, shards_flag, size * tensor_size)
+    if is_active(args) and args.use_distributed_optimizer:
+        # Megatron's default layout stores flat buffers, with the shards' padding in them; this one has none.
+        args.dist_ckpt_optim_fully_reshardable = True
+
+
+def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
+    """The engine's options as parsed.
+
+    Raises:
+        UnsupportedConfigurationError: on a value out of range, naming it.
+    """
+    try:
+        engine = EtpConfig(
+            transport=TransportName(args.etp_transport),
+            prefetch_depth=args.etp_prefetch_depth,
+            resident_bytes=args.etp_resident_bytes,
+            pad_for_alignment=args.etp_pad_for_alignment,
+            grad_reduction=GradReduction.SUM if args.calculate_per_token_loss else GradReduction.MEAN,
+            fp32_accumulation=args.etp_fp32_accumulation,
+            reduce_once_per_iteration=args.etp_reduce_once_per_iteration,
+            timeout_s=args.etp_timeout,
+        )
+    except ValueError as error:
+        raise UnsupportedConfigurationError(str(error).replace("EtpConfig.", "--etp-")) from error
+    return MegatronEtpConfig(engine=engine, print_chains=args.etp_print_chains)
+
+
+def is_active(args: argparse.Namespace) -> bool:
+    """Whether any weight is sharded, dense or expert."""
+    return bool(args.etp_size > 1 or args.expert_etp_size > 1)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that does not go with Extended Tensor Parallelism, and the way out."""
+
+    culprit: str
+    applies: Callable[[argparse.Namespace], bool]
+    way_out: str
+
+
+def _is_set(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+REFUSALS = (
+    Refusal(
+        "--delay-wgrad-compute",
+        _is_set("delay_wgrad_compute"),
+        "drop it: the weight gradient must exist when its reduce-scatter starts",
+    ),
+    Refusal(
+        "--defer-embedding-wgrad-compute",
+        _is_set("defer_embedding_wgrad_compute"),
+        "drop it: the weight gradient must exist when its reduce-scatter starts",
+    ),
+    Refusal(
+        "--moe-single-grouped-weight",
+        _is_set("moe_single_grouped_weight"),
+        "drop it: experts are sharded one weight at a time",
+    ),
+    Refusal(
+        "--use-megatron-fsdp",
+        _is_set("use_megatron_fsdp"),
+        "choose one: both shard the same weights over the data-parallel ranks",
+    ),
+    Refusal(
+        "--use-torch-fsdp2",
+        _is_set("use_torch_fsdp2"),
+        "choose one: both shard the same weights over the data-parallel ranks",
+    ),
+    Refusal(
+        "--ckpt-format other than torch_dist",
+        lambda args: args.ckpt_format != "torch_dist",
+        "use --ckpt-format torch_dist, which records where each shard lies",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda args: args.non_persistent_ckpt_type == "local",
+        "use --non-persistent-ckpt-type global",
+    ),
+    Refusal(
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        _is_set("distrib_optim_fully_reshardable_mem_efficient"),
+        "drop it: it does not know the shards' place in the full weight",
+    ),
+    Refusal(
+        "--ddp-average-in-collective",
+        _is_set("ddp_average_in_collective"),
+        "drop it: its average leaves out the shard group",
+    ),
+    Refusal(
+        "--init-model-with-meta-device",
+        _is_set("init_model_with_meta_device"),
+        "drop it: weights are cut as they are created",
+    ),
+    Refusal(
+        "--use-cpu-initialization with --transformer-impl transformer_engine",
+        lambda args: args.use_cpu_initialization and args.transformer_impl == "transformer_engine",
+        "drop one: Transformer Engine's weights are filled after they were cut",
+    ),
+    Refusal(
+        "--yaml-cfg",
+        _is_set("yaml_cfg"),
+        "give the settings as flags: a YAML file replaces the parsed command line, --etp-size included",
+    ),
+    Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
+    Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
+    Refusal(
+        "--cuda-graph-impl",
+        lambda args: args.cuda_graph_impl != "none",
+        "use --cuda-graph-impl none",
+    ),
+    Refusal(
+        "--optimizer other than adam or sgd",
+        lambda args: args.optimizer not in ("adam", "sgd"),
+        "use --optimizer adam: others work on whole matrices",
+    ),
+)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what would not train correctly. Call it after :func:`apply_to_megatron`, before Megatron's own checks.
+
+    Raises:
+        UnsupportedConfigurationError: naming the first culprit and the way out.
+    """
+    if not is_active(args):
+        return
+    _check_sizes(args)
+    for refusal in REFUSALS:
+        if refusal.applies(args):
+            flag = "--etp-size" if args.etp_size > 1 else "--expert-etp-size"
+            raise UnsupportedConfigurationError(f"{flag} does not work with {refusal.culprit}; {refusal.way_out}")
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    dense = tensor * pipeline * args.context_parallel_size
+    _check_divides(
+        "--etp-size",
+        args.etp_size,
+        args.world_size,
+        dense,
+        f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}",
+    )
+    if args.num_experts is None:
+        if args.expert_etp_size > 1:
+            raise UnsupportedConfigurationError(
+                "--expert-etp-size is set but the model has no experts; set --num-experts or drop it"
+            )
+        return
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    _check_divides(
+        "--expert-etp-size",
+        args.expert_etp_size,
+        args.world_size,
+        expert_tensor * args.expert_model_parallel_size * pipeline,
+        f"expert tensor {expert_tensor} x expert {args.expert_model_parallel_size} x pipeline {pipeline}",
+    )
+
+
+def _check_divides(flag: str, size: int, world_size: int, model_size: int, factors: str) -> None:
+    data_parallel, rest = divmod(world_size, model_size)
+    if rest:
+        raise UnsupportedConfigurationError(f"{world_size} ranks do not divide by {factors}; start a multiple of that")
+    if data_parallel % size:
+        divisors = ", ".join(str(n) for n in range(1, data_parallel + 1) if data_parallel % n == 0)
+        raise UnsupportedConfigurationError(
+            f"{flag} {size} does not divide the data-parallel size {data_parallel} "
+            f"({world_size} ranks over {factors}); use one of {divisors}, or change the number of ranks"
+        )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

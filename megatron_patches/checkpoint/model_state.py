@@ -1,0 +1,223 @@
+"""Sharded weights in Megatron's sharded state dicts: which entry a parameter gets.
+
+The functions here take the place of Megatron's helpers of the same purpose, for sharded parameters only; every other
+tensor goes to the original. Megatron itself would store the padded weight and let loads disagree about its shape,
+which ties a checkpoint to one number of shards.
+
+Megatron is imported inside the functions only: this module is imported before Megatron is patched, and Megatron's
+modules keep some of what they find at import (its seam, torch's functions as default arguments).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from etp.layout import ShardLayout
+from megatron_patches.checkpoint.pieces import StackAxis, WeightPlacement, halves
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedBase
+
+    from megatron_patches.checkpoint.sharded_rows import ShardedRows
+
+ProcessGroup = torch.distributed.ProcessGroup
+Offsets = Iterable[tuple[int, int, int]]
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """What is read of a sharded parameter. For annotations only; the engine's parameters do not derive from it."""
+
+    layout: ShardLayout  # type: ignore[assignment]  # hides torch.Tensor.layout, as the engine does
+    group: ProcessGroup
+
+
+def is_sharded(tensor: object) -> TypeGuard[ShardedParameter]:
+    """Whether ``tensor`` is a parameter of which this rank holds one shard."""
+    return bool(getattr(tensor, "is_gtp_weight_remat", False))
+
+
+def sharded_rows_entry(
+    parameter: ShardedParameter,
+    key: str,
+    tp_axis: int | None = 0,
+    replica_id: ReplicaId | None = None,
+    prepend_offsets: Offsets = (),
+    *,
+    tp_group: ProcessGroup | None = None,
+    replica_group: ProcessGroup | None = None,
+    allow_shape_mismatch: bool = False,
+) -> ShardedRows:
+    """The state dict entry of one sharded parameter.
+
+    Args:
+        parameter: the shard, with ``layout`` and ``group``.
+        key: name of the checkpoint's tensor.
+        tp_axis: the axis that tensor parallelism cuts; None where its ranks all have the whole weight.
+        replica_id: see :class:`ShardedRows`; by default the rank in ``replica_group``.
+        prepend_offsets: ``(axis, index, count)`` of the axes in front, as Megatron passes them.
+        tp_group: tensor-parallel group; Megatron's own by default.
+        replica_group: ranks that hold this same shard; by default Megatron's data-parallel group (with context
+            parallelism) without the weight-shard axis.
+        allow_shape_mismatch: see :class:`ShardedRows`.
+
+    Raises:
+        NotImplementedError: if the parameter's storage is quantized.
+        ValueError: if the axes in front are not the first ones, each once.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.fp8_utils import is_float8tensor
+    from megatron.core.utils import get_pg_rank, get_pg_size
+
+    from megatron_patches.checkpoint.sharded_rows import ShardedRows
+
+    if is_float8tensor(parameter):
+        raise NotImplementedError(
+            f"{key}: sharded weights in a quantized storage cannot be stored; train without --fp8-param-gather"
+        )
+    if tp_group is None:
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+    tp_rank, tp_size = get_pg_rank(tp_group), get_pg_size(tp_group)
+    if replica_id is None:
+        if replica_group is None:
+            replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
+        replica_id = (0, tp_rank if tp_axis is None else 0, get_pg_rank(replica_group))
+    placement = WeightPlacement(
+        layout=parameter.layout,
+        shard=get_pg_rank(parameter.group),
+        tp_axis=tp_axis or 0,
+        tp_rank=0 if tp_axis is None else tp_rank,
+        tp_size=1 if tp_axis is None else tp_size,
+        stack=_stack(key, prepend_offsets),
+    )
+    return ShardedRows(
+        key=key,
+        data=parameter,
+        replica_id=replica_id,
+        placement=placement,
+        allow_shape_mismatch=allow_shape_mismatch,
+    )
+
+
+def _stack(key: str, prepend_offsets: Offsets) -> tuple[StackAxis, ...]:
+    ordered = sorted(prepend_offsets)
+    if [axis for axis, _, _ in ordered] != list(range(len(ordered))):
+        raise ValueError(f"{key}: {ordered} are not (axis, index, count) of axes 0, 1, ... in front of the weight")
+    return tuple(StackAxis(index, count) for _, index, count in ordered)
+
+
+def wrap_make_tp_sharded_tensor(original: Callable[..., ShardedBase]) -> Callable[..., ShardedBase]:
+    """For ``megatron.core.utils.make_tp_sharded_tensor_for_checkpoint``."""
+
+    @functools.wraps(original)
+    def make_tp_sharded_tensor(
+        tensor: torch.Tensor,
+        key: str,
+        tp_axis: int = 0,
+        replica_id: ReplicaId | None = None,
+        prepend_offsets: Offsets = (),
+        **kwargs: Any,
+    ) -> ShardedBase:
+        if not is_sharded(tensor):
+            return original(tensor, key, tp_axis, replica_id, prepend_offsets, **kwargs)
+        # The data-parallel group that Megatron passes spans the ranks of all shards, which are no replicas.
+        kwargs.pop("dp_cp_group", None)
+        return sharded_rows_entry(tensor, key, tp_axis, replica_id, prepend_offsets, **kwargs)
+
+    return make_tp_sharded_tensor
+
+
+def wrap_apply_swiglu_factory(original: Callable[..., ShardedBase]) -> Callable[..., ShardedBase]:
+    """For ``megatron.core.transformer.mlp.apply_swiglu_sharded_factory``.
+
+    The original halves a rank's rows; of a shard, those are not gate and up.
+    """
+    from megatron_patches.checkpoint.sharded_rows import ShardedRows
+
+    @functools.wraps(original)
+    def apply_swiglu_factory(
+        original_sh_ten: ShardedBase,
+        sharded_offsets: Offsets,
+        singleton_local_shards: bool = False,
+        **kwargs: Any,
+    ) -> ShardedBase:
+        if not isinstance(original_sh_ten, ShardedRows):
+            return original(original_sh_ten, sharded_offsets, singleton_local_shards, **kwargs)
+        if original_sh_ten.placement is None:
+            raise ValueError(f"{original_sh_ten.key}: a shard needs a placement")
+        suffixes = ("_w", "_v") if singleton_local_shards else ("", "")
+        return original_sh_ten.with_parts(halves(original_sh_ten.placement.layout, suffixes))
+
+    return apply_swiglu_factory
+
+
+def make_sharded_tensors_for_checkpoint_with_gtp_remat(
+    state_dict: Mapping[str, torch.Tensor],
+    prefix: str,
+    tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
+    sharded_offsets: Offsets = (),
+    extra_state_suffix: str = "_extra_state",
+    *,
+    tp_group: ProcessGroup,
+    dp_cp_group: ProcessGroup,
+    intra_dp_cp_group: ProcessGroup | None = None,
+) -> dict[str, ShardedBase]:
+    """Entries of one module's state dict in which at least one parameter is sharded. Part of Megatron's seam.
+
+    Args:
+        state_dict: the module's parameters (the objects themselves) and extra states, by name.
+        prefix: in front of each name in the result and in the checkpoint.
+        tensor_parallel_layers_axis_map: the axis that tensor parallelism cuts, by name; others are not cut.
+        sharded_offsets: ``(axis, index, count)`` of the axes in front.
+        extra_state_suffix: names that end so are objects, not tensors.
+        tp_group: tensor-parallel group.
+        dp_cp_group: data-parallel group, the weight-shard axis included.
+        intra_dp_cp_group: ranks that hold the same shard; by default Megatron's.
+
+    Returns:
+        One entry per name.
+    """
+    from megatron.core import parallel_state
+    from megatron.core import utils as core
+    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+    axes = tensor_parallel_layers_axis_map or {}
+    shard_group = next((tensor.group for tensor in state_dict.values() if is_sharded(tensor)), None)
+    if intra_dp_cp_group is None:
+        intra_dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
+    shard, shards = (
+        (core.get_pg_rank(shard_group), core.get_pg_size(shard_group)) if shard_group is not None else (0, 1)
+    )
+    data_rank = core.get_pg_rank(intra_dp_cp_group)
+    # What is not sharded is replicated over the shards' ranks. They go into the middle number of the replica id
+    # because Megatron overwrites the last one for experts.
+    cut_replica = (0, shard, data_rank)
+    whole_replica = (0, core.get_pg_rank(tp_group) * shards + shard, data_rank)
+    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+
+    entries: dict[str, ShardedBase] = {}
+    for name, tensor in state_dict.items():
+        key = f"{prefix}{name}"
+        if name.endswith(extra_state_suffix):
+            entries[key] = make_sharded_object_for_checkpoint(tensor, key, sharded_offsets, replica_id=whole_replica)
+        elif is_sharded(tensor):
+            entries[key] = sharded_rows_entry(
+                tensor,
+                key,
+                axes.get(name),
+                prepend_offsets=sharded_offsets,
+                tp_group=tp_group,
+                replica_group=intra_dp_cp_group,
+            )
+        elif name in axes:
+            entries[key] = core.make_tp_sharded_tensor_for_checkpoint(
+                tensor, key, axes[name], replica_id=cut_replica, prepend_offsets=sharded_offsets, **groups
+            )
+        else:
+            entries[key] = core.make_sharded_tensor_for_checkpoint(
+                tensor, key, replica_id=whole_replica, prepend_offsets=sharded_offsets, **groups
+            )
+    return entries

@@ -1,0 +1,82 @@
+"""Optimizer state in checkpoints: the layout that survives resharding, and the step of torch's Adam."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches.checkpoint.model_state import is_sharded
+
+_RESHARDABLE = "fully_reshardable"
+
+
+def wrap_distributed_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``DistributedOptimizer.sharded_state_dict``.
+
+    Of its layouts, ``fully_reshardable`` alone stores states weight by weight, through the weight's own entry. The
+    others store the flat buffers, in which shards lie with their padding, in an order that depends on every parallel
+    size; a checkpoint in one of them can neither be written nor read while weights are sharded.
+    """
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        asked = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
+        if asked != _RESHARDABLE and any(is_sharded(p) for chunk in self.model_chunks for p in chunk.parameters()):
+            raise ValueError(_loading_refused(asked) if is_loading else _saving_refused(asked))
+        return original(self, model_sharded_state_dict, is_loading, sharding_type, metadata)
+
+    return sharded_state_dict
+
+
+def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., None]:
+    """For ``DistributedOptimizer._set_main_param_and_optimizer_states``.
+
+    Without Transformer Engine and apex the optimizer is torch's Adam, whose step is a tensor. Megatron restores it
+    from the parameter groups, leaves it out of the states that it loads, and then looks for it among them.
+    """
+
+    @functools.wraps(original)
+    def set_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        original(self, model_param, {"step": None, **tensors})  # None is passed over
+
+    return set_optimizer_states
+
+
+def wrap_load_optimizer_state(original: Callable[..., None]) -> Callable[..., None]:
+    """For ``DistributedOptimizer.load_state_dict``.
+
+    It gives all states of torch's Adam one step tensor, which every parameter then advances: the first step after a
+    load counts as many steps as there are parameters, and the bias correction is off from there on.
+    """
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _saving_refused(asked: str) -> str:
+    return (
+        f"optimizer state in the layout {asked!r} cannot be saved with --etp-size > 1: it would hold the shards' "
+        "padding; add --dist-ckpt-optim-fully-reshardable"
+    )
+
+
+def _loading_refused(asked: str) -> str:
+    return (
+        f"the checkpoint's optimizer state has the layout {asked!r}, which cannot be loaded with --etp-size > 1; save "
+        "it again with --dist-ckpt-optim-fully-reshardable, or start a new optimizer with --no-load-optim"
+    )

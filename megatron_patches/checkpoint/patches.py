@@ -1,0 +1,121 @@
+"""Which of Megatron's functions checkpoints of sharded weights replace, and which they rely upon."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.registry import PatchRecord, SourceRecord
+
+_RELIED_UPON: tuple[tuple[str, str, str], ...] = (
+    ("megatron.core.dist_checkpointing.mapping:ShardedTensor", "b8bd38e4c0f8d601", "takes shards of irregular size"),
+    (
+        "megatron.core.dist_checkpointing.mapping:ShardedTensorFactory",
+        "bc5a56be9cbe5428",
+        "the base of a shard's entry",
+    ),
+    ("megatron.core.dist_checkpointing.state_dict_utils", "107d7630926ca774", "builds and merges entries"),
+    (
+        "megatron.core.dist_checkpointing.strategies.checkpointable",
+        "39ac6c8e59a05d6f",
+        "writes and reads shards of irregular size",
+    ),
+    (
+        "megatron.core.dist_checkpointing.strategies.torch:mcore_to_pyt_state_dict",
+        "782c48d8686fc86a",
+        "sends shards of irregular size there",
+    ),
+    (
+        "megatron.core.dist_checkpointing.optimizer:make_sharded_optimizer_tensor",
+        "2c5136cde327edce",
+        "makes a state's entry from its weight's",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        "4b6b52d956abbad8",
+        "makes a state's entry from its weight's",
+    ),
+    (
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_fully_reshardable",
+        "478e9161b4aad1c7",
+        "takes a state at its weight's padded shape",
+    ),
+)
+
+
+def _deferred(module: str, name: str) -> Callable[[Any], Any]:
+    """``name`` of ``megatron_patches.checkpoint.<module>``, imported when it is applied: it imports Megatron."""
+
+    def replace(original: Any) -> Any:
+        return getattr(importlib.import_module(f"megatron_patches.checkpoint.{module}"), name)(original)
+
+    return replace
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """The replacements that checkpoints need. Importing this module and calling this imports nothing of Megatron."""
+    return (*_state_records(), *_file_records())
+
+
+def sources() -> tuple[SourceRecord, ...]:
+    """What checkpoints rely upon as it is."""
+    return tuple(SourceRecord(target=target, sha256=sha256, reason=why) for target, sha256, why in _RELIED_UPON)
+
+
+def _state_records() -> tuple[PatchRecord, ...]:
+    return (
+        PatchRecord(
+            target="megatron.core.utils:make_tp_sharded_tensor_for_checkpoint",
+            replace=_deferred("model_state", "wrap_make_tp_sharded_tensor"),
+            reason="stores a sharded weight at its padded shape, which other numbers of shards cannot load",
+            sha256="47d294ffccedd1cc",
+        ),
+        PatchRecord(
+            target="megatron.core.transformer.mlp:apply_swiglu_sharded_factory",
+            replace=_deferred("model_state", "wrap_apply_swiglu_factory"),
+            reason="halves a shard's rows into gate and up, though a shard may be all gate or all up",
+            sha256="8e65d5870da9d7a1",
+        ),
+        PatchRecord(
+            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+            replace=_deferred("optimizer_state", "wrap_distributed_optimizer_state"),
+            reason="stores the padding of shards in every layout but fully_reshardable",
+            sha256="365ba0883f3cc6d6",
+        ),
+        PatchRecord(
+            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+            replace=_deferred("optimizer_state", "wrap_set_optimizer_states"),
+            reason="fails with KeyError 'step' on a fully_reshardable checkpoint where the optimizer is torch's Adam",
+            sha256="553e36e13659587c",
+        ),
+        PatchRecord(
+            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+            replace=_deferred("optimizer_state", "wrap_load_optimizer_state"),
+            reason="makes torch's Adam count one step per parameter after a load",
+            sha256="bb573274c03ecd80",
+        ),
+    )
+
+
+def _file_records() -> tuple[PatchRecord, ...]:
+    return (
+        PatchRecord(
+            target="megatron.core.dist_checkpointing.serialization:load",
+            replace=_deferred("verify", "wrap_load"),
+            reason="loads into the weights file by file, and stops half-way at one that is missing or short",
+            sha256="3ccee57a8ab08fb7",
+        ),
+        PatchRecord(
+            target="megatron.core.dist_checkpointing.serialization:load_common_state_dict",
+            replace=_deferred("verify", "wrap_load_common_state_dict"),
+            reason="fails with an error that does not name the file",
+            sha256="4413cd84da83e3cc",
+        ),
+        PatchRecord(
+            target="megatron.training.checkpointing:_get_checkpoint_format",
+            replace=_deferred("verify", "wrap_get_checkpoint_format"),
+            reason="takes a torch_dist checkpoint without metadata.json for another format",
+            sha256="cc5a38c037f34c4c",
+        ),
+    )

@@ -1,0 +1,136 @@
+"""A shard of a weight as Megatron's checkpoints take it: read and written piece by piece, padding left out.
+
+:class:`ShardedRows` is a ``ShardedTensorFactory``: Megatron's optimizers build their own entries from a parameter's by
+``dataclasses.replace(entry, key=..., data=...)``, so the master weight and each moment go the weight's way without
+code of their own. A plain ``ShardedTensor`` could not do it: trimmed of its padding, it would no longer be the
+parameter that the optimizer looks for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    FactoryBuildFn,
+    FactoryMergeFn,
+    ReplicaId,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+from megatron_patches.checkpoint.pieces import Part, Piece, WeightPlacement
+
+# Megatron writes what has replica id 0 on every axis. A shard of padding is written by nobody.
+_NEVER_WRITTEN = (1, 1, 1)
+
+
+def _refuse_direct_build(key: str, *_args: Any) -> NoReturn:
+    """Stands in ``build_fn``, which Megatron's conversion from GPT to hybrid models wraps; the rest uses ``build``."""
+    raise NotImplementedError(
+        f"{key}: a checkpoint cannot be converted to another model class while its weights are sharded; "
+        "convert it in a run with --etp-size 1"
+    )
+
+
+@dataclass
+class ShardedRows(ShardedTensorFactory):
+    """One rank's shard of one weight, or of an optimizer state of its shape.
+
+    Attributes:
+        key: name of the checkpoint's tensor.
+        data: the shard, of shape ``placement.shard_shape`` and any dtype; None once the load has begun. Kept by
+            identity, because optimizers look it up.
+        replica_id: (pipeline, tensor or shard, data) rank among those that hold the same; all 0 writes.
+        placement: where the shard lies in the checkpoint.
+        allow_shape_mismatch: the checkpoint's tensor may have another number of rows (a vocabulary with other
+            padding of Megatron's own); what it lacks is loaded as zeros. Megatron sets it from outside.
+
+    Raises:
+        ValueError: if there is no placement, or ``data`` does not have the shape of a shard.
+    """
+
+    build_fn: FactoryBuildFn = _refuse_direct_build
+    merge_fn: FactoryMergeFn | None = None
+    placement: WeightPlacement | None = None
+    allow_shape_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        placement = _placement(self)
+        if self.data is not None and tuple(self.data.shape) != placement.shard_shape:
+            raise ValueError(
+                f"{self.key}: a shard of shape {tuple(self.data.shape)} does not fit its layout, "
+                f"which gives {placement.shard_shape}"
+            )
+        # Not a bound method: it would keep ``data`` alive while the checkpoint loads.
+        self.merge_fn = functools.partial(merge_pieces, placement=placement)
+
+    @torch.no_grad()
+    def build(self) -> list[ShardedTensor]:
+        """The shard's pieces as views of ``data``, so that a load writes where the weight lies.
+
+        Returns:
+            At least one tensor: a shard of padding gives one without elements, because Megatron's walk through lists
+            loses count of entries that vanish.
+
+        Raises:
+            ValueError: if a flattened part is asked for; parts of rows have no place in the checkpoint's tensor.
+        """
+        if self.flattened_range is not None:
+            raise ValueError(
+                f"{self.key}: elements {self.flattened_range} of a shard cannot be stored by themselves; "
+                "save the distributed optimizer with --dist-ckpt-optim-fully-reshardable"
+            )
+        placement = _placement(self)
+        pieces = placement.pieces()
+        if not pieces:
+            return [self._tensor(placement.no_piece(), _NEVER_WRITTEN)]
+        return [self._tensor(piece, self.replica_id) for piece in pieces]
+
+    def with_parts(self, parts: tuple[Part, ...]) -> ShardedRows:
+        """The same shard of a weight that tensor parallelism cuts part by part."""
+        return replace(self, placement=replace(_placement(self), parts=parts))
+
+    def _tensor(self, piece: Piece, replica_id: ReplicaId) -> ShardedTensor:
+        return ShardedTensor(
+            key=self.key + piece.suffix,
+            data=self.data.narrow(0, piece.start, piece.rows).view(piece.shape),
+            dtype=self.data.dtype,
+            local_shape=piece.shape,
+            global_shape=piece.global_shape,
+            global_offset=piece.offset,
+            # Shards trimmed of padding differ in size. Megatron's irregular tensors have no axes in front (its
+            # prepend_axis_num), so those are axes of size 1 of the tensor itself; the file is the same.
+            axis_fragmentations=None,
+            replica_id=replica_id,
+            allow_shape_mismatch=self.allow_shape_mismatch,
+        )
+
+
+@torch.no_grad()
+def merge_pieces(loaded: Sequence[torch.Tensor], *, placement: WeightPlacement) -> torch.Tensor:
+    """Put a shard's loaded pieces together; the rows of padding are zero.
+
+    Args:
+        loaded: the pieces in the order of :meth:`ShardedRows.build`, on any device.
+        placement: where the shard lies.
+
+    Returns:
+        The shard, ``placement.shard_shape``; a view of the piece where one piece is the whole shard.
+    """
+    pieces = placement.pieces()
+    if len(pieces) == 1 and pieces[0].rows == placement.layout.shard_rows:
+        return loaded[0].view(placement.shard_shape)
+    shard = loaded[0].new_zeros(placement.shard_shape)
+    for piece, tensor in zip(pieces, loaded, strict=bool(pieces)):
+        shard.narrow(0, piece.start, piece.rows).copy_(tensor.view(piece.rows, *placement.shard_shape[1:]))
+    return shard
+
+
+def _placement(entry: ShardedRows) -> WeightPlacement:
+    if entry.placement is None:
+        raise ValueError(f"{entry.key}: a shard needs a placement")
+    return entry.placement

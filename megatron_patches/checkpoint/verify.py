@@ -1,0 +1,195 @@
+"""Looks for missing, short and unreadable files before a checkpoint is loaded.
+
+Megatron loads straight into the weights, file after file: a file that turns out to be short leaves a model that is
+half old and half new. The index of a checkpoint (``.metadata``) says how long each file must be, so one look at the
+directory suffices. Bytes that have changed are not noticed here; Megatron's ``--verify-integrity`` hashes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.msc_utils import MultiStorageClientFeature
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+_INDEX = ".metadata"
+_WAY_OUT = "copy the checkpoint again, or load another iteration with --ckpt-step"
+# What reading a truncated pickle or a truncated archive raises.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ImportError,
+    pickle.UnpicklingError,
+)
+
+
+class IncompleteCheckpointError(CheckpointingException):
+    """A checkpoint lacks a file or the end of one. Nothing of it has been loaded."""
+
+
+def find_problem(directory: str | os.PathLike[str]) -> str | None:
+    """Compare the files of a torch_dist checkpoint with its index.
+
+    Args:
+        directory: one iteration's directory.
+
+    Returns:
+        One line that names the directory, the first file that is missing, short or unreadable, and what to do; None
+        if all are there.
+    """
+    root = Path(directory)
+    problem = _directory_problem(root) or _storage_problem(root)
+    return f"checkpoint {root}: {problem}; {_WAY_OUT}" if problem else None
+
+
+def find_format_problem(directory: str | os.PathLike[str]) -> str | None:
+    """Like :func:`find_problem`, for the directory and its ``metadata.json`` only."""
+    root = Path(directory)
+    problem = _directory_problem(root)
+    return f"checkpoint {root}: {problem}; {_WAY_OUT}" if problem else None
+
+
+def _directory_problem(root: Path) -> str | None:
+    if not root.is_dir():
+        return "the directory is missing"
+    config = root / CONFIG_FNAME
+    if not config.is_file():
+        return f"{CONFIG_FNAME} is missing"
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{CONFIG_FNAME} cannot be read ({error})"
+    return None
+
+
+def _storage_problem(root: Path) -> str | None:
+    if not (root / _INDEX).is_file():
+        return f"{_INDEX} is missing: the save did not end, or the file was not copied"
+    try:
+        index = FileSystemReader(root).read_metadata()
+        needed = _needed_sizes(index)
+    except _UNREADABLE as error:
+        return f"{_INDEX} cannot be read ({type(error).__name__}: {error})"
+    common = root / COMMON_STATE_FNAME
+    if common.is_file() and common.stat().st_size == 0:
+        return f"{COMMON_STATE_FNAME} is empty"
+    bad = [line for name, size in sorted(needed.items()) if (line := _file_problem(root / name, size))]
+    more = f" (and {len(bad) - 1} more of {len(needed)} files)" if len(bad) > 1 else ""
+    return bad[0] + more if bad else None
+
+
+def _needed_sizes(index: Metadata) -> dict[str, int]:
+    """Least size in bytes of each file, by its path relative to the checkpoint."""
+    sizes: dict[str, int] = {}
+    for entry in (index.storage_data or {}).values():
+        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+    return sizes
+
+
+def _file_problem(path: Path, size: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be examined ({error})"
+    if found < size:
+        return f"{path.name} has {found} bytes of {size}"
+    return None if os.access(path, os.R_OK) else f"{path.name} is not readable"
+
+
+def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``megatron.core.dist_checkpointing.serialization.load``."""
+
+    @functools.wraps(original)
+    def load(
+        sharded_state_dict: Any,
+        checkpoint_dir: str,
+        sharded_strategy: Any = None,
+        validate_access_integrity: bool = True,
+        *args: Any,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not MultiStorageClientFeature.is_enabled():  # object stores have no partly written files
+            # Megatron's own load is collective under the same condition.
+            _require_complete(checkpoint_dir, collective=validate_access_integrity, group=process_group)
+        return original(
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            validate_access_integrity,
+            *args,
+            process_group=process_group,
+            **kwargs,
+        )
+
+    return load
+
+
+def _require_complete(directory: str, *, collective: bool, group: torch.distributed.ProcessGroup | None) -> None:
+    if not collective or not torch.distributed.is_initialized():
+        problem = find_problem(directory)
+    else:
+        # One rank looks: thousands of ranks asking for thousands of files would hold up a shared file system.
+        verdict: list[str | None] = [None]
+        if torch.distributed.get_rank(group) == 0:
+            verdict = [find_problem(directory)]
+        torch.distributed.broadcast_object_list(verdict, group=group, group_src=0)
+        problem = verdict[0]
+    if problem:
+        raise IncompleteCheckpointError(problem)
+
+
+def wrap_load_common_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``megatron.core.dist_checkpointing.serialization.load_common_state_dict``.
+
+    It reads a few bytes on every rank and changes nothing, so the look at the files can wait until it fails.
+    """
+
+    @functools.wraps(original)
+    def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
+        try:
+            return original(checkpoint_dir)
+        except (*_UNREADABLE, CheckpointingException, CheckpointException) as error:
+            problem = find_problem(checkpoint_dir)
+            if problem is None:
+                problem = f"checkpoint {checkpoint_dir}: its common state cannot be read ({error}); {_WAY_OUT}"
+            raise IncompleteCheckpointError(problem) from error
+
+    return load_common_state_dict
+
+
+def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``megatron.training.checkpointing._get_checkpoint_format``.
+
+    Without ``metadata.json`` Megatron takes the checkpoint for one of another format.
+    """
+
+    @functools.wraps(original)
+    def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
+        if args.ckpt_format == "torch_dist" and not MultiStorageClientFeature.is_enabled():
+            root = Path(checkpoint_name)
+            legacy = root.is_dir() and any(entry.name.startswith("mp_rank_") for entry in root.iterdir())
+            problem = None if legacy else find_format_problem(root)
+            if problem:
+                raise IncompleteCheckpointError(problem)
+        return original(checkpoint_name, args)
+
+    return get_checkpoint_format

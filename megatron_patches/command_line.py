@@ -1,0 +1,116 @@
+"""Ties the flags of :mod:`megatron_patches.arguments` to Megatron's parser, for any script that uses it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from megatron_patches import arguments, cpu
+from megatron_patches.registry import PatchRecord
+
+USAGE_ERROR = 2
+RANK_0_HEAD_START_S = 10.0
+
+
+class Configurable(Protocol):
+    """What is told the parsed options, before Megatron builds a model."""
+
+    def configure(self, config: arguments.MegatronEtpConfig) -> None:
+        """Take the options of the run."""
+
+
+def exit_with(message: str, rank: int) -> NoReturn:
+    """End the process for a mistake in its settings: one line, from rank 0, and no traceback.
+
+    Raises:
+        SystemExit: always, with status 2.
+    """
+    if rank == 0:
+        sys.stderr.write(f"megatron_patches: error: {message}\n")
+        sys.stderr.flush()
+    else:
+        # torchrun ends all processes when the first one ends: rank 0 must not be killed before it has said why.
+        time.sleep(RANK_0_HEAD_START_S)
+    raise SystemExit(USAGE_ERROR)
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the percent signs of help texts that argparse cannot format, and that end ``--help`` with an error.
+
+    Some of Megatron's texts have a plain percent sign.
+    """
+    formatter = argparse.HelpFormatter(parser.prog)
+    for action in parser._actions:
+        if action.help and "%" in action.help:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
+
+
+def records(api: Configurable) -> tuple[PatchRecord, ...]:
+    """The replacements in Megatron's parser.
+
+    Args:
+        api: told the options once they are parsed and checked.
+    """
+
+    def with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(add_megatron_arguments)
+        def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = arguments.add_arguments(add_megatron_arguments(parser))
+            _mend_help(parser)
+            return parser
+
+        return replacement
+
+    def with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(parse_args)
+        def replacement(*args: Any, **kwargs: Any) -> argparse.Namespace:
+            parsed: argparse.Namespace = parse_args(*args, **kwargs)
+            if cpu.needed():
+                cpu.set_required_arguments(parsed)
+            return parsed
+
+        return replacement
+
+    def with_checks(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(validate_args)
+        def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+            try:
+                arguments.apply_to_megatron(args)
+                arguments.check(args)
+                config = arguments.config_from_args(args)
+            except arguments.UnsupportedConfigurationError as error:
+                exit_with(str(error), args.rank)
+            validated = validate_args(args, *rest, **kwargs)
+            api.configure(config)
+            return validated
+
+        return replacement
+
+    module = "megatron.training.arguments"
+    return (
+        PatchRecord(
+            target=f"{module}:add_megatron_arguments",
+            replace=with_arguments,
+            reason="adds the flags of extended tensor parallelism to every Megatron script",
+            sha256="a020f70583f160f2",
+        ),
+        PatchRecord(
+            target=f"{module}:parse_args",
+            replace=with_cpu_settings,
+            reason="a CPU run needs other values than Megatron's defaults",
+            sha256="d7de3b150d7b2140",
+        ),
+        PatchRecord(
+            target=f"{module}:validate_args",
+            replace=with_checks,
+            reason="sets Megatron's shard counts and refuses what would not train correctly, before Megatron's checks",
+            sha256="f379171b89b5c726",
+        ),
+    )

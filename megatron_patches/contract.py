@@ -1,0 +1,137 @@
+"""What is relied upon in megatron-core 0.19.2 without being replaced: the seam's names and those who call them.
+
+A change in any of these is a reason to read it again before a new version is let in; ``registry.verify`` compares
+them with the installed sources.
+"""
+
+from __future__ import annotations
+
+from megatron_patches.registry import SourceRecord
+
+_ENGINE = "megatron.core.tensor_parallel.generalized_tensor_parallelism"
+
+_SEAM: tuple[tuple[str, str | None, str], ...] = (
+    ("GTPChain", None, "832ff1b638d7f785"),
+    ("GTPEmbeddingWeight", None, "df0e7bda41711d8c"),
+    (
+        "attach_gtp_to_presharded_module",
+        "module, gtp_remat_group, pad_length, is_grouped=False",
+        "46435673e13eadd1",
+    ),
+    (
+        "classify_gtp_remat_chains",
+        "model, *, cuda_graph_modules=None, moe_shared_expert_overlap=False, cuda_graph_impl='none'",
+        "92d3777338f00469",
+    ),
+    (
+        "configure_gtp_remat_from_recipe",
+        "*, fp4=False, fp8_recipe=None, fp8=False, calculate_per_token_loss=False",
+        "c670e53bf31453ef",
+    ),
+    ("dequantize_gtp_native_fp8", "param", "101d3e3ff3ed587e"),
+    ("get_ag_stream", "chain_id: str=GTPChain.GRAPHED.value, group=None", "e9f627389601f258"),
+    ("get_rs_stream", "chain_id: str=GTPChain.GRAPHED.value, group=None", "0862f8bc9fd21f40"),
+    ("gtp_native_fp8_load_context", "module", "3710e6f5862ddf28"),
+    ("gtp_remat_shard_dim0", "dim0, gtp_remat_group", "dcdfc7416959b51b"),
+    ("is_gtp_param", "param", "b65983b69619f6ba"),
+    (
+        "make_sharded_tensors_for_checkpoint_with_gtp_remat",
+        (
+            "state_dict, prefix, tensor_parallel_layers_axis_map=None, sharded_offsets=(), "
+            "extra_state_suffix='_extra_state', *, tp_group, dp_cp_group, intra_dp_cp_group=None"
+        ),
+        "0c7d90226319450b",
+    ),
+    ("set_cuda_graph_mempool", "device, mempool", "c6c2be298b976c75"),
+    (
+        "wait_async_comms",
+        "chain_id: str=None, skip_rs: bool=False, finalize_after_drain: bool=False",
+        "5b10e24acb8931f7",
+    ),
+    ("wait_for_gtp_grad_reduction_on_current_stream", "", "99378446a46ec546"),
+    ("wrap_module_params_gtp", "module, weight_names, gtp_remat_group, is_grouped=None", "e9f038d4ce4e0524"),
+)
+
+_CALLERS: tuple[tuple[str, str, str], ...] = (
+    ("megatron.core.tensor_parallel.gtp_api", "397c9ad291d8565c", "the names to replace"),
+    (
+        "megatron.core.tensor_parallel.layers:VocabParallelEmbedding",
+        "176379dbe1bf98be",
+        "cuts the embedding and gathers it in forward",
+    ),
+    (
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__",
+        "89d5190a2c748607",
+        "cuts its weight when built",
+    ),
+    ("megatron.core.tensor_parallel.layers:RowParallelLinear", "d08e2c12b0e86e47", "cuts its weight when built"),
+    (
+        "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication",
+        "8ef62e685ce853b7",
+        "gathers in forward and backward",
+    ),
+    (
+        "megatron.core.tensor_parallel.layers:param_is_not_gtp_duplicate",
+        "35ed8dbc114c8f2f",
+        "counts a shard's gradient norm once",
+    ),
+    ("megatron.core.tensor_parallel.layers:copy_gtp_attributes", "4f764e90ef774045", "marks the optimizer's copies"),
+    (
+        "megatron.core.transformer.utils:make_sharded_tensors_for_checkpoint",
+        "310e152a83325987",
+        "asks the seam for the place of each shard",
+    ),
+    (
+        "megatron.core.utils:make_tp_sharded_tensor_for_checkpoint",
+        "47d294ffccedd1cc",
+        "gives an embedding's shard its place",
+    ),
+    (
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
+        "aae4466be4608927",
+        "is called once a gradient is complete",
+    ),
+    (
+        "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        "018f8aa3f1b46fca",
+        "waits for the seam before data-parallel reduction",
+    ),
+    (
+        "megatron.core.distributed.finalize_model_grads:_allreduce_replicated_grads_over_gtp_remat_group",
+        "07d9bfe476230404",
+        "averages replicated gradients over the shard group",
+    ),
+    (
+        "megatron.core.optimizer.optimizer:_backfill_gtp_sharded_param_map",
+        "4754e2e0d747cde0",
+        "finds a shard's optimizer state",
+    ),
+    ("megatron.core.parallel_state:initialize_model_parallel", "9534561a0c23f87d", "builds the shard groups"),
+    (
+        "megatron.core.model_parallel_config:resolve_tensor_parallel_weight_shards",
+        "0efa4a663dbace04",
+        "derives the shard group's size",
+    ),
+    (
+        "megatron.training.training:setup_model_and_optimizer",
+        "566575af25f10acc",
+        "configures the seam and shows it all model chunks at once",
+    ),
+    ("megatron.training.training:train_step", "275be60d0831f482", "reports the loss over all data"),
+    ("megatron.training.global_vars:set_global_variables", "3e26f317b89c7f92", "counts microbatches over all data"),
+)
+
+
+def records() -> tuple[SourceRecord, ...]:
+    """Every definition that is used as it is."""
+    seam = (
+        SourceRecord(
+            target=f"{_ENGINE}:{name}",
+            signature=signature,
+            sha256=sha256,
+            reason="replaced through gtp_api, with the same meaning",
+        )
+        for name, signature, sha256 in _SEAM
+    )
+    callers = (SourceRecord(target=target, sha256=sha256, reason=reason) for target, sha256, reason in _CALLERS)
+    return (*seam, *callers)

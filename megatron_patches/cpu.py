@@ -1,0 +1,355 @@
+"""Lets Megatron train on a machine without CUDA, over gloo. Where CUDA is available nothing here is used.
+
+Megatron-core calls ``torch.cuda`` unconditionally: for the current device, for streams and events, for random state.
+The records below give those calls their meaning on a CPU, where every operation has finished when it returns: streams
+do nothing, events have always happened, "the current device" is the CPU, and its random state is the CPU
+generator's. ``torch.cuda.is_available()`` stays False.
+
+:func:`records` lists every replacement with its reason; :func:`required_arguments` the settings of Megatron's own
+that only make sense with CUDA, with the value that a CPU run needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import logging
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+
+from megatron_patches.registry import PatchRecord
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+)
+
+
+def needed() -> bool:
+    """Whether this machine lacks CUDA, so that :func:`records` apply."""
+    return not torch.cuda.is_available()
+
+
+def prepare_environment() -> None:
+    """Set the environment variables that Megatron or torch read at import time. A user's own values stay."""
+    # Megatron's fused element-wise functions go through torch.compile: seconds of compilation for a small CPU run.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # Megatron's validation wants it with tensor parallelism; it has no meaning without CUDA.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+class _NotOnCpu(logging.Filter):
+    """Drops a warning that is right for a GPU only: the random-state tracker forks the CPU generator here."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def silence_random_state_warning() -> None:
+    """Keep Megatron from warning, at every forward, that the CPU's random state is used."""
+    tracker_logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    if not any(isinstance(present, _NotOnCpu) for present in tracker_logger.filters):
+        tracker_logger.addFilter(_NotOnCpu())
+
+
+class CpuStream:
+    """A stream on which all work is always finished; also its own context manager."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        self.device = _CPU
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        return None
+
+    def wait_stream(self, _stream: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, _event: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether all work is done: always."""
+        return True
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """Return ``event``, or a new one; it has happened already."""
+        return event if event is not None else CpuEvent()
+
+
+class CpuEvent:
+    """An event that has always happened already. Its times are not measured: elapsed time is 0."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        return None
+
+    def record(self, _stream: object = None) -> None:
+        """Nothing to record."""
+
+    def wait(self, _stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether the event has happened: always."""
+        return True
+
+    def elapsed_time(self, _end: CpuEvent) -> float:
+        """Milliseconds between two events: not measured on a CPU."""
+        return 0.0
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """Every replacement that a CPU run needs, those in torch first, so that Megatron's modules import with them."""
+    return (*_device_records(), *_random_state_records(), *_tensor_records(), *_megatron_records())
+
+
+def _constant(value: object) -> Callable[[Any], Callable[..., Any]]:
+    """A replacement that returns ``value`` whatever it is called with."""
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*_args: object, **_kwargs: object) -> object:
+            return value
+
+        return functools.wraps(original)(replacement)
+
+    return replace
+
+
+def _device_records() -> tuple[PatchRecord, ...]:
+    stream = CpuStream()
+    properties = types.SimpleNamespace(
+        name="cpu", major=0, minor=0, total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+
+    def stream_context(_original: object) -> Callable[..., contextlib.AbstractContextManager[None]]:
+        return lambda _stream: contextlib.nullcontext()
+
+    constants: tuple[tuple[str, object, str], ...] = (
+        ("current_device", _CPU, "Megatron allocates on torch.cuda.current_device()"),
+        ("device_count", 1, "Megatron sets up its process groups only where the count is above 0"),
+        ("set_device", None, "Megatron selects the local rank's device"),
+        ("get_device_capability", (0, 0), "Megatron asks for the architecture when it validates arguments"),
+        ("get_device_properties", properties, "Megatron asks for the architecture when it validates arguments"),
+        ("current_stream", stream, "communication is ordered on streams"),
+        ("default_stream", stream, "communication is ordered on streams"),
+        ("synchronize", None, "timers wait for the device"),
+        ("empty_cache", None, "there is no caching allocator"),
+    )
+    return (
+        *(
+            PatchRecord(target=f"torch.cuda:{name}", replace=_constant(value), reason=reason)
+            for name, value, reason in constants
+        ),
+        PatchRecord(
+            target="torch.cuda:stream", replace=stream_context, reason="communication is issued on side streams"
+        ),
+        PatchRecord(target="torch.cuda:Stream", replace=lambda _original: CpuStream, reason="side streams are created"),
+        PatchRecord(target="torch.cuda:Event", replace=lambda _original: CpuEvent, reason="events are created"),
+    )
+
+
+def _random_state_records() -> tuple[PatchRecord, ...]:
+    # Not torch.manual_seed: it seeds torch.cuda in turn and would recurse.
+    def manual_seed(_original: object) -> Callable[[int], None]:
+        def seed_cpu(seed: int) -> None:
+            torch.default_generator.manual_seed(int(seed))
+
+        return seed_cpu
+
+    def get_state(_original: object) -> Callable[..., torch.Tensor]:
+        return lambda *_args, **_kwargs: torch.get_rng_state()
+
+    def set_state(_original: object) -> Callable[..., None]:
+        return lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+
+    reason = "Megatron's random-state tracker forks the CUDA generator"
+    random_module = "megatron.core.tensor_parallel.random"
+    return (
+        PatchRecord(target="torch.cuda:manual_seed", replace=manual_seed, reason=reason),
+        PatchRecord(target="torch.cuda:get_rng_state", replace=get_state, reason=reason),
+        PatchRecord(target="torch.cuda:set_rng_state", replace=set_state, reason=reason),
+        PatchRecord(target="torch.cuda.random:get_rng_state", replace=get_state, reason=reason),
+        PatchRecord(
+            target=f"{random_module}:_get_cuda_rng_state", replace=get_state, reason=reason, sha256="62ad88d51012a9c6"
+        ),
+        PatchRecord(
+            target=f"{random_module}:_set_cuda_rng_state", replace=set_state, reason=reason, sha256="0c8a56235a84d719"
+        ),
+    )
+
+
+def _tensor_records() -> tuple[PatchRecord, ...]:
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def replacement(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if "cuda" in str(kwargs.get("device", "")):
+                kwargs["device"] = _CPU
+            return factory(*args, **kwargs)
+
+        return replacement
+
+    # One function each: torch.compile refuses two torch functions that are one object.
+    def keep(_original: object) -> Callable[..., Any]:
+        return lambda tensor_or_module, *_args, **_kwargs: tensor_or_module
+
+    def no_stream(_original: object) -> Callable[..., None]:
+        return lambda _tensor, _stream: None
+
+    def type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            # A tensor subclass comes here twice, the second time through torch's dispatch of its methods.
+            if isinstance(result, str) and not result.startswith("torch.cuda."):
+                return result.replace("torch.", "torch.cuda.", 1)
+            return result
+
+        return replacement
+
+    return (
+        *(
+            PatchRecord(target=f"torch:{name}", replace=on_cpu, reason='Megatron creates tensors with device="cuda"')
+            for name in _FACTORIES
+        ),
+        PatchRecord(target="torch:Tensor.cuda", replace=keep, reason="batches and parameters are moved to the device"),
+        PatchRecord(target="torch.nn:Module.cuda", replace=keep, reason="models are moved to the device"),
+        PatchRecord(target="torch:Tensor.record_stream", replace=no_stream, reason="there is no caching allocator"),
+        PatchRecord(
+            target="torch:Tensor.type",
+            replace=type_name,
+            reason="Megatron's optimizers know their parameters by the name torch.cuda.FloatTensor",
+        ),
+    )
+
+
+def _megatron_records() -> tuple[PatchRecord, ...]:
+    def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+        return replacement
+
+    def as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+            return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+        return replacement
+
+    def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: Any) -> Any:
+            if not self.optimizer.state:
+                self._init_optimizer_states_with_dummy_values()
+            return original(self)
+
+        return replacement
+
+    return (
+        PatchRecord(
+            target="megatron.training.initialize:initialize_megatron",
+            replace=allow_no_cuda,
+            reason="pretrain() does not pass its allow_no_cuda on",
+            sha256="c813ba71782bfc73",
+        ),
+        PatchRecord(
+            target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+            replace=as_numpy_on_cpu,
+            reason="it converts to numpy only what it has moved from a GPU",
+            sha256="c2e4d07c3813ade9",
+        ),
+        PatchRecord(
+            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+            replace=with_adam_state,
+            reason="without TE and apex it reads the step from Adam's state, which is empty before the first step",
+            sha256="0f707320dc52f77a",
+        ),
+        PatchRecord(
+            target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            replace=_norm_for_sequence_parallelism,
+            reason="it refuses sequence parallelism, though its parameters need only be marked for it",
+            sha256="7a86dd6ea62cfd68",
+        ),
+    )
+
+
+def _norm_for_sequence_parallelism(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @functools.wraps(original)
+    def replacement(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        with _attribute(config, "sequence_parallel", False):
+            norm = original(cls, config, *args, **kwargs)
+        for parameter in norm.parameters():
+            # Megatron adds these parameters' gradients up over the tensor-parallel ranks.
+            setattr(parameter, "sequence_parallel", True)  # noqa: B010  # not an attribute that torch declares
+        return norm
+
+    return replacement
+
+
+@contextlib.contextmanager
+def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def required_arguments() -> dict[str, object]:
+    """Values of Megatron's parsed arguments that a CPU run needs; the defaults are for CUDA."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    return {
+        "distributed_backend": "gloo",
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "attention_backend": AttnBackend.unfused,
+        "no_persist_layer_norm": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_gelu_fusion": False,
+        "bias_swiglu_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "num_workers": 0,
+    }
+
+
+def set_required_arguments(args: argparse.Namespace) -> None:
+    """Give ``args`` the values of :func:`required_arguments` and log, on rank 0, which of them changed."""
+    changed = []
+    for name, value in required_arguments().items():
+        if getattr(args, name) != value:
+            setattr(args, name, value)
+            changed.append(f"{name}={getattr(value, 'name', value)}")
+    if changed and getattr(args, "rank", 0) == 0:
+        logger.warning("no CUDA device: running on CPU with %s", ", ".join(changed))

@@ -1,0 +1,32 @@
+"""What megatron-core 0.19.2 gets wrong for sharded weights, one file per mistake.
+
+Every fix is inert where no weight is sharded, so that ``--etp-size 1`` is bitwise the stock run.
+"""
+
+from __future__ import annotations
+
+from megatron_patches.fixes import (
+    dataset_build,
+    embeddings,
+    evaluation,
+    expert_gradients,
+    expert_groups,
+    frozen,
+    fused_accumulation,
+    te_construction,
+)
+from megatron_patches.registry import PatchRecord
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """Every fix."""
+    return (
+        dataset_build.RECORD,
+        expert_groups.RECORD,
+        expert_gradients.RECORD,
+        evaluation.RECORD,
+        embeddings.RECORD,
+        frozen.RECORD,
+        fused_accumulation.RECORD,
+        te_construction.RECORD,
+    )

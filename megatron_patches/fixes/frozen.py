@@ -1,0 +1,93 @@
+"""A frozen layer keeps its gathered weight from forward to backward.
+
+``linear_with_frozen_weight`` gathers a sharded weight and saves the result for the gradient of its input. That keeps
+a full-size weight alive per frozen layer, and where the gather's buffer is shared with other layers, backward reads
+what another layer has gathered there since. With this fix the shard is saved, and the weight gathered again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches.registry import PatchRecord
+
+
+class FrozenShardedLinear(torch.autograd.Function):
+    """``input @ weight.T + bias`` with the gradient of ``input`` only; the weight is gathered in both directions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None,
+        tensor_group: torch.distributed.ProcessGroup | None,
+    ) -> torch.Tensor:
+        """Args: ``input_`` ``[..., in]``; ``weight`` a shard; ``tensor_group`` sums the gradient of ``input_``."""
+        # Not save_for_backward: it would return another object of the same data, without the shard's methods.
+        ctx.weight = weight
+        ctx.tensor_group = tensor_group
+        output = torch.matmul(input_, weight.all_gather_and_prefetch(fwd=True).t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Gradient of ``input_``."""
+        (grad_output,) = grad_outputs
+        grad_input = grad_output.matmul(ctx.weight.all_gather_and_prefetch_bwd())
+        if ctx.tensor_group is not None:
+            torch.distributed.all_reduce(grad_input, group=ctx.tensor_group)
+        return grad_input, None, None, None
+
+
+def _replace(linear_with_frozen_weight: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(linear_with_frozen_weight)
+    def replacement(  # noqa: PLR0913, PLR0917  # the signature is Megatron's
+        input: torch.Tensor,  # noqa: A002
+        weight: Any,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: torch.distributed.ProcessGroup | None,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        wgrad_deferral_limit: None = None,
+        gtp_remat_size: int = 1,
+    ) -> torch.Tensor:
+        if gtp_remat_size == 1:
+            return linear_with_frozen_weight(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                tp_group,
+                grad_output_buffer,
+                wgrad_deferral_limit,
+            )
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+        from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+        group = get_tensor_model_parallel_group_if_none(tp_group)
+        if sequence_parallel:
+            whole = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
+        else:
+            whole = input
+        output: torch.Tensor = FrozenShardedLinear.apply(whole, weight, bias, group if allreduce_dgrad else None)
+        return output
+
+    return replacement
+
+
+RECORD = PatchRecord(
+    target="megatron.core.tensor_parallel.layers:linear_with_frozen_weight",
+    replace=_replace,
+    reason="it keeps the gathered weight of a frozen layer from forward to backward",
+    upstream="NVIDIA/Megatron-LM#4967",
+    sha256="c0a7bf53a124febf",
+)

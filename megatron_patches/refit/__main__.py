@@ -1,0 +1,152 @@
+"""``python -m megatron_patches.refit export --load CHECKPOINT --output DIRECTORY``, alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
+from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
+from megatron_patches.refit.megatron_checkpoint import (
+    ParallelSizes,
+    build_model,
+    find_iteration,
+    load_weights,
+    process_groups,
+    saved_arguments,
+    vocabulary_of,
+)
+from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
+from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from a number with an optional unit: ``5GB``, ``512MiB``, ``1000``.
+
+    Raises:
+        argparse.ArgumentTypeError: if the text is no such thing.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB or 512MiB")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
+    return size
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_patches.refit", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser(
+        "export",
+        help="write a Megatron checkpoint as a Hugging Face checkpoint",
+        description="Writes a Megatron checkpoint (torch_dist) as a Hugging Face checkpoint. Alone, one process holds "
+        "the model; under torchrun it is sharded as asked, and no process ever holds a full tensor.",
+    )
+    export.add_argument("--load", type=Path, required=True, help="directory that Megatron's --save wrote")
+    export.add_argument("--output", type=Path, required=True, help="directory for the Hugging Face checkpoint")
+    export.add_argument("--iteration", type=int, help="which iteration; the latest by default")
+    export.add_argument("--max-shard-size", type=parse_size, default=parse_size("5GB"), help="most bytes in a file")
+    export.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint at --output")
+    export.add_argument("--dtype", choices=FLOAT_DTYPES, help="element type of the checkpoint; kept by default")
+    export.add_argument("--vocab-size", type=int, help="tokens without padding; from the run's tokenizer by default")
+    export.add_argument("--bos-token-id", type=int, help="token that begins a text, for the configuration")
+    export.add_argument("--eos-token-id", type=int, help="token that ends a text, for the configuration")
+    export.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size while exporting"
+    )
+    export.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages while exporting")
+    export.add_argument(
+        "--etp-size", type=int, default=1, help="extended-tensor-parallel size (not expert tensor parallelism)"
+    )
+    export.add_argument("--timeout-minutes", type=float, default=30.0, help="longest wait for another process")
+    return parser
+
+
+def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
+    """Builds the model, loads it and exports it, as the command line says.
+
+    Raises:
+        RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
+    """
+    directory = find_iteration(options.load, options.iteration)
+    probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
+    if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading, not after
+        probe.create()
+        probe.discard()
+    sizes = ParallelSizes(
+        tensor=options.tensor_model_parallel_size,
+        pipeline=options.pipeline_model_parallel_size,
+        etp=options.etp_size,
+    )
+    sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
+    import megatron_patches
+
+    try:
+        megatron_patches.apply()
+    except megatron_patches.IncompatibleMegatronError as error:
+        raise ExportError(str(error)) from error
+    progress.phase("load", 0)
+    with process_groups(sizes, timedelta(minutes=options.timeout_minutes)):
+        args = saved_arguments(directory)
+        vocab_size = options.vocab_size or vocabulary_of(args)
+        model = build_model(args, sizes)
+        load_weights(model, directory)
+        return export_checkpoint(
+            [model],
+            options.output,
+            vocab_size=vocab_size,
+            options=ExportOptions(
+                max_shard_bytes=options.max_shard_size,
+                overwrite=options.overwrite,
+                dtype=options.dtype,
+                bos_token_id=options.bos_token_id,
+                eos_token_id=options.eos_token_id,
+            ),
+            progress=progress,
+        )
+
+
+def _silence_imports() -> None:
+    """Megatron and torch warn at import of every optional dependency that is not there, on every rank."""
+    warnings.simplefilter("ignore")
+    for name in ("megatron", "megatron_patches", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = build_parser().parse_args(arguments)
+    first = int(os.environ.get("RANK", "0")) == 0
+    _silence_imports()
+    try:
+        with ExitStack() as stack:
+            progress = stack.enter_context(TerminalProgress()) if first else Quiet()
+            report = run_export(options, progress)
+    except RefitError as error:
+        if first or isinstance(error, CheckpointReadError):
+            sys.stderr.write(f"error: {error}\n")
+        return 1
+    if first:
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+        sys.stdout.write(
+            f"{report.architecture} at {report.path}: {report.tensors} tensors, {report.nbytes / 1e6:.1f} MB in "
+            f"{report.files} files ({seconds})\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

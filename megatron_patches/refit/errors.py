@@ -1,0 +1,47 @@
+"""The errors of refit. Each message names the tensor, box, rank or file concerned, and the way out."""
+
+from __future__ import annotations
+
+
+class RefitError(RuntimeError):
+    """Base of every error that refit raises on purpose."""
+
+
+class UnsupportedModelError(RefitError):
+    """The model uses a feature that the Hugging Face architecture cannot express."""
+
+
+class UnmappedParameterError(RefitError):
+    """A Megatron parameter, or a Hugging Face tensor, has no counterpart in the mapping of the model family."""
+
+
+class CoverageError(RefitError):
+    """No rank holds some part of what a destination wants."""
+
+
+class ProofError(RefitError):
+    """A plan would leave an element unwritten, write one twice, read padding, or change a dtype unasked."""
+
+
+class PlanMismatchError(RefitError):
+    """Two parties computed different plans."""
+
+
+class DigestError(RefitError):
+    """What was read back differs from what was sent."""
+
+
+class TransferError(RefitError):
+    """What arrived, or the memory that it should go to, is not what the plan says."""
+
+
+class StaleVersionError(RefitError):
+    """Weights of another version than the one that is being received."""
+
+
+class ExportError(RefitError):
+    """An export failed on some rank; nothing that looks like a checkpoint was left behind."""
+
+
+class CheckpointReadError(ExportError):
+    """A Megatron checkpoint is damaged or incomplete, as one rank found; others may not know."""

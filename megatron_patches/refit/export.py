@@ -1,0 +1,291 @@
+"""Exports a sharded Megatron model to a Hugging Face checkpoint, each rank writing its own boxes.
+
+Collective: every rank that holds a part of the model calls :func:`export_checkpoint`. What travels between ranks
+are manifests and outcomes, small objects; the weights go from each rank's memory straight to the files.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_patches.refit.digest import combine
+from megatron_patches.refit.errors import ExportError, PlanMismatchError
+from megatron_patches.refit.exchange import Exchange, default_exchange, together
+from megatron_patches.refit.hf_config import build_config, family_for, read_traits
+from megatron_patches.refit.manifest import Manifest, Placement, Storage, agree_on_tensors
+from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.progress import Progress, Quiet
+from megatron_patches.refit.proof import prove
+from megatron_patches.refit.source.describe import describe_model, unwrapped
+from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.source.traits import ModelTraits
+from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
+from megatron_patches.refit.transports.file import share_of, verify_tensors, write_boxes
+from megatron_patches.refit.transports.safetensors_layout import CheckpointLayout, layout_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How to export.
+
+    Attributes:
+        max_shard_bytes: most bytes of weights in one file; a tensor above it gets a file of its own.
+        overwrite: whether an earlier export at the path may be replaced; the old one stays until the new is whole.
+        dtype: element type of the checkpoint; None keeps that of the weights.
+        staging_bytes: most bytes that a rank copies at a time.
+        bos_token_id: token that begins a text, for the configuration.
+        eos_token_id: token that ends a text, for the configuration.
+    """
+
+    max_shard_bytes: int = 5_000_000_000
+    overwrite: bool = False
+    dtype: str | None = None
+    staging_bytes: int = 256 << 20
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"cannot export as {self.dtype!r}; choose one of {', '.join(FLOAT_DTYPES)}")
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes is {self.max_shard_bytes}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        path: the checkpoint.
+        architecture: class in ``transformers`` that loads it.
+        files: number of files with weights.
+        tensors: number of tensors.
+        nbytes: bytes of weights, all files together.
+        bytes_by_rank: bytes that each rank wrote.
+        plan_digest: sha256 of the plan that all ranks followed.
+        seconds: duration of each phase on this rank.
+    """
+
+    path: str
+    architecture: str
+    files: int
+    tensors: int
+    nbytes: int
+    bytes_by_rank: Mapping[int, int]
+    plan_digest: str
+    seconds: Mapping[str, float]
+
+
+def export_checkpoint(
+    model_chunks: Sequence[torch.nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    vocab_size: int,
+    options: ExportOptions = ExportOptions(),
+    group: ProcessGroup | None = None,
+    tp_group: ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Writes the model as a Hugging Face checkpoint, on all ranks together.
+
+    May be called between training steps. The weights are only read. Nothing appears at ``path`` before all of it is
+    written, synced and read back; if any rank fails, every rank raises with the reason and ``path`` is as before.
+
+    Args:
+        model_chunks: this rank's part: a GPTModel a virtual pipeline stage, wrapped (DDP, Float16Module) or not.
+        path: directory for the checkpoint, on a file system that all ranks share.
+        vocab_size: number of tokens; rows of the embedding beyond it are padding and are left out.
+        options: sizes, element type, overwriting.
+        group: ranks that hold the model, replicas included; None for all processes.
+        tp_group: tensor-parallel group; None for Megatron's own.
+        progress: told how far this rank is.
+
+    Returns:
+        What was written; the same on every rank except for the seconds.
+
+    Raises:
+        ExportError: on every rank, if any rank failed; names ranks and reasons.
+    """
+    exchange = default_exchange(group)
+    what = f"export to {os.fspath(path)}"
+    token = exchange.gather(secrets.token_hex(4))[0]
+    directory = CheckpointDirectory(path, token, options.overwrite)
+    first = exchange.rank == 0
+    try:
+        together(exchange, what, lambda: directory.create() if first else None)
+        job = _Job(exchange, what, directory, options, progress or Quiet())
+        return job.run(model_chunks, vocab_size, tp_group)
+    except BaseException:
+        # Whatever ends the export, an interrupt included, must leave nothing behind that others have to interpret.
+        if first:
+            directory.discard()
+        raise
+
+
+class _Job:
+    """One export, phase by phase; every phase succeeds on all ranks or raises on all."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        what: str,
+        directory: CheckpointDirectory,
+        options: ExportOptions,
+        progress: Progress,
+    ) -> None:
+        self._exchange = exchange
+        self._what = what
+        self._directory = directory
+        self._options = options
+        self._progress = progress
+        self._memory: dict[str, torch.Tensor] = {}  # this rank's storages by name, filled by _describe
+        self._seconds: dict[str, float] = {}
+
+    def run(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> ExportReport:
+        """Plans, writes, verifies and commits."""
+        with self._phase("plan", 0):
+            _finish_parameter_gather(chunks)
+            held: list[tuple[ModelTraits, Manifest]] = self._together(
+                partial(self._describe, chunks, vocab_size, tp_group)
+            )
+            traits = held[0][0]
+            _check_traits([other for other, _ in held])
+            plan, layout = self._plan(traits, [manifest for _, manifest in held])
+            self._on_first(lambda: self._directory.allocate(layout))
+        digests = self._write(plan, layout)
+        self._verify(plan, layout, digests)
+        family = family_for(traits)
+        with self._phase("commit", 0):
+            widest = max(plan.tensors, key=lambda spec: spec.nbytes).dtype
+            config = build_config(family, widest, self._options.bos_token_id, self._options.eos_token_id)
+            self._on_first(lambda: self._directory.commit(layout, config, self._generation_config()))
+        return ExportReport(
+            path=str(self._directory.target),
+            architecture=family.architecture,
+            files=len(layout.files),
+            tensors=len(plan.tensors),
+            nbytes=plan.nbytes,
+            bytes_by_rank=plan.bytes_by_source(),
+            plan_digest=plan.digest,
+            seconds=self._seconds,
+        )
+
+    def _describe(
+        self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None
+    ) -> tuple[ModelTraits, Manifest]:
+        """What this rank holds; keeps the memory, returns what others need to know."""
+        traits = read_traits(unwrapped(chunks[0]), vocab_size)
+        family = family_for(traits)
+        storages: list[Storage] = []
+        held: list[Placement] = []
+        for live in describe_model(chunks, tp_group):
+            storages.append(live.shard.as_storage())
+            held.extend(placements(live.shard, family.pieces(live.shard)))
+            self._memory[live.shard.storage] = live.memory
+        return traits, Manifest(self._exchange.rank, socket.gethostname(), tuple(storages), tuple(held))
+
+    def _plan(self, traits: ModelTraits, sources: Sequence[Manifest]) -> tuple[Plan, CheckpointLayout]:
+        """The plan and the files, proved and equal on all ranks. Every rank computes both alone."""
+
+        def compute() -> tuple[Plan, CheckpointLayout]:
+            tensors = agree_on_tensors(family_for(traits).shapes(), sources)
+            rules = frozenset[tuple[str, str]]()
+            if self._options.dtype is not None:
+                target = self._options.dtype
+                rules = frozenset((spec.dtype, target) for spec in tensors if spec.dtype in FLOAT_DTYPES)
+                tensors = [replace(spec, dtype=target) if spec.dtype in FLOAT_DTYPES else spec for spec in tensors]
+            layout = layout_checkpoint(tensors, self._options.max_shard_bytes)
+            options = PlanOptions(
+                staging_bytes=self._options.staging_bytes, conversions=rules, bound_destinations=False
+            )
+            plan = make_plan(tensors, sources, [layout.manifest()], options)
+            prove(plan, sources, [layout.manifest()], options)
+            return plan, layout
+
+        found: list[tuple[Plan, CheckpointLayout]] = []
+
+        def digest() -> str:
+            found.append(compute())
+            return found[0][0].digest
+
+        digests = self._together(digest)
+        differing = [rank for rank, value in enumerate(digests) if value != digests[0]]
+        if differing:
+            raise PlanMismatchError(
+                f"{self._what}: ranks {differing[:8]} computed another plan than rank 0; do all run the same version "
+                "of this package with the same options?"
+            )
+        return found[0]
+
+    def _write(self, plan: Plan, layout: CheckpointLayout) -> Mapping[str, int]:
+        """Writes this rank's boxes; returns the digest of every tensor, from all ranks' shares."""
+        rank = self._exchange.rank
+        with self._phase("write", plan.bytes_by_source().get(rank, 0)):
+            partial = self._directory.partial
+            shares = self._together(
+                lambda: write_boxes(plan, rank, self._memory, layout, partial, self._progress.advance)
+            )
+        return {spec.name: combine(share.get(spec.name, 0) for share in shares) for spec in plan.tensors}
+
+    def _verify(self, plan: Plan, layout: CheckpointLayout, digests: Mapping[str, int]) -> None:
+        """Reads a share of the tensors back, whoever wrote them."""
+        mine = share_of(plan.tensors, self._exchange.rank, self._exchange.size)
+        partial, chunk = self._directory.partial, self._options.staging_bytes
+        with self._phase("verify", sum(spec.nbytes for spec in mine)):
+            self._together(lambda: verify_tensors(mine, digests, layout, partial, chunk, self._progress.advance))
+
+    def _generation_config(self) -> Mapping[str, object]:
+        ids = {"bos_token_id": self._options.bos_token_id, "eos_token_id": self._options.eos_token_id}
+        known = {name: value for name, value in ids.items() if value is not None}
+        return {"_from_model_config": True, **known} if known else {}
+
+    def _together[T](self, work: Callable[[], T]) -> list[T]:
+        return together(self._exchange, self._what, work)
+
+    def _on_first(self, work: Callable[[], None]) -> None:
+        """Runs ``work`` on rank 0 alone; its failure is everyone's."""
+        self._together(work if self._exchange.rank == 0 else lambda: None)
+
+    @contextmanager
+    def _phase(self, name: str, nbytes: int) -> Iterator[None]:
+        self._progress.phase(name, nbytes)
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - started
+
+
+def _check_traits(found: Sequence[ModelTraits]) -> None:
+    """All ranks must describe one model.
+
+    Raises:
+        ExportError: naming the first rank and field that differ from rank 0's.
+    """
+    for rank, traits in enumerate(found):
+        for item in fields(traits):
+            mine, first = getattr(traits, item.name), getattr(found[0], item.name)
+            if mine != first:
+                raise ExportError(
+                    f"rank {rank} describes another model than rank 0: {item.name} {mine} instead of {first}"
+                )
+
+
+def _finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
+    """Completes the distributed optimizer's parameter gather, which otherwise waits for the next forward."""
+    for chunk in chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is not None and settings.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]

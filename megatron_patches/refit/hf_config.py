@@ -1,0 +1,199 @@
+"""Reads from a live Megatron model what Hugging Face's configuration needs, and refuses what it cannot express.
+
+A model that uses a feature without counterpart would load and silently compute something else. So every such
+feature is refused by name of its flag, and the rotary frequencies are compared with the model's own buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.source.family import ModelFamily
+from megatron_patches.refit.source.llama import LlamaFamily
+from megatron_patches.refit.source.qwen2 import Qwen2Family
+from megatron_patches.refit.source.qwen3 import Qwen3Family
+from megatron_patches.refit.source.traits import ModelTraits
+
+if TYPE_CHECKING:
+    import torch
+
+# Megatron's constants for --use-rope-scaling, see RotaryEmbedding._apply_scaling
+_LOW_FACTOR, _HIGH_FACTOR, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
+
+
+def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
+    """What a GPTModel is.
+
+    Args:
+        model: the model, or any pipeline stage of it, without wrappers.
+        vocab_size: rows of the embedding that are the tokenizer's; the rest is padding.
+
+    Raises:
+        UnsupportedModelError: naming every feature that cannot be exported, and its flag.
+    """
+    refused = list(_refusals(model, vocab_size))
+    if refused:
+        raise UnsupportedModelError("cannot export this model: " + "; ".join(refused))
+    config: Any = model.config
+    return ModelTraits(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab_size=vocab_size,
+        max_positions=int(model.max_sequence_length),  # type: ignore[arg-type]
+        tied_embeddings=bool(model.share_embeddings_and_output_weights),
+        qkv_bias=bool(config.add_bias_linear or config.add_qkv_bias),
+        linear_bias=bool(config.add_bias_linear),
+        qk_norm=bool(config.qk_layernorm),
+        norm_eps=config.layernorm_epsilon,
+        rope_base=float(model.rotary_base),  # type: ignore[arg-type]
+        rope_scaling_factor=_rope_scaling_factor(model, config),
+        init_std=config.init_method_std,
+    )
+
+
+def family_for(traits: ModelTraits) -> ModelFamily:
+    """The architecture that has exactly these biases and norms.
+
+    Raises:
+        UnsupportedModelError: if none has.
+    """
+    if traits.qk_norm:
+        if traits.qkv_bias or traits.linear_bias:
+            raise UnsupportedModelError(
+                "cannot export this model: no architecture has both the norms of --qk-layernorm and biases on linear "
+                "layers; train with --disable-bias-linear and without --add-qkv-bias, or without --qk-layernorm"
+            )
+        return Qwen3Family(traits)
+    if traits.qkv_bias and not traits.linear_bias:
+        return Qwen2Family(traits)
+    return LlamaFamily(traits)
+
+
+def build_config(
+    family: ModelFamily, dtype: str, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> Mapping[str, object]:
+    """Content of ``config.json``.
+
+    Args:
+        family: the architecture, with its traits.
+        dtype: torch's name of the weights' element type.
+        bos_token_id: token that begins a text, if the tokenizer has one.
+        eos_token_id: token that ends a text, if the tokenizer has one.
+    """
+    return {
+        **family.config(),
+        "torch_dtype": dtype,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+    }
+
+
+def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
+    """One clause for each feature that has no counterpart."""
+    from torch.nn import functional
+
+    config: Any = model.config
+    if not hasattr(model, "decoder") or not hasattr(model, "share_embeddings_and_output_weights"):
+        yield f"{type(model).__name__} is not a GPTModel"
+        return
+    if config.num_moe_experts:
+        yield f"it has {config.num_moe_experts} experts (--num-experts), and only dense models can be exported"
+    if config.multi_latent_attention:
+        yield "it uses multi-latent attention (--multi-latent-attention)"
+    if config.mtp_num_layers:
+        yield f"it has {config.mtp_num_layers} multi-token prediction layers (--mtp-num-layers)"
+    if config.normalization != "RMSNorm":
+        yield f"its norms are {config.normalization}; train with --normalization RMSNorm"
+    if config.layernorm_zero_centered_gamma:
+        yield "its norm weights are centred at zero (--apply-layernorm-1p)"
+    if not config.gated_linear_unit or config.activation_func is not functional.silu:
+        yield f"its feed-forward is not a gated SiLU but {_activation_name(config)}; train with --swiglu"
+    if model.position_embedding_type != "rope":
+        yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type rope"
+    else:
+        yield from _rotary_refusals(model, config)
+    yield from _attention_refusals(config)
+    if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
+        yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"
+
+
+def _attention_refusals(config: Any) -> Iterator[str]:
+    unsupported: Sequence[tuple[str, object, str]] = (
+        ("qk_l2_norm", False, "--qk-l2-norm"),
+        ("attention_output_gate", False, "--attention-output-gate"),
+        ("window_size", None, "--window-size"),
+        ("softmax_scale", None, "--softmax-scale"),
+        ("softmax_type", "vanilla", "--softmax-type"),
+        ("experimental_attention_variant", None, "--experimental-attention-variant"),
+        ("no_rope_freq", None, "--no-rope-freq"),
+        ("apply_residual_connection_post_layernorm", False, "--apply-residual-connection-post-layernorm"),
+        ("activation_func_clamp_value", None, "--activation-func-clamp-value"),
+        ("glu_linear_offset", 0.0, "--glu-linear-offset"),
+        ("heterogeneous_block_specs", False, "--heterogeneous-layers-config-path"),
+        ("use_mup", False, "--use-mup"),
+    )
+    for name, plain, flag in unsupported:
+        value = getattr(config, name, plain)
+        if value != plain and value:
+            yield f"it sets {flag} ({value})"
+
+
+def _rotary_refusals(model: torch.nn.Module, config: Any) -> Iterator[str]:
+    if config.rotary_interleaved:
+        yield "it uses --rotary-interleaved"
+    if float(model.rotary_percent) != 1.0:  # type: ignore[arg-type]
+        yield f"it rotates a part of each head (--rotary-percent {model.rotary_percent})"
+    rotary: Any = model.rotary_pos_emb
+    if rotary.seq_len_interpolation_factor is not None:
+        yield f"it uses --rotary-seq-len-interpolation-factor {rotary.seq_len_interpolation_factor}"
+    if float(model.rotary_percent) == 1.0 and not _rope_agrees(model, config):  # type: ignore[arg-type]
+        yield "its rotary frequencies follow neither --rotary-base alone nor Llama 3's scaling of it"
+
+
+def _activation_name(config: Any) -> str:
+    name = getattr(config.activation_func, "__name__", str(config.activation_func))
+    return f"a {'gated ' if config.gated_linear_unit else ''}{name}"
+
+
+def rotary_frequencies(head_dim: int, base: float, scaling_factor: float | None) -> list[float]:
+    """Inverse frequencies of rotary positions as Hugging Face computes them, with Llama 3's scaling if given."""
+    plain = [base ** (-index / head_dim) for index in range(0, head_dim, 2)]
+    if scaling_factor is None:
+        return plain
+    result = []
+    for frequency in plain:
+        turns = _ORIGINAL_LENGTH * frequency / (2 * math.pi)  # rotations within the original context
+        keep = min(1.0, max(0.0, (turns - _LOW_FACTOR) / (_HIGH_FACTOR - _LOW_FACTOR)))
+        result.append(frequency * (keep + (1 - keep) / scaling_factor))
+    return result
+
+
+def _rope_scaling_factor(model: torch.nn.Module, config: Any) -> float | None:
+    """Factor of Llama 3's scaling, from the lowest frequency in use: not every builder passes the flag on."""
+    if not model.rotary_scaling:
+        return None
+    rotary: Any = model.rotary_pos_emb
+    plain = rotary_frequencies(config.kv_channels, float(model.rotary_base), None)  # type: ignore[arg-type]
+    if _ORIGINAL_LENGTH * plain[-1] / (2 * math.pi) >= _LOW_FACTOR:
+        return None  # no frequency is low enough to be scaled by the whole factor; the comparison decides
+    return round(plain[-1] / float(rotary.inv_freq[-1]), 4)
+
+
+def _rope_agrees(model: torch.nn.Module, config: Any) -> bool:
+    rotary: Any = model.rotary_pos_emb
+    expected = rotary_frequencies(
+        config.kv_channels,
+        float(model.rotary_base),  # type: ignore[arg-type]
+        _rope_scaling_factor(model, config),
+    )
+    actual = [float(value) for value in rotary.inv_freq]
+    return len(actual) == len(expected) and all(
+        math.isclose(a, b, rel_tol=1e-4) for a, b in zip(actual, expected, strict=True)
+    )

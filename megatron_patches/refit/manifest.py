@@ -1,0 +1,109 @@
+"""What one party holds or wants: its storages, and which boxes lie where in them.
+
+Manifests are all that the parties exchange before the bytes. They are small, hold no tensor, and from the same
+manifests every party computes the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.errors import RefitError
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One flat piece of memory (or of a file) of a party.
+
+    Attributes:
+        name: unique within the party.
+        dtype: torch's name of the element type.
+        numel: elements allocated, padding included.
+        logical_numel: elements that carry values. Padding is always a tail: elements from here on are never read.
+    """
+
+    name: str
+    dtype: str
+    numel: int
+    logical_numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A box, and where its elements lie in one of the party's storages."""
+
+    box: Box
+    view: View
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What party ``rank`` of one side holds (sources) or wants (destinations).
+
+    Attributes:
+        rank: index of the party on its side; sources and destinations are numbered apart.
+        host: name of the machine; parties of one host are paired first.
+        storages: the party's storages.
+        placements: the boxes in them. A box may appear more than once (a tied weight).
+
+    Raises:
+        RefitError: if two storages share a name, or a placement names a storage that is not there.
+    """
+
+    rank: int
+    host: str
+    storages: tuple[Storage, ...]
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.storage) != len(self.storages):
+            raise RefitError(f"the manifest of rank {self.rank} names one storage twice")
+        for placement in self.placements:
+            if placement.view.storage not in self.storage:
+                raise RefitError(
+                    f"the manifest of rank {self.rank} places {placement.box} in {placement.view.storage}, "
+                    "which it does not list"
+                )
+
+    @cached_property
+    def storage(self) -> Mapping[str, Storage]:
+        """The storages by name."""
+        return {storage.name: storage for storage in self.storages}
+
+
+def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Manifest]) -> list[TensorSpec]:
+    """Gives every tensor the dtype that its holders have.
+
+    Args:
+        shapes: global shape of every tensor of the model, by name.
+        sources: manifests of all ranks that hold weights.
+
+    Returns:
+        One spec a tensor, in the order of ``shapes``.
+
+    Raises:
+        RefitError: if a held box is not part of the model, a tensor is held by nobody, or its holders differ in dtype.
+    """
+    held: dict[str, tuple[str, int]] = {}
+    for manifest in sources:
+        for placement in manifest.placements:
+            box, dtype = placement.box, manifest.storage[placement.view.storage].dtype
+            shape = shapes.get(box.tensor)
+            if shape is None or len(shape) != len(box.stop) or any(a > b for a, b in zip(box.stop, shape, strict=True)):
+                raise RefitError(
+                    f"rank {manifest.rank} holds {box} in {placement.view.storage}, but the model's "
+                    f"{box.tensor} has shape {shape}"
+                )
+            known, rank = held.setdefault(box.tensor, (dtype, manifest.rank))
+            if known != dtype:
+                raise RefitError(f"{box.tensor} is {known} on rank {rank} and {dtype} on rank {manifest.rank}")
+    missing = [name for name in shapes if name not in held]
+    if missing:
+        raise RefitError(
+            f"no rank holds {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; "
+            "the model and its configuration disagree"
+        )
+    return [TensorSpec(name, tuple(shape), held[name][0]) for name, shape in shapes.items()]

@@ -1,0 +1,74 @@
+"""Tells someone how far an export is."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Progress(Protocol):
+    """Is told of every phase, and of the bytes done in it."""
+
+    def phase(self, name: str, nbytes: int) -> None:
+        """A phase begins, in which this rank handles ``nbytes`` bytes; 0 where that has no meaning."""
+
+    def advance(self, nbytes: int) -> None:
+        """``nbytes`` more bytes of the phase are done."""
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def phase(self, name: str, nbytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+
+class TerminalProgress:
+    """Bars on standard error, one a phase; for one rank only."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        self._bars = Bars(
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[amount]}"),
+            console=Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+        self._bars.stop()
+
+    def phase(self, name: str, nbytes: int) -> None:
+        """Completes the bar before and starts a new one."""
+        self._finish()
+        amount = f"{nbytes / 1e6:.1f} MB on this rank" if nbytes else ""
+        self._task = self._bars.add_task(name, total=nbytes or None, amount=amount)
+
+    def advance(self, nbytes: int) -> None:
+        """Moves the current bar."""
+        if self._task is not None:
+            self._bars.advance(self._task, nbytes)
+
+    def _finish(self) -> None:
+        if self._task is not None:
+            done = self._bars.tasks[-1].total or 1
+            self._bars.update(self._task, total=done, completed=done)

@@ -1,0 +1,199 @@
+"""Proves, before a byte moves, that a plan writes every wanted element exactly once and reads no padding.
+
+It trusts nothing that the planner computed: views are derived again from the manifests, and coverage is shown by
+volumes and disjointness (parts inside a box, pairwise disjoint, with the box's volume, cover it exactly once). The
+work grows with the number of transfers and of contiguous runs, never with the number of elements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, overlapping_pair, subtract
+from megatron_patches.refit.errors import ProofError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, Plan, PlanOptions, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was proved, in numbers.
+
+    Attributes:
+        elements: elements written, each exactly once.
+        boxes: destination boxes covered.
+        transfers: transfers checked.
+        plan_digest: digest of the plan that this holds for.
+    """
+
+    elements: int
+    boxes: int
+    transfers: int
+    plan_digest: str
+
+
+def prove(
+    plan: Plan,
+    sources: Sequence[Manifest],
+    destinations: Sequence[Manifest],
+    options: PlanOptions = DEFAULT_OPTIONS,
+) -> Verdict:
+    """Checks a plan against the manifests that it was made from.
+
+    Shown are: every box lies in its tensor; every read lies in a box that its rank holds, at the place where it
+    holds it, and before the storage's padding; every element of every wanted box is written by exactly one
+    transfer, at the place where it is wanted; wanted boxes do not share memory; dtypes are equal, or converted by
+    a pair listed in ``options.conversions``; no round exceeds the staging budget.
+
+    Raises:
+        ProofError: naming tensor, box and rank.
+    """
+    specs = {spec.name: spec for spec in plan.tensors}
+    for side, manifests in (("source", sources), ("destination", destinations)):
+        for manifest in manifests:
+            for placement in manifest.placements:
+                _check_placement(side, manifest.rank, placement, manifest.storage[placement.view.storage], specs)
+    _check_reads(plan.transfers, sources)
+    _check_dtypes(plan.transfers, sources, destinations, options)
+    for manifest in destinations:
+        _check_no_aliases(manifest)
+    boxes, elements = _check_writes(plan.transfers, destinations)
+    _check_rounds(plan.transfers, options)
+    return Verdict(elements, boxes, len(plan.transfers), plan.digest)
+
+
+def _check_placement(
+    side: str, rank: int, placement: Placement, storage: Storage, specs: Mapping[str, TensorSpec]
+) -> None:
+    box, view = placement.box, placement.view
+    spec = specs.get(box.tensor)
+    if spec is None or len(spec.shape) != len(box.stop) or not spec.box.contains(box):
+        raise ProofError(f"{side} rank {rank} lists {box}, outside {spec.shape if spec else 'any tensor'} of the model")
+    if view.shape != box.shape:
+        raise ProofError(f"{side} rank {rank} shows {box} through a view of shape {view.shape}")
+    low, high = view.span
+    limit = storage.logical_numel
+    if low < 0 or high > limit or limit > storage.numel:
+        raise ProofError(
+            f"{side} rank {rank}: {box} spans elements {low} to {high} of {storage.name}, of which {limit} of "
+            f"{storage.numel} are not padding"
+        )
+
+
+def _check_reads(transfers: Sequence[Transfer], sources: Sequence[Manifest]) -> None:
+    held: dict[tuple[int, str], list[Placement]] = defaultdict(list)
+    for manifest in sources:
+        for placement in manifest.placements:
+            held[manifest.rank, placement.box.tensor].append(placement)
+    for item in transfers:
+        if not any(_is_cut(item.box, item.read, placement) for placement in held[item.source, item.box.tensor]):
+            raise ProofError(f"source rank {item.source} does not hold {item.box} at {item.read}")
+
+
+def _is_cut(box: Box, view: View, placement: Placement) -> bool:
+    return (
+        placement.view.storage == view.storage
+        and placement.box.contains(box)
+        and placement.view.cut(placement.box, box) == view
+    )
+
+
+def _check_dtypes(
+    transfers: Sequence[Transfer],
+    sources: Sequence[Manifest],
+    destinations: Sequence[Manifest],
+    options: PlanOptions,
+) -> None:
+    source_of = {manifest.rank: manifest for manifest in sources}
+    destination_of = {manifest.rank: manifest for manifest in destinations}
+    for item in transfers:
+        read = source_of[item.source].storage[item.read.storage].dtype
+        if item.destination not in destination_of or item.write.storage not in destination_of[item.destination].storage:
+            raise ProofError(
+                f"{item.box} goes to {item.write.storage} of destination rank {item.destination}, which is not there"
+            )
+        write = destination_of[item.destination].storage[item.write.storage].dtype
+        if (read, write) != (item.source_dtype, item.dtype):
+            raise ProofError(
+                f"{item.box} from source rank {item.source} to destination rank {item.destination} is planned as "
+                f"{item.source_dtype} to {item.dtype} but is {read} to {write}"
+            )
+        if read != write and (read, write) not in options.conversions:
+            raise ProofError(
+                f"{item.box} is {read} on source rank {item.source} and {write} on destination rank "
+                f"{item.destination}, and no rule converts the one to the other"
+            )
+
+
+def _check_no_aliases(manifest: Manifest) -> None:
+    """No two wanted boxes of a rank, and no two elements of one, share memory."""
+    views: dict[str, list[Placement]] = defaultdict(list)
+    for placement in manifest.placements:
+        views[placement.view.storage].append(placement)
+    for name, placements in views.items():
+        runs = [contiguous_runs(placement.view) for placement in placements]
+        starts = np.concatenate([run.starts[0] for run in runs])
+        stops = np.concatenate([run.starts[0] + run.length for run in runs])
+        owner = np.repeat(np.arange(len(placements)), [run.count for run in runs])
+        order = np.argsort(starts, kind="stable")
+        clash = np.flatnonzero(stops[order][:-1] > starts[order][1:])
+        if clash.size:
+            first, second = owner[order[clash[0]]], owner[order[clash[0] + 1]]
+            raise ProofError(
+                f"destination rank {manifest.rank}: {placements[first].box} and {placements[second].box} share "
+                f"element {int(starts[order[clash[0] + 1]])} of {name}"
+            )
+
+
+def _check_writes(transfers: Sequence[Transfer], destinations: Sequence[Manifest]) -> tuple[int, int]:
+    """Every wanted box is covered exactly once; returns how many boxes and elements that is."""
+    wanted: dict[tuple[int, str, str], list[Placement]] = defaultdict(list)
+    for manifest in destinations:
+        for placement in manifest.placements:
+            wanted[manifest.rank, placement.box.tensor, placement.view.storage].append(placement)
+    written: dict[tuple[int, Placement], list[Transfer]] = defaultdict(list)
+    for item in transfers:
+        key = item.destination, item.box.tensor, item.write.storage
+        home = next((place for place in wanted[key] if _is_cut(item.box, item.write, place)), None)
+        if home is None:
+            raise ProofError(f"destination rank {item.destination} does not want {item.box} at {item.write}")
+        written[item.destination, home].append(item)
+    count = elements = 0
+    for (rank, _, _), placements in wanted.items():
+        for placement in placements:
+            _check_cover(rank, placement, written.get((rank, placement), []))
+            count += 1
+            elements += placement.box.volume
+    return count, elements
+
+
+def _check_cover(rank: int, placement: Placement, transfers: Sequence[Transfer]) -> None:
+    pair = overlapping_pair([item.box for item in transfers])
+    if pair is not None:
+        first, second = transfers[pair[0]], transfers[pair[1]]
+        raise ProofError(
+            f"destination rank {rank} receives {first.box.intersect(second.box)} in {placement.view.storage} twice, "
+            f"from source ranks {first.source} and {second.source}"
+        )
+    if sum(item.box.volume for item in transfers) != placement.box.volume:
+        missing = subtract(placement.box, [item.box for item in transfers])
+        raise ProofError(
+            f"destination rank {rank} never receives {missing[0]}, part of {placement.box} in {placement.view.storage}"
+        )
+
+
+def _check_rounds(transfers: Sequence[Transfer], options: PlanOptions) -> None:
+    staged: dict[tuple[str, int, int], int] = defaultdict(int)
+    for item in transfers:
+        staged["source", item.source, item.round] += item.staged_bytes
+        if options.bound_destinations:
+            staged["destination", item.destination, item.round] += item.staged_bytes
+    for (side, rank, number), size in staged.items():
+        if size > options.staging_bytes:
+            raise ProofError(
+                f"{side} rank {rank} stages {size} bytes in round {number}; the budget is {options.staging_bytes}"
+            )

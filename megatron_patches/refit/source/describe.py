@@ -1,0 +1,153 @@
+"""Describes what this rank's live Megatron model holds. The only part of ``source`` that sees tensors.
+
+Needs of a weight sharded by extended tensor parallelism only that it has ``layout`` (its ``ShardLayout``) and
+``group`` (its process group); any class that has both will do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from megatron_patches.refit.errors import RefitError, UnsupportedModelError
+from megatron_patches.refit.source.shard import ParamShard
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..+)")
+# One module an expert (SequentialMLP), or one weight an expert in a grouped module (TEGroupedMLP).
+_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)|(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+
+
+class RowLayout(Protocol):
+    """The part of ``etp.layout.ShardLayout`` that is needed here."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape of the TP-local weight."""
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one shard, padding included."""
+
+    def logical_range(self, rank: int) -> tuple[int, int]:
+        """Rows of the logical weight that shard ``rank`` holds."""
+
+
+@runtime_checkable
+class ShardedParameter(Protocol):
+    """A weight that holds one shard of its rows."""
+
+    layout: RowLayout
+    group: ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LiveShard:
+    """A described parameter and its memory.
+
+    Attributes:
+        shard: the description.
+        memory: the parameter's elements, padding included, as a tensor of one dimension that shares its memory.
+    """
+
+    shard: ParamShard
+    memory: torch.Tensor
+
+
+def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DDP, Float16Module and the like, which all keep it as ``module``."""
+    import torch
+
+    while not hasattr(chunk, "decoder") and isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | None = None) -> Iterator[LiveShard]:
+    """Describes every parameter of this rank's model chunks.
+
+    Experts are named by their number in the whole model, and cut by expert tensor parallelism.
+
+    Args:
+        chunks: the model, one module a virtual pipeline stage, wrapped or not.
+        tp_group: the tensor-parallel group of all but experts; None for the one that the model was built with.
+
+    Raises:
+        RefitError: if a parameter's memory is not contiguous, or its shape is not what its layout says.
+        UnsupportedModelError: if a parameter holds quantized values.
+    """
+    for number, chunk in enumerate(chunks):
+        model = unwrapped(chunk)
+        groups = getattr(model, "pg_collection", None)
+        dense_group = tp_group if tp_group is not None else getattr(groups, "tp", None)
+        for local_name, param in model.named_parameters():
+            name = _global_name(model, local_name)
+            group = dense_group
+            if (match := _EXPERT.fullmatch(name)) is not None:
+                name, group = _global_expert(model, match), getattr(groups, "expt_tp", None)
+            yield _describe(name, f"chunk{number}.{local_name}", param, group)
+
+
+def _describe(name: str, storage: str, param: torch.nn.Parameter, tp_group: ProcessGroup | None) -> LiveShard:
+    import torch
+
+    if type(param).dequantize is not torch.Tensor.dequantize:
+        raise UnsupportedModelError(
+            f"{name} is kept quantized ({type(param).__name__}); export from a run without --fp8-param-gather and "
+            "--fp4-param-gather"
+        )
+    held_shape = tuple(param.shape)
+    if isinstance(param, ShardedParameter):
+        rank = param.group.rank()
+        shape, rows = tuple(param.layout.shape), param.layout.logical_range(rank)
+        if held_shape != tuple(param.layout.shard_shape):
+            raise RefitError(f"{name} has shape {held_shape}; its layout's shards have {param.layout.shard_shape}")
+    else:
+        shape, rows = held_shape, (0, held_shape[0])
+    if not param.is_contiguous():
+        raise RefitError(f"{name} is not contiguous in memory (strides {param.stride()})")
+    cut = bool(getattr(param, "tensor_model_parallel", False))
+    shard = ParamShard(
+        name=name,
+        storage=storage,
+        shape=shape,
+        rows=rows,
+        held_shape=held_shape,
+        dtype=str(param.dtype).removeprefix("torch."),
+        tp_rank=tp_group.rank() if tp_group is not None else 0,
+        tp_size=tp_group.size() if tp_group is not None else 1,
+        partition_dim=int(getattr(param, "partition_dim", -1)) if cut else None,
+    )
+    return LiveShard(shard, param.data.view(-1))
+
+
+def _global_name(model: torch.nn.Module, name: str) -> str:
+    """The parameter's name with its layer's global number, which Megatron's layers carry, counted from 1.
+
+    It takes pipeline, virtual pipeline and uneven splits into account, so no offset is computed here.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    prefix, local, rest = match.groups()
+    number = getattr(model.get_submodule(f"{prefix}{local}"), "layer_number", None)
+    if number is None:
+        raise RefitError(f"layer {local} of {name} has no layer_number, so its place in the whole model is unknown")
+    return f"{prefix}{int(number) - 1}{rest}"
+
+
+def _global_expert(model: torch.nn.Module, match: re.Match[str]) -> str:
+    """The parameter's name with its expert's number in the whole model: ranks hold equal, consecutive blocks."""
+    config: Any = model.config
+    group = getattr(getattr(model, "pg_collection", None), "ep", None)
+    rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
+    offset = rank * (int(config.num_moe_experts) // size)
+    sequential, local, rest, grouped, index = match.groups()
+    if sequential is not None:
+        return f"{sequential}{offset + int(local)}{rest}"
+    return f"{grouped}{offset + int(index)}"

@@ -1,0 +1,99 @@
+"""How Megatron numbers the ranks of a training run: sizes of the parallel axes to the coordinates of each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRank:
+    """Where one rank stands.
+
+    Attributes:
+        tp: in its tensor-parallel group.
+        etp: in its extended-tensor-parallel group.
+        pp: its pipeline stage.
+        ep: in its expert-parallel group.
+        expert_tp: in its expert tensor-parallel group.
+        expert_etp: in the group over which the rows of expert weights are cut.
+    """
+
+    tp: int
+    etp: int
+    pp: int
+    ep: int
+    expert_tp: int
+    expert_etp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerMesh:
+    """Sizes of the axes, in Megatron's default rank order (``tp-cp-ep-dp-pp``).
+
+    The world is ``tp * etp * dp * pp``. Expert layers see the same ranks of a stage along other axes: ``expert_tp``,
+    ``ep``, ``expert_etp``, and as many replicas as remain.
+
+    Attributes:
+        tp: tensor parallelism.
+        etp: extended tensor parallelism.
+        pp: pipeline stages.
+        vpp: model chunks on each stage.
+        ep: expert parallelism.
+        expert_tp: tensor parallelism of experts.
+        expert_etp: extended tensor parallelism of experts.
+        dp: replicas, context parallelism included: peers that hold the same bytes.
+
+    Raises:
+        ValueError: if a size is not positive, chunks are asked for without stages, or the expert axes do not divide
+            the world.
+    """
+
+    tp: int = 1
+    etp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+    expert_etp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "etp", "pp", "vpp", "ep", "expert_tp", "expert_etp", "dp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp is {self.vpp}, but several model chunks on a rank need pp of at least 2")
+        axes = self.expert_tp * self.ep * self.expert_etp
+        if self.stage_size % axes:
+            raise ValueError(
+                f"expert_tp {self.expert_tp} x ep {self.ep} x expert_etp {self.expert_etp} = {axes} does not divide "
+                f"the {self.stage_size} ranks of a pipeline stage (tp {self.tp} x etp {self.etp} x dp {self.dp})"
+            )
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.etp * self.dp
+
+    @property
+    def size(self) -> int:
+        """Ranks of the run."""
+        return self.stage_size * self.pp
+
+    def coordinates(self, rank: int) -> TrainerRank:
+        """Where ``rank`` stands.
+
+        Raises:
+            ValueError: if there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"there is no rank {rank} among {self.size}")
+        pp, inner = divmod(rank, self.stage_size)
+        return TrainerRank(
+            tp=inner % self.tp,
+            etp=inner // self.tp % self.etp,
+            pp=pp,
+            expert_tp=inner % self.expert_tp,
+            ep=inner // self.expert_tp % self.ep,
+            expert_etp=inner // (self.expert_tp * self.ep) % self.expert_etp,
+        )

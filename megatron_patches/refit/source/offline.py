@@ -1,0 +1,207 @@
+"""Describes what a trainer rank would hold, from the model's traits and the mesh alone: no Megatron, no tensor.
+
+The counterpart of ``describe``, which looks at a live model; a test holds the two against each other, rank by rank.
+It is what plans for clusters that are not here are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from etp.layout import ShardLayout
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.source.family import ModelFamily
+from megatron_patches.refit.source.mesh import TrainerMesh, TrainerRank
+from megatron_patches.refit.source.shard import ParamShard, placements
+from megatron_patches.refit.source.traits import ModelTraits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How the training run keeps its weights.
+
+    Attributes:
+        dtype: element type of every parameter.
+        vocab_multiple: Megatron's ``--make-vocab-size-divisible-by``.
+        pad_for_alignment: rows of a shard are a multiple of this, as in ``EtpConfig``.
+        fused_norms: whether norms lie inside the linear layer that follows, as Transformer Engine's layers have them.
+        grouped_experts: whether a rank's experts are one grouped module, not one module each.
+    """
+
+    dtype: str = "bfloat16"
+    vocab_multiple: int = 128
+    pad_for_alignment: int = 16
+    fused_norms: bool = False
+    grouped_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """One parameter of a module: its name within the chunk, its shape before any cut, and the cuts."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None  # that tensor parallelism cuts
+    expert: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Weights of linear layers and embeddings are cut along their rows; the router, norms and biases are not."""
+        return self.dim is not None and len(self.shape) == 2
+
+
+def trainer_manifest(
+    family: ModelFamily,
+    mesh: TrainerMesh,
+    rank: int,
+    options: TrainerOptions = TrainerOptions(),
+    host: str = "",
+) -> Manifest:
+    """What ``rank`` holds, in boxes. Arguments as in :func:`param_shards`; ``host`` is the name of its machine."""
+    storages: list[Storage] = []
+    held: list[Placement] = []
+    for shard in param_shards(family.traits, mesh, rank, options):
+        storages.append(shard.as_storage())
+        held.extend(placements(shard, family.pieces(shard)))
+    return Manifest(rank, host, tuple(storages), tuple(held))
+
+
+def param_shards(
+    traits: ModelTraits, mesh: TrainerMesh, rank: int, options: TrainerOptions = TrainerOptions()
+) -> Iterator[ParamShard]:
+    """Every parameter that ``rank`` holds, as ``describe_model`` would describe it; the order may differ.
+
+    Args:
+        traits: the model.
+        mesh: sizes of the parallel axes.
+        rank: which rank.
+        options: padding, names and element type.
+
+    Raises:
+        UnsupportedModelError: if an axis does not divide what it cuts; names both.
+        ValueError: if the mesh has no such rank.
+    """
+    _check_divides(traits, mesh)
+    where = mesh.coordinates(rank)
+    per_chunk = traits.num_layers // (mesh.pp * mesh.vpp)
+    for chunk in range(mesh.vpp):
+        first, last = chunk == 0 and where.pp == 0, chunk == mesh.vpp - 1 and where.pp == mesh.pp - 1
+        offset = (chunk * mesh.pp + where.pp) * per_chunk
+        for param in _outer_params(traits, mesh, options, first, last):
+            yield _shard(param, param.name, f"chunk{chunk}.{param.name}", mesh, where, options)
+        for layer in range(per_chunk):
+            for param, name in _layer_params(traits, mesh, where, options):
+                local, whole = f"decoder.layers.{layer}.{param.name}", f"decoder.layers.{offset + layer}.{name}"
+                yield _shard(param, whole, f"chunk{chunk}.{local}", mesh, where, options)
+
+
+def _outer_params(
+    traits: ModelTraits, mesh: TrainerMesh, options: TrainerOptions, first: bool, last: bool
+) -> Iterator[_Param]:
+    multiple = options.vocab_multiple * mesh.tp
+    table = (-(-traits.vocab_size // multiple) * multiple, traits.hidden_size)
+    if first:
+        yield _Param("embedding.word_embeddings.weight", table, 0)
+    if last:
+        yield _Param("decoder.final_layernorm.weight", (traits.hidden_size,))
+        if not (first and traits.tied_embeddings):  # a tied table is kept on both the first and the last stage
+            yield _Param("output_layer.weight", table, 0)
+
+
+def _layer_params(
+    traits: ModelTraits, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
+) -> Iterator[tuple[_Param, str]]:
+    """Parameters of a layer, and their names with the whole model's expert numbers."""
+    for param in (*_attention_params(traits, options), *_mlp_params(traits, options)):
+        yield param, param.name
+    local = traits.num_experts // mesh.ep
+    for index in range(local):
+        number = where.ep * local + index
+        for kind, shape, dim in (
+            ("linear_fc1", (2 * traits.moe_ffn_hidden_size, traits.hidden_size), 0),
+            ("linear_fc2", (traits.hidden_size, traits.moe_ffn_hidden_size), 1),
+        ):
+            pattern = f"mlp.experts.{kind}.weight{{}}" if options.grouped_experts else f"{_SEQUENTIAL}.{kind}.weight"
+            yield _Param(pattern.format(index), shape, dim, expert=True), pattern.format(number)
+
+
+_SEQUENTIAL = "mlp.experts.local_experts.{}"
+
+
+def _attention_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
+    t = traits
+    query, key = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
+    norm = "self_attention.linear_qkv.layer_norm_weight" if options.fused_norms else "input_layernorm.weight"
+    yield _Param(norm, (t.hidden_size,))
+    yield _Param("self_attention.linear_qkv.weight", (query + 2 * key, t.hidden_size), 0)
+    if t.qkv_bias:
+        yield _Param("self_attention.linear_qkv.bias", (query + 2 * key,), 0)
+    yield _Param("self_attention.linear_proj.weight", (t.hidden_size, query), 1)
+    if t.linear_bias:
+        yield _Param("self_attention.linear_proj.bias", (t.hidden_size,))
+    if t.qk_norm:
+        yield _Param("self_attention.q_layernorm.weight", (t.head_dim,))
+        yield _Param("self_attention.k_layernorm.weight", (t.head_dim,))
+
+
+def _mlp_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
+    """The feed-forward of a dense layer; of a layer with experts what is not theirs."""
+    t = traits
+    fused = options.fused_norms and not t.num_experts
+    yield _Param("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight", (t.hidden_size,))
+    if t.num_experts:
+        yield _Param("mlp.router.weight", (t.num_experts, t.hidden_size))
+        return
+    yield _Param("mlp.linear_fc1.weight", (2 * t.ffn_hidden_size, t.hidden_size), 0)
+    yield _Param("mlp.linear_fc2.weight", (t.hidden_size, t.ffn_hidden_size), 1)
+    if t.linear_bias:
+        yield _Param("mlp.linear_fc1.bias", (2 * t.ffn_hidden_size,), 0)
+        yield _Param("mlp.linear_fc2.bias", (t.hidden_size,))
+
+
+def _shard(
+    param: _Param, name: str, storage: str, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
+) -> ParamShard:
+    """Cuts a parameter by tensor parallelism, then its rows over the shard group."""
+    tp_rank, tp_size = (where.expert_tp, mesh.expert_tp) if param.expert else (where.tp, mesh.tp)
+    etp_rank, etp_size = (where.expert_etp, mesh.expert_etp) if param.expert else (where.etp, mesh.etp)
+    shape = tuple(size // tp_size if dim == param.dim else size for dim, size in enumerate(param.shape))
+    rows, held = (0, shape[0]), shape
+    if param.sharded and etp_size > 1:
+        layout = ShardLayout(shape, etp_size, options.pad_for_alignment)
+        rows, held = layout.logical_range(etp_rank), layout.shard_shape
+    return ParamShard(
+        name=name,
+        storage=storage,
+        shape=shape,
+        rows=rows,
+        held_shape=held,
+        dtype=options.dtype,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        partition_dim=param.dim,
+    )
+
+
+def _check_divides(traits: ModelTraits, mesh: TrainerMesh) -> None:
+    """Megatron refuses these too, when it builds the model."""
+    cuts = [
+        ("num_layers", traits.num_layers, "pp x vpp", mesh.pp * mesh.vpp),
+        ("attention heads", traits.num_heads, "tp", mesh.tp),
+        ("rows of query, key and value", (traits.num_heads + 2 * traits.num_kv_heads) * traits.head_dim, "tp", mesh.tp),
+    ]
+    if traits.num_experts:
+        cuts.append(("experts", traits.num_experts, "ep", mesh.ep))
+        cuts.append(("width of an expert", traits.moe_ffn_hidden_size, "expert_tp", mesh.expert_tp))
+    else:
+        cuts.append(("width of the feed-forward", traits.ffn_hidden_size, "tp", mesh.tp))
+        if mesh.ep * mesh.expert_tp * mesh.expert_etp > 1:
+            raise UnsupportedModelError(
+                f"ep is {mesh.ep}, expert_tp {mesh.expert_tp} and expert_etp {mesh.expert_etp}, but the model has no "
+                "experts; leave them at 1"
+            )
+    for what, size, axis, parts in cuts:
+        if size % parts:
+            raise UnsupportedModelError(f"{axis} of {parts} does not divide {what} ({size})")

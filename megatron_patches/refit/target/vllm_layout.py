@@ -1,0 +1,248 @@
+"""An offline model of how vLLM 0.26.0 lays out its parameters, from a model's traits and the mesh alone.
+
+It is for planning where no engine runs. It is not what a live refit goes by: that is the layout recorded from the
+engine's own loaders, in the engine's environment, with which this one still has to be compared there. Before weights
+are processed after loading; no quantization; experts placed in consecutive blocks, without redundant ones.
+
+Where in vLLM each rule was read (published sources of several releases around 0.26.0, not that release alone):
+
+- query, key and value in one weight, KV heads repeated on neighbouring ranks where ranks outnumber them:
+  ``QKVParallelLinear.__init__`` and ``.weight_loader`` in ``model_executor/layers/linear.py``;
+- gate above up in one weight: ``MergedColumnParallelLinear`` in the same file; row cuts: ``RowParallelLinear``;
+- vocabulary padded to a multiple of 64: ``model_executor/layers/vocab_parallel_embedding.py``;
+- ``w13`` and ``w2`` of experts: ``_load_w13`` and ``_load_w2`` in ``model_executor/layers/fused_moe/layer.py``, the
+  experts of each rank: ``determine_expert_map``, whose remainder goes to the first ranks;
+- layers of a pipeline stage: ``get_pp_indices`` in ``distributed/utils.py``, whose remainder goes to the stages before
+  the last;
+- which parameters exist: ``model_executor/models/qwen3_moe.py`` and its dense relatives.
+
+Assumed, and not read there: which ranks share the experts (expert parallelism spans TP x DP; without it experts are
+cut over TP and DP together), the order of the engine's ranks, and a tied output layer's copy on the last stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_patches.refit.boxes import Box, View, row_major_strides
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.source.traits import ModelTraits
+
+VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMesh:
+    """Sizes of the engine's axes.
+
+    Attributes:
+        tp: tensor parallelism.
+        pp: pipeline stages.
+        dp: data-parallel replicas; those of a model with experts share its experts.
+        expert_parallel: whether ranks hold whole experts (``--enable-expert-parallel``), not a part of each.
+
+    Raises:
+        ValueError: if a size is not positive.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the engine, numbered with ``tp`` innermost, then ``pp``, then ``dp``."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A box, and the row of a parameter (or of one expert's block of it) at which it begins."""
+
+    row: int
+    box: Box
+
+
+def engine_manifest(
+    traits: ModelTraits, mesh: EngineMesh, rank: int, dtype: str = "bfloat16", host: str = ""
+) -> Manifest:
+    """What ``rank`` of the engine wants, in boxes.
+
+    Args:
+        traits: the model.
+        mesh: sizes of the axes.
+        rank: which rank.
+        dtype: element type of every parameter.
+        host: name of the rank's machine.
+
+    Raises:
+        UnsupportedModelError: if an axis does not divide what it cuts; names both.
+        ValueError: if the mesh has no such rank.
+    """
+    if not 0 <= rank < mesh.size:
+        raise ValueError(f"there is no rank {rank} among {mesh.size}")
+    _check_divides(traits, mesh)
+    layout = _RankLayout(traits, mesh, rank)
+    storages: list[Storage] = []
+    wanted: list[Placement] = []
+    for name, shape, slots in layout.parameters():
+        inner = math.prod(shape[1:])
+        strides = row_major_strides(shape[-2:])
+        end = 0
+        for slot in slots:
+            view = View(name, slot.row * strides[0], slot.box.shape, strides[-len(slot.box.shape) :])
+            wanted.append(Placement(slot.box, view))
+            end = max(end, view.span[1])
+        storages.append(Storage(name, dtype, shape[0] * inner, end))
+    return Manifest(rank, host, tuple(storages), tuple(wanted))
+
+
+def stage_layers(num_layers: int, stages: int, stage: int) -> range:
+    """Layers of a pipeline stage: as even as can be, what remains to the stages before the last, from behind."""
+    even, remainder = divmod(num_layers, stages)
+    sizes = [even + (1 if stages - 1 - remainder <= index < stages - 1 else 0) for index in range(stages)]
+    start = sum(sizes[:stage])
+    return range(start, start + sizes[stage])
+
+
+def rank_experts(num_experts: int, ranks: int, rank: int) -> range:
+    """Experts that a rank of an expert-parallel group holds: consecutive, what remains to the first ranks."""
+    even, remainder = divmod(num_experts, ranks)
+    start = rank * even + min(rank, remainder)
+    return range(start, start + even + (rank < remainder))
+
+
+_Parameter = tuple[str, tuple[int, ...], list[_Slot]]
+
+
+class _RankLayout:
+    """The parameters of one rank: name, shape, and the boxes in them."""
+
+    def __init__(self, traits: ModelTraits, mesh: EngineMesh, rank: int) -> None:
+        self._t, self._mesh = traits, mesh
+        self._tp = rank % mesh.tp
+        self._pp = rank // mesh.tp % mesh.pp
+        self._dp = rank // (mesh.tp * mesh.pp)
+
+    def parameters(self) -> Iterator[_Parameter]:
+        t = self._t
+        first, last = self._pp == 0, self._pp == self._mesh.pp - 1
+        if first or (last and t.tied_embeddings):
+            yield self._table("model.embed_tokens.weight")
+        for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
+            prefix = f"model.layers.{layer}."
+            yield self._whole(prefix + "input_layernorm.weight", (t.hidden_size,))
+            yield from self._attention(prefix + "self_attn.")
+            yield self._whole(prefix + "post_attention_layernorm.weight", (t.hidden_size,))
+            yield from self._experts(prefix + "mlp.") if t.num_experts else self._mlp(prefix + "mlp.")
+        if last:
+            yield self._whole("model.norm.weight", (t.hidden_size,))
+            if not t.tied_embeddings:
+                yield self._table("lm_head.weight")
+
+    def _attention(self, prefix: str) -> Iterator[_Parameter]:
+        t, tp = self._t, self._mesh.tp
+        query, key = t.num_heads // tp * t.head_dim, max(1, t.num_kv_heads // tp) * t.head_dim
+        kv_rank = self._tp // max(1, tp // t.num_kv_heads)
+        for kind, tail, present in (("weight", (t.hidden_size,), True), ("bias", (), t.qkv_bias)):
+            if present:
+                slots = [
+                    _Slot(0, _rows(f"{prefix}q_proj.{kind}", self._tp * query, query, tail)),
+                    _Slot(query, _rows(f"{prefix}k_proj.{kind}", kv_rank * key, key, tail)),
+                    _Slot(query + key, _rows(f"{prefix}v_proj.{kind}", kv_rank * key, key, tail)),
+                ]
+                yield f"{prefix}qkv_proj.{kind}", (query + 2 * key, *tail), slots
+        yield self._columns(prefix + "o_proj.weight", t.hidden_size, query, self._tp)
+        if t.linear_bias:
+            yield self._whole(prefix + "o_proj.bias", (t.hidden_size,))
+        if t.qk_norm:
+            yield self._whole(prefix + "q_norm.weight", (t.head_dim,))
+            yield self._whole(prefix + "k_norm.weight", (t.head_dim,))
+
+    def _mlp(self, prefix: str) -> Iterator[_Parameter]:
+        t = self._t
+        rows = t.ffn_hidden_size // self._mesh.tp
+        for kind, tail, present in (("weight", (t.hidden_size,), True), ("bias", (), t.linear_bias)):
+            if present:
+                slots = [
+                    _Slot(0, _rows(f"{prefix}gate_proj.{kind}", self._tp * rows, rows, tail)),
+                    _Slot(rows, _rows(f"{prefix}up_proj.{kind}", self._tp * rows, rows, tail)),
+                ]
+                yield f"{prefix}gate_up_proj.{kind}", (2 * rows, *tail), slots
+        yield self._columns(prefix + "down_proj.weight", t.hidden_size, rows, self._tp)
+        if t.linear_bias:
+            yield self._whole(prefix + "down_proj.bias", (t.hidden_size,))
+
+    def _experts(self, prefix: str) -> Iterator[_Parameter]:
+        """Experts see the tensor- and data-parallel ranks of a stage as one group."""
+        t = self._t
+        group, place = self._mesh.tp * self._mesh.dp, self._dp * self._mesh.tp + self._tp
+        if self._mesh.expert_parallel:
+            experts, parts, part = rank_experts(t.num_experts, group, place), 1, 0
+        else:
+            experts, parts, part = range(t.num_experts), group, place
+        width, hidden = t.moe_ffn_hidden_size // parts, t.hidden_size
+        yield self._whole(prefix + "gate.weight", (t.num_experts, hidden))
+        w13, w2 = [], []
+        for local, expert in enumerate(experts):
+            name = f"{prefix}experts.{expert}."
+            w13.append(_Slot(local * 2 * width, _rows(name + "gate_proj.weight", part * width, width, (hidden,))))
+            w13.append(_Slot((local * 2 + 1) * width, _rows(name + "up_proj.weight", part * width, width, (hidden,))))
+            w2.append(_Slot(local * hidden, _column_box(name + "down_proj.weight", hidden, width, part)))
+        yield prefix + "experts.w13_weight", (len(experts), 2 * width, hidden), w13
+        yield prefix + "experts.w2_weight", (len(experts), hidden, width), w2
+
+    def _table(self, name: str) -> _Parameter:
+        """A vocabulary table, whose padding is the tail of the last ranks' parts."""
+        t = self._t
+        rows = -(-t.vocab_size // VOCAB_PADDING) * VOCAB_PADDING // self._mesh.tp
+        start = self._tp * rows
+        held = min(rows, t.vocab_size - start)
+        slots = [_Slot(0, _rows(name, start, held, (t.hidden_size,)))] if held > 0 else []
+        return name, (rows, t.hidden_size), slots
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> _Parameter:
+        return name, shape, [_Slot(0, Box(name, (0,) * len(shape), shape))]
+
+    def _columns(self, name: str, rows: int, columns: int, part: int) -> _Parameter:
+        return name, (rows, columns), [_Slot(0, _column_box(name, rows, columns, part))]
+
+
+def _rows(name: str, start: int, rows: int, tail: tuple[int, ...]) -> Box:
+    return Box(name, (start, *(0,) * len(tail)), (start + rows, *tail))
+
+
+def _column_box(name: str, rows: int, columns: int, part: int) -> Box:
+    return Box(name, (0, part * columns), (rows, (part + 1) * columns))
+
+
+def _check_divides(traits: ModelTraits, mesh: EngineMesh) -> None:
+    """The engine refuses these too, when it builds the model."""
+    group = mesh.tp * mesh.dp
+    padded = -(-traits.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    cuts = [("attention heads", traits.num_heads, mesh.tp), ("rows of the padded vocabulary", padded, mesh.tp)]
+    if mesh.tp > traits.num_kv_heads:
+        if mesh.tp % traits.num_kv_heads:
+            raise UnsupportedModelError(f"{traits.num_kv_heads} KV heads cannot be repeated over tp of {mesh.tp}")
+    else:
+        cuts.append(("KV heads", traits.num_kv_heads, mesh.tp))
+    if not traits.num_experts:
+        cuts.append(("width of the feed-forward", traits.ffn_hidden_size, mesh.tp))
+    elif not mesh.expert_parallel:
+        cuts.append(("width of an expert, without expert parallelism,", traits.moe_ffn_hidden_size, group))
+    elif traits.num_experts < group:
+        raise UnsupportedModelError(f"{traits.num_experts} experts cannot be spread over {group} ranks (tp x dp)")
+    if traits.num_layers < mesh.pp:
+        raise UnsupportedModelError(f"{traits.num_layers} layers cannot be spread over {mesh.pp} pipeline stages")
+    for what, size, parts in cuts:
+        if size % parts:
+            raise UnsupportedModelError(f"{what} ({size}) cannot be cut into {parts} parts")

@@ -1,0 +1,1 @@
+"""How the bytes of a plan move. One transport a file."""

@@ -1,0 +1,192 @@
+"""The directory that an export writes: invisible under its name until it is whole.
+
+Everything goes into a sibling of the target, ``.<name>.partial-<token>``, which is renamed at the end. A reader sees
+the old checkpoint or the new one, never a mixture; a failure leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_patches.refit.errors import ExportError
+from megatron_patches.refit.transports.safetensors_layout import INDEX_NAME, CheckpointLayout
+
+CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+_RESERVED_BYTES = 1 << 20  # for the JSON files and the file system's own records
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class CheckpointDirectory:
+    """A checkpoint directory in the making. Rank 0 creates, commits or discards it; others write files inside.
+
+    Args:
+        target: where the checkpoint shall be.
+        token: tells this export's partial directory from others'; the same on every rank.
+        overwrite: whether an earlier export at ``target`` is to be replaced.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], token: str, overwrite: bool = False) -> None:
+        self.target = Path(target).expanduser().resolve()
+        self.partial = self.target.parent / f".{self.target.name}.partial-{token}"
+        self.overwrite = overwrite
+
+    def create(self) -> None:
+        """Checks the target and creates the empty partial directory.
+
+        Raises:
+            ExportError: if the target is taken, or the directory cannot be created; says what to do.
+        """
+        self._check_target()
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.partial.mkdir()
+        except OSError as error:
+            raise ExportError(
+                f"cannot write to {self.target.parent} ({error.strerror}); choose another output directory"
+            ) from error
+
+    def allocate(self, layout: CheckpointLayout) -> None:
+        """Creates every file at its final size with its header in place.
+
+        Raises:
+            ExportError: if the file system has less free space than the checkpoint needs.
+            OSError: if a file cannot be written.
+        """
+        free = shutil.disk_usage(self.partial).free
+        if free < layout.nbytes + _RESERVED_BYTES:
+            raise ExportError(
+                f"the checkpoint needs {layout.nbytes / 1e9:.3f} GB and {self.target.parent} has {free / 1e9:.3f} GB "
+                "free; make room or choose another output directory"
+            )
+        for file in layout.files:
+            path = self.partial / file.name
+            with path.open("wb") as handle, _NamedFile(path):
+                handle.write(file.header)
+                handle.truncate(file.nbytes)
+                handle.flush()
+                os.fsync(handle.fileno())
+
+    def commit(self, layout: CheckpointLayout, config: Mapping[str, object], generation: Mapping[str, object]) -> None:
+        """Writes the JSON files and puts the whole in its place in one step.
+
+        Args:
+            layout: the files written.
+            config: content of ``config.json``.
+            generation: content of ``generation_config.json``; empty for no such file.
+
+        Raises:
+            ExportError: if the target has come into being meanwhile, or may not be replaced.
+            OSError: if a file cannot be written.
+        """
+        self._check_target()
+        _write_json(self.partial / CONFIG_NAME, config)
+        if generation:
+            _write_json(self.partial / GENERATION_NAME, generation)
+        index = layout.index()
+        if index is not None:
+            _write_json(self.partial / INDEX_NAME, index)
+        replaced = self.target.is_dir() and any(self.target.iterdir())
+        if replaced:
+            self._carry_over()
+        _sync_directory(self.partial)
+        if replaced:
+            _swap(self.partial, self.target)
+        else:
+            self.partial.rename(self.target)
+        _sync_directory(self.target.parent)
+        if replaced:
+            shutil.rmtree(self.partial)  # holds the old checkpoint now
+
+    def discard(self) -> None:
+        """Removes the partial directory; what was at the target stays."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.target):
+            return
+        if not self.target.is_dir():
+            raise ExportError(f"{self.target} exists and is not a directory; choose another output directory")
+        entries = sorted(self.target.iterdir())
+        if not entries:
+            return
+        if not self.overwrite:
+            raise ExportError(
+                f"{self.target} is not empty; choose another output directory, or pass --overwrite to replace the "
+                "checkpoint in it"
+            )
+        if not (self.target / CONFIG_NAME).is_file():
+            raise ExportError(
+                f"{self.target} holds no {CONFIG_NAME}, so it is not a checkpoint that --overwrite may replace; "
+                "choose another output directory"
+            )
+        nested = next((entry for entry in entries if not entry.is_file()), None)
+        if nested is not None:
+            raise ExportError(f"{nested} is not a file of a checkpoint; move it away before replacing {self.target}")
+
+    def _carry_over(self) -> None:
+        """Copies what others put beside the old checkpoint, such as a tokenizer, into the new one."""
+        for entry in self.target.iterdir():
+            ours = entry.name in (CONFIG_NAME, GENERATION_NAME, INDEX_NAME) or entry.suffix == ".safetensors"
+            if not ours:
+                shutil.copy2(entry, self.partial / entry.name)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    with path.open("w", encoding="utf-8") as handle, _NamedFile(path):
+        json.dump(content, handle, indent=2)
+        handle.write("\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _NamedFile:
+    """Gives an OSError of a write or sync, which knows no file, the name of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._path)
+
+
+def _swap(first: Path, second: Path) -> None:
+    """Exchanges two directories in one step, or in two renames where the system cannot.
+
+    Between the two renames there is no checkpoint at the target; if the second fails, the first is undone.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is not None:
+        done = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+        if done == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), str(second))
+    aside = first.with_name(first.name + ".old")
+    second.rename(aside)
+    try:
+        first.rename(second)
+    except OSError:
+        aside.rename(second)
+        raise
+    aside.rename(first)

@@ -1,0 +1,303 @@
+"""The list of what is changed in other packages, and the check that they are what the changes were written for.
+
+A :class:`PatchRecord` says which function is replaced, why, and what its source looked like when the replacement
+was written. :func:`verify` reads the installed sources as text, before anything is imported, and refuses to go on
+where the version, a signature or a source differs: a patch on code that has moved on fails far from its cause.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEGATRON_CORE_VERSION = "0.19.2"
+TRANSFORMER_ENGINE_MINIMUM = (2, 19)
+TRANSFORMER_ENGINE_BELOW = (2, 21)
+
+_MARK = "__megatron_patches_record__"
+
+
+class IncompatibleMegatronError(RuntimeError):
+    """The installed Megatron or Transformer Engine is not the one that this package was written for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchRecord:
+    """One replacement of one function, method or class attribute.
+
+    Attributes:
+        target: what is replaced, as ``"package.module:qualified.name"``.
+        replace: called with the original, returns what takes its place.
+        reason: what goes wrong without it.
+        upstream: the pull request or issue of the original project, or "" where there is none.
+        sha256: hash of the original's source, see :func:`source_digest`; None for other than Megatron's.
+    """
+
+    target: str
+    replace: Callable[[Any], Any]
+    reason: str
+    upstream: str = ""
+    sha256: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that defines the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def qualified_name(self) -> str:
+        """The target's name in its module; "" for the module itself."""
+        return self.target.partition(":")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRecord:
+    """A file, or one definition in it, that is used as it is and must not change unnoticed.
+
+    Attributes:
+        target: ``"package.module"`` for a file, ``"package.module:name"`` for a definition.
+        sha256: hash of the source, see :func:`source_digest`.
+        signature: parameters of the definition as :func:`ast.unparse` prints them; None to compare the hash only.
+        reason: what is relied upon.
+    """
+
+    target: str
+    sha256: str
+    reason: str
+    signature: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that defines the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def qualified_name(self) -> str:
+        """The target's name in its module; "" for the module itself."""
+        return self.target.partition(":")[2]
+
+
+def source_digest(source: str) -> str:
+    """Hash of Python source that ignores blank lines, whole-line comments and trailing blanks.
+
+    Returns:
+        The first 16 hexadecimal digits of the SHA-256 of what remains.
+    """
+    lines = (line.rstrip() for line in source.splitlines())
+    kept = [line for line in lines if line and not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Source text and parameters of a file (no parameters) or of a definition in it."""
+
+    source: str
+    signature: str | None
+
+    @property
+    def sha256(self) -> str:
+        """See :func:`source_digest`."""
+        return source_digest(self.source)
+
+
+class InstalledPackage:
+    """The sources of an installed package, read as text: nothing is imported but its parent namespace.
+
+    Args:
+        name: import name, such as ``"megatron.core"``.
+
+    Raises:
+        IncompatibleMegatronError: if it is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise IncompatibleMegatronError(
+                f"{name} is not installed; pip install megatron-core=={MEGATRON_CORE_VERSION}"
+            )
+        self.name = name
+        self.root = Path(next(iter(spec.submodule_search_locations)))
+        self._modules: dict[str, tuple[str, ast.Module]] = {}
+
+    def definition(self, module: str, qualified_name: str = "") -> Definition | None:
+        """The source of ``module``, or of one definition in it; None where there is no such thing."""
+        if module not in self._modules:
+            relative = module.removeprefix(self.name).strip(".").replace(".", "/")
+            candidates = [self.root / f"{relative}.py", self.root / relative / "__init__.py"]
+            found = next((path for path in candidates if path.is_file()), None)
+            if found is None:
+                return None
+            text = found.read_text(encoding="utf-8")
+            self._modules[module] = (text, ast.parse(text))
+        text, tree = self._modules[module]
+        if not qualified_name:
+            return Definition(text, None)
+        return _find_definition(text, tree, qualified_name)
+
+
+def _find_definition(text: str, tree: ast.Module, qualified_name: str) -> Definition | None:
+    scope: ast.Module | ast.ClassDef | ast.FunctionDef = tree
+    for part in qualified_name.split("."):
+        named = {node.name: node for node in scope.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        if part not in named:
+            return None
+        scope = named[part]
+    signature = ast.unparse(scope.args) if isinstance(scope, ast.FunctionDef) else None
+    return Definition(_segment(text, scope), signature)
+
+
+def _segment(text: str, node: ast.AST) -> str:
+    # ast.get_source_segment splits the text at each call; it is slow on Megatron's longest files.
+    first, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", None)
+    return "\n".join(text.split("\n")[first - 1 : last])
+
+
+def megatron_core_version() -> str:
+    """Version of the ``megatron.core`` that an import would load, read from its sources.
+
+    The distribution's metadata may belong to another copy: a script in a clone of Megatron-LM finds the clone first.
+
+    Raises:
+        IncompatibleMegatronError: if megatron.core is not installed or does not say its version.
+    """
+    package = InstalledPackage("megatron.core")
+    info = package.definition("megatron.core.package_info")
+    values: dict[str, object] = {}
+    for statement in ast.parse(info.source).body if info else ():
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            values.update({t.id: statement.value.value for t in statement.targets if isinstance(t, ast.Name)})
+    if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
+        raise IncompatibleMegatronError(f"cannot read megatron-core's version from {package.root}/package_info.py")
+    return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
+
+
+def check_versions() -> None:
+    """Refuse versions of megatron-core and Transformer Engine that this package was not written for.
+
+    Raises:
+        IncompatibleMegatronError: naming what is installed, what is needed and how to get it.
+    """
+    found = megatron_core_version()
+    if found != MEGATRON_CORE_VERSION:
+        where = InstalledPackage("megatron.core").root
+        raise IncompatibleMegatronError(
+            f"megatron-core {found} at {where} is not supported; this release works with {MEGATRON_CORE_VERSION} only: "
+            f"pip install megatron-core=={MEGATRON_CORE_VERSION}, and run the script from outside of another clone"
+        )
+    engine = transformer_engine_version()
+    if engine is None:
+        return
+    release = tuple(int(part) for part in engine.split("+")[0].split(".")[:2])
+    if not TRANSFORMER_ENGINE_MINIMUM <= release < TRANSFORMER_ENGINE_BELOW:
+        low, high = (".".join(map(str, v)) for v in (TRANSFORMER_ENGINE_MINIMUM, TRANSFORMER_ENGINE_BELOW))
+        raise IncompatibleMegatronError(
+            f"transformer-engine {engine} is not supported; install one >={low},<{high}, "
+            "or none and run with --transformer-impl local"
+        )
+
+
+def check_not_initialized() -> None:
+    """Refuse to patch a Megatron that has built its process groups: too late for all that depends on them.
+
+    Raises:
+        IncompatibleMegatronError: if ``megatron.core`` is loaded and its process groups exist.
+    """
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        raise IncompatibleMegatronError(
+            "Megatron is initialised already; call megatron_patches.apply() before, best as the script's first lines"
+        )
+
+
+def transformer_engine_version() -> str | None:
+    """Version of the installed Transformer Engine, or None."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def verify(records: Iterable[PatchRecord | SourceRecord]) -> None:
+    """Compare the installed sources with what ``records`` expect.
+
+    Raises:
+        IncompatibleMegatronError: naming the first definition that is missing or differs.
+    """
+    packages: dict[str, InstalledPackage] = {}
+    for record in records:
+        if record.sha256 is None:
+            continue
+        name = ".".join(record.module.split(".")[:2])
+        package = packages.setdefault(name, InstalledPackage(name))
+        found = package.definition(record.module, record.qualified_name)
+        difference = _difference(record, found)
+        if difference:
+            raise IncompatibleMegatronError(
+                f"{record.target} in {package.root} {difference}, although its version is {MEGATRON_CORE_VERSION}; "
+                f"reinstall megatron-core=={MEGATRON_CORE_VERSION} unmodified (needed for: {record.reason})"
+            )
+
+
+def _difference(record: PatchRecord | SourceRecord, found: Definition | None) -> str:
+    if found is None:
+        return "is missing"
+    signature = record.signature if isinstance(record, SourceRecord) else None
+    if signature is not None and found.signature != signature:
+        return f"takes ({found.signature}), not ({signature})"
+    if found.sha256 != record.sha256:
+        return f"has source hash {found.sha256}, not {record.sha256}"
+    return ""
+
+
+def install(records: Iterable[PatchRecord]) -> list[str]:
+    """Replace every record's target, also where a loaded module holds the original under a name of its own.
+
+    A target that already carries its replacement is left alone, so that a second call changes nothing.
+
+    Returns:
+        The targets that were replaced by this call.
+    """
+    replaced: dict[int, tuple[Any, Any]] = {}
+    targets = []
+    for record in records:
+        owner, name = _owner(record)
+        # A class's own entry, so that a staticmethod or classmethod keeps its wrapper.
+        original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
+        if getattr(original, _MARK, None) == record.target:
+            continue
+        replacement = record.replace(original)
+        setattr(replacement, _MARK, record.target)
+        setattr(owner, name, replacement)
+        replaced[id(original)] = (original, replacement)
+        targets.append(record.target)
+    _rebind(replaced)
+    return targets
+
+
+def _owner(record: PatchRecord) -> tuple[Any, str]:
+    owner: Any = importlib.import_module(record.module)
+    *path, name = record.qualified_name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _rebind(replaced: dict[int, tuple[Any, Any]]) -> None:
+    """Point ``from module import name`` copies of the originals at their replacements."""
+    for module_name, module in list(sys.modules.items()):
+        if not (module_name.startswith("megatron.") or module_name == "__main__"):
+            continue
+        for name, value in list(vars(module).items()):
+            original, replacement = replaced.get(id(value), (None, None))
+            if value is original and original is not None:
+                setattr(module, name, replacement)

@@ -1,0 +1,136 @@
+"""A sharded parameter that also answers to the names by which Megatron-core 0.19.2 calls its own.
+
+Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints reach a sharded weight through these
+attributes and methods; each forwards to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp import ETPShardedParam, ShardLayout
+from etp.group import WeightGroup
+from etp.runtime import EtpRuntime
+
+
+class MegatronShardedParam(ETPShardedParam):
+    """One rank's shard of a Megatron weight.
+
+    Attributes:
+        is_gtp_weight_remat: Megatron's marker of a sharded weight.
+        is_routed_expert: whether it is one of a grouped layer's experts.
+        chain_id: Megatron's key of prefetch chains; constant here, because a runtime has one chain.
+    """
+
+    is_gtp_weight_remat = True
+    is_routed_expert = False
+    chain_id = "eager"
+
+    @property
+    def gtp_remat_size(self) -> int:
+        """Ranks that hold a shard each."""
+        return self.layout.num_shards
+
+    @property
+    def pad_length(self) -> int:
+        """Padding rows of the gathered weight."""
+        return self.layout.pad_rows
+
+    @property
+    def _debug_name(self) -> str:
+        return self.fqn
+
+    @property
+    def _weights(self) -> list[Any]:
+        return list(self.weight_group.shards)
+
+    @property
+    def prev_w(self) -> Any:
+        """First weight of the group visited before this one in the last forward pass, or None."""
+        return self._neighbour("prev_of")
+
+    @property
+    def next_w(self) -> Any:
+        """First weight of the group visited after this one in the last forward pass, or None."""
+        return self._neighbour("next_of")
+
+    def _neighbour(self, direction: str) -> Any:
+        driver = self.driver
+        if not isinstance(driver, EtpRuntime):
+            return None
+        group: WeightGroup | None = getattr(driver.chain, direction)(self.weight_group)
+        return None if group is None else group.shards[0]
+
+    def all_gather_and_prefetch(self, fwd: bool = True, nvtx_label: str | None = None) -> Any:
+        """The full weight (all weights of a group of several) for the GEMM that follows at once."""
+        del fwd, nvtx_label  # the engine knows whether a backward pass is running
+        return self._materialized()
+
+    def all_gather_and_prefetch_bwd(self, nvtx_label: str | None = None) -> Any:
+        """The full weight again, for the gradient of the input."""
+        del nvtx_label
+        return self._materialized()
+
+    def _materialized(self) -> torch.Tensor | list[torch.Tensor]:
+        weights = self.materialize()
+        return weights[0] if len(weights) == 1 else weights
+
+    def wgrad_reduce_scatter(self, wgrad: torch.Tensor, nvtx_label: str | None = None) -> None:
+        """Start reducing the full gradient, ``[rows, columns]``; it arrives in ``main_grad`` or ``grad``."""
+        del nvtx_label
+        self.reduce_wgrads([wgrad])
+
+    def register_grad_accum_hook(self, grad_accum_node: Any, hook: Callable[..., None]) -> None:
+        """Call DistributedDataParallel's ``hook`` once this weight's gradient is in ``main_grad``."""
+        del grad_accum_node
+        self.register_reduce_hook(hook)
+
+
+def shard_parameter(
+    param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, fqn: str
+) -> MegatronShardedParam:
+    """Cut this rank's shard out of a full (TP-local) Megatron parameter, keeping the attributes Megatron set on it."""
+    try:
+        shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from error
+    _adopt_attributes(shard, param)
+    return shard
+
+
+def wrap_shard(
+    param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, pad_length: int
+) -> MegatronShardedParam:
+    """Make a sharded parameter of one that was built at the size of a shard."""
+    rows = param.shape[0] * dist.get_world_size(group) - pad_length
+    layout = ShardLayout((rows, *param.shape[1:]), dist.get_world_size(group), pad_for_alignment)
+    shard = MegatronShardedParam(param.detach(), layout, group, param.requires_grad)
+    _adopt_attributes(shard, param)
+    return shard
+
+
+def _adopt_attributes(shard: MegatronShardedParam, param: torch.nn.Parameter) -> None:
+    # tensor_model_parallel, partition_dim, partition_stride, allreduce, sequence_parallel, shared_embedding, ...
+    for name, value in vars(param).items():
+        setattr(shard, name, value)
+
+
+class EmbeddingWeight(torch.autograd.Function):
+    """The full table of a sharded embedding, differentiable: Megatron looks rows up in it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: MegatronShardedParam) -> torch.Tensor:
+        """Args: ``weight`` a shard. Returns ``[vocabulary, hidden]``, valid until the next gather of that shape."""
+        ctx.save_for_backward(weight)
+        (full,) = weight.materialize()
+        return full.requires_grad_(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        """Reduce the table's gradient into the shard; autograd gets nothing."""
+        (weight,) = ctx.saved_tensors
+        weight.reduce_wgrads([grads[0]])

@@ -1,0 +1,52 @@
+"""Keeps DistributedDataParallel's parameter buffers where peers can read them, so that shards are published in place.
+
+With the distributed optimizer all parameters of a model chunk are views of a few flat buffers. Where a shard group's
+transport gathers by peer copies, these buffers move into symmetric memory: otherwise the transport would keep a copy
+of every shard, 1/N of the model's bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp import ETPShardedParam
+from etp.runtime import EtpRuntime
+
+
+def move_into_symmetric_memory(chunk: Any, runtime: EtpRuntime) -> None:
+    """Move the parameter buffers of a model chunk that hold shards, before an optimizer is built on them. Collective.
+
+    Args:
+        chunk: Megatron's DistributedDataParallel; anything else is left alone, as are chunks without the distributed
+            optimizer, whose parameters are in no common buffer.
+        runtime: what drives the chunk's shards.
+    """
+    for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+        shards = [param for param in buffer.params if isinstance(param, ETPShardedParam)]
+        if not shards or getattr(buffer, "param_data", None) is None:
+            continue
+        groups: set[dist.ProcessGroup] = {shard.group for shard in shards}
+        if len(groups) > 1:
+            continue
+        new = runtime.symmetric_memory(shards[0].weight_group, buffer.param_data.numel(), buffer.param_data.dtype)
+        if new is not None:
+            _rebind(buffer, new)
+
+
+def _rebind(buffer: Any, new: torch.Tensor) -> None:
+    old = buffer.param_data
+    new.copy_(old)
+
+    def moved(view: torch.Tensor) -> torch.Tensor:
+        start = (view.data_ptr() - old.data_ptr()) // old.element_size()
+        return new[start : start + view.numel()].view(view.shape)
+
+    for param in buffer.params:
+        param.data = moved(param.data)
+    for bucket in buffer.buckets:
+        if bucket.param_data is not None:
+            bucket.param_data = moved(bucket.param_data)
+    buffer.param_data = new

@@ -1,0 +1,295 @@
+"""Megatron's weight-shard seam, implemented with the engine.
+
+Megatron-core 0.19.2 imports 17 names from ``megatron.core.tensor_parallel.gtp_api``. :class:`WeightShardApi` makes a
+module with these names whose functions are bound to it, so that options and runtimes live on an object and two
+of them never meet. One runtime drives each model chunk: virtual pipeline stages share no chain and no slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp import GradReduction, ShardLayout
+from etp.group import WeightGroup
+from etp.runtime import EtpRuntime
+from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
+from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter, wrap_shard
+from megatron_patches.symmetric_parameters import move_into_symmetric_memory
+
+
+class WeightChain(StrEnum):
+    """Megatron's names of prefetch chains; CUDA graphs, which need more than one, are refused at start."""
+
+    GRAPHED = "graphed"
+    UNGRAPHED = "eager"
+
+
+class WeightShardApi:
+    """State and functions behind the seam.
+
+    Args:
+        config: options of the run; :meth:`configure` replaces them.
+    """
+
+    def __init__(self, config: MegatronEtpConfig) -> None:
+        self.config = config
+        self._engine = config.engine
+        # In order of creation, which all ranks share: they finish their collectives in this order.
+        self._runtimes: list[weakref.ref[EtpRuntime]] = []
+        self._chains_to_print: list[tuple[str, weakref.ref[EtpRuntime]]] = []
+        # Drives weights of models that nobody announces with classify_chains; finishes with each backward pass.
+        self._unannounced = self._new_runtime(finish_with_backward=True)
+
+    def configure(self, config: MegatronEtpConfig) -> None:
+        """Take the options of the run, before Megatron builds a model."""
+        self.config = config
+        self._engine = config.engine
+        self._unannounced = self._new_runtime(finish_with_backward=True)
+
+    def as_module(self) -> types.ModuleType:
+        """The module to put in the place of ``megatron.core.tensor_parallel.gtp_api``."""
+        from megatron_patches.checkpoint.model_state import make_sharded_tensors_for_checkpoint_with_gtp_remat
+
+        module = types.ModuleType("megatron.core.tensor_parallel.gtp_api", doc=__doc__)
+        names: dict[str, Any] = {
+            "HAVE_GTP": True,
+            "GTPChain": WeightChain,
+            "GTPEmbeddingWeight": EmbeddingWeight,
+            "attach_gtp_to_presharded_module": self.attach_presharded,
+            "classify_gtp_remat_chains": self.classify_chains,
+            "configure_gtp_remat_from_recipe": self.configure_from_recipe,
+            "dequantize_gtp_native_fp8": _no_fp8,
+            "get_ag_stream": _no_graphs,
+            "get_rs_stream": _no_graphs,
+            "gtp_native_fp8_load_context": _nothing_to_convert,
+            "gtp_remat_shard_dim0": self.shard_rows,
+            "is_gtp_param": is_sharded,
+            "make_sharded_tensors_for_checkpoint_with_gtp_remat": make_sharded_tensors_for_checkpoint_with_gtp_remat,
+            "set_cuda_graph_mempool": _no_pool_needed,
+            "wait_async_comms": self.wait_async_comms,
+            "wait_for_gtp_grad_reduction_on_current_stream": self.finish_gradients,
+            "wrap_module_params_gtp": self.wrap_module,
+        }
+        vars(module).update(names)
+        module.__all__ = list(names)  # type: ignore[attr-defined]
+        return module
+
+    # Building a model ----------------------------------------------------------------------------------------
+
+    def configure_from_recipe(
+        self,
+        *,
+        fp4: bool = False,
+        fp8_recipe: str | None = None,
+        fp8: bool = False,
+        calculate_per_token_loss: bool = False,
+    ) -> None:
+        """Take what Megatron decides before it builds the model: how losses, and so gradients, are normalised.
+
+        Raises:
+            UnsupportedConfigurationError: for FP8 and FP4.
+        """
+        if fp4 or fp8:
+            raise UnsupportedConfigurationError(
+                f"sharded weights with {'FP4' if fp4 else f'FP8 ({fp8_recipe})'} are not supported; train in bf16"
+            )
+        reduction = GradReduction.SUM if calculate_per_token_loss else GradReduction.MEAN
+        self._engine = dataclasses.replace(self.config.engine, grad_reduction=reduction)
+        self._unannounced = self._new_runtime(finish_with_backward=True)
+
+    def shard_rows(self, dim0: int, group: dist.ProcessGroup) -> tuple[int, int]:
+        """Rows of a shard of ``dim0`` rows, padding included, and the padding rows of all shards together."""
+        layout = ShardLayout((dim0,), dist.get_world_size(group), self._engine.pad_for_alignment)
+        return layout.shard_rows, layout.pad_rows
+
+    def wrap_module(
+        self,
+        module: torch.nn.Module,
+        weight_names: Sequence[str],
+        group: dist.ProcessGroup,
+        is_grouped: bool | None = None,
+    ) -> None:
+        """Cut the full weights of a layer that was just built, in place."""
+        if dist.get_world_size(group) == 1:
+            return
+        shards: list[MegatronShardedParam] = []
+        for name in weight_names:
+            param = getattr(module, name, None)
+            if param is None or is_sharded(param):
+                continue
+            fqn = f"{type(module).__name__}.{name}"
+            shard = shard_parameter(param, group, self._engine.pad_for_alignment, fqn)
+            self._register(module, name, shard)
+            shards.append(shard)
+        self._form_groups(shards, group, bool(is_grouped))
+
+    def attach_presharded(
+        self, module: torch.nn.Module, group: dist.ProcessGroup, pad_length: int, is_grouped: bool = False
+    ) -> None:
+        """Make shards of the weights of a layer that was built at the size of a shard."""
+        names = [f"weight{index}" for index in range(int(module.num_gemms))] if is_grouped else ["weight"]  # type: ignore[arg-type]
+        shards: list[MegatronShardedParam] = []
+        for name in names:
+            param = getattr(module, name, None)
+            if param is None or is_sharded(param):
+                continue
+            shard = wrap_shard(param, group, self._engine.pad_for_alignment, pad_length)
+            self._register(module, name, shard)
+            shards.append(shard)
+        self._form_groups(shards, group, is_grouped)
+
+    def _register(self, module: torch.nn.Module, name: str, shard: MegatronShardedParam) -> None:
+        module._parameters[name] = shard
+        shard.attach(self._unannounced, f"{type(module).__name__}.{name}")
+
+    def _form_groups(self, shards: list[MegatronShardedParam], group: dist.ProcessGroup, is_grouped: bool) -> None:
+        if is_grouped and shards:
+            for shard in shards:
+                shard.is_routed_expert = True
+            self._unannounced.add(WeightGroup(shards, group))
+        else:
+            for shard in shards:
+                self._unannounced.add(WeightGroup([shard], group))
+
+    def classify_chains(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        *,
+        cuda_graph_modules: Any = None,
+        moe_shared_expert_overlap: bool = False,
+        cuda_graph_impl: str = "none",
+    ) -> None:
+        """Give each model chunk a runtime of its own, once the model is built and wrapped.
+
+        Raises:
+            UnsupportedConfigurationError: with CUDA graphs.
+        """
+        del cuda_graph_modules, moe_shared_expert_overlap
+        if cuda_graph_impl != "none":
+            raise UnsupportedConfigurationError(
+                f"sharded weights with --cuda-graph-impl {cuda_graph_impl} are not supported; use none"
+            )
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        self._chains_to_print.clear()
+        for index, chunk in enumerate(chunks):
+            runtime = self._new_runtime(finish_with_backward=False)
+            prefix = f"chunk {index}: " if len(chunks) > 1 else ""
+            runtime.adopt(_innermost(chunk), prefix)
+            _gather_after_parameter_sync(chunk, runtime)
+            move_into_symmetric_memory(chunk, runtime)
+            if self.config.print_chains:
+                self._chains_to_print.append((f"model chunk {index}", weakref.ref(runtime)))
+
+    def _new_runtime(self, *, finish_with_backward: bool) -> EtpRuntime:
+        # Once per iteration, in finish_gradients, a trained model's weights are announced to have changed; nothing
+        # announces it for a model that no training loop finishes.
+        engine = dataclasses.replace(self._engine, reuse_across_forwards=not finish_with_backward)
+        runtime = EtpRuntime(engine, finish_with_backward=finish_with_backward)
+        self._runtimes = [ref for ref in self._runtimes if ref() is not None]
+        self._runtimes.append(weakref.ref(runtime))
+        return runtime
+
+    # Training ------------------------------------------------------------------------------------------------
+
+    def runtimes(self) -> Iterator[EtpRuntime]:
+        """The live runtimes, in order of creation."""
+        for ref in self._runtimes:
+            runtime = ref()
+            if runtime is not None:
+                yield runtime
+
+    def wait_async_comms(
+        self, chain_id: str | None = None, skip_rs: bool = False, finalize_after_drain: bool = False
+    ) -> None:
+        """Finish all communication of sharded weights."""
+        del chain_id, finalize_after_drain
+        if not skip_rs:
+            self.finish_gradients()
+
+    def finish_gradients(self) -> None:
+        """Complete every shard's gradient, before Megatron reduces them over the data-parallel replicas."""
+        for runtime in self.runtimes():
+            runtime.wait()
+            # The optimizer writes through `.data` next, which PyTorch does not count.
+            runtime.mark_weights_changed()
+        while self._chains_to_print:
+            label, ref = self._chains_to_print.pop(0)
+            printed = ref()
+            if printed is not None:
+                _print_chain(label, printed)
+
+
+def is_sharded(param: Any) -> bool:
+    """Whether ``param`` is a shard."""
+    return getattr(param, "is_gtp_weight_remat", False)
+
+
+def _innermost(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel and Float16Module, whose parameter names users know."""
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def _gather_after_parameter_sync(chunk: torch.nn.Module, runtime: EtpRuntime) -> None:
+    """With overlapped parameter gathers, finish a weight's before its shard is read for a prefetch.
+
+    DistributedDataParallel waits for it in a hook of the module that owns the weight, and a prefetch is earlier
+    (NVIDIA/Megatron-LM#6388).
+    """
+    if not getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+        return
+    for group in runtime.groups:
+        for shard in group.shards:
+            group.before_gather.append(partial(_finish_parameter_sync, weakref.ref(chunk), shard))
+
+
+def _finish_parameter_sync(chunk_ref: weakref.ref[Any], shard: Any) -> None:
+    chunk = chunk_ref()
+    # The handles are removed while Megatron has turned the overlap off (first iteration, evaluation, checkpoints).
+    if chunk is None or not chunk.remove_forward_pre_hook_handles or shard not in chunk.param_to_bucket_group:
+        return
+    skip_next = chunk.ddp_config.align_param_gather or chunk.overlap_param_gather_with_optimizer_step
+    with torch.no_grad():
+        chunk.param_to_bucket_group[shard].finish_param_sync(skip_next_bucket_dispatch=skip_next)
+
+
+def _print_chain(label: str, runtime: EtpRuntime) -> None:
+    from megatron.core import parallel_state
+
+    first = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+    if first:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        print(f"pipeline stage {stage}, {label}: {runtime.describe_chain()}", flush=True)  # noqa: T201
+
+
+def _no_fp8(*_: Any, **__: Any) -> None:
+    raise UnsupportedConfigurationError("sharded FP8 weights are not supported; train in bf16")
+
+
+def _no_graphs(*_: Any, **__: Any) -> None:
+    raise UnsupportedConfigurationError("CUDA graphs of sharded weights are not supported; use --cuda-graph-impl none")
+
+
+def _no_pool_needed(device: Any, mempool: Any) -> None:
+    """Megatron announces the memory pool of its graphs, of unsharded models too; no graph here allocates."""
+    del device, mempool
+
+
+def _nothing_to_convert(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Megatron converts FP8 shards around a load; there are none."""
+    del module
+    return contextlib.nullcontext()

@@ -1,0 +1,59 @@
+"""Builds the distribution ``megatron-etp``.
+
+Two packages are installed: ``etp``, which lives in ``transformer_engine/etp``, and ``megatron_patches``. Nothing is
+installed under the name ``transformer_engine``: that name belongs to the real Transformer Engine.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PYTORCH = "torch>=2.11,<2.13"
+ROOT = Path(__file__).parent
+
+setup(
+    name="megatron-etp",
+    version="0.1.0",
+    description="Extended Tensor Parallelism: linear weights sharded over one more group of ranks, for Megatron",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    package_dir={"etp": "transformer_engine/etp"},
+    packages=[
+        *find_packages("transformer_engine", include=["etp", "etp.*"]),
+        *find_packages(".", include=["megatron_patches", "megatron_patches.*"]),
+    ],
+    package_data={"etp": ["py.typed"], "megatron_patches": ["py.typed"]},
+    install_requires=[
+        PYTORCH,
+        "megatron-core==0.19.2",  # patched by name and by source hash, so exactly this one
+        "numpy",
+        "psutil",  # megatron-core's checkpoint writer fails without it
+        "rich",
+        "safetensors",
+    ],
+    extras_require={
+        "te": ["transformer-engine[core_cu13,pytorch]>=2.19,<2.21"],
+        "vllm": ["vllm==0.26.0"],
+        "dev": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "setuptools>=77,<82",  # builds the package without build isolation
+            "transformers",  # loads what is exported, and compares
+        ],
+    },
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

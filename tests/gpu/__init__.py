@@ -1,0 +1,1 @@
+"""Tests that need CUDA devices; each says how many."""

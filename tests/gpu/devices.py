@@ -1,0 +1,26 @@
+"""Marks for tests that need CUDA devices or Transformer Engine."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skip unless there are ``count`` CUDA devices."""
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
+
+
+def needs_te() -> pytest.MarkDecorator:
+    """Skip unless Transformer Engine is installed with a CUDA device to run on."""
+    present = torch.cuda.is_available() and _has_te()
+    return pytest.mark.skipif(not present, reason="needs 1 CUDA device and Transformer Engine")
+
+
+def _has_te() -> bool:
+    try:
+        return importlib.util.find_spec("transformer_engine.pytorch") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,49 @@
+"""Transformer Engine's Linear, LayerNormLinear and GroupedLinear with sharded weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import bodies_te as bodies
+from tests.gpu.devices import needs_gpus, needs_te
+from tests.gpu.launch import run_on_gpus
+
+pytestmark = needs_te()
+KINDS = ["Linear", "LayerNormLinear", "GroupedLinear"]
+WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sharded_equals_whole(
+    world_size: int, transport: str, kind: str, bias: bool, fuse: bool, recompute: bool
+) -> None:
+    if recompute and (bias or transport == "c10d"):
+        pytest.skip("recomputation is the same with and without bias and on either transport")
+    arguments = (kind, transport, bias, fuse, recompute)
+    worst = run_on_gpus(bodies.te_module_equals_whole, world_size, args=arguments)
+    # Two ranks: one order of summation, bitwise equal. More: replicated gradients are summed in NCCL's order.
+    assert max(worst) <= (0.0 if world_size == 2 else 2e-4)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_layers_are_tes_own(world_size: int) -> None:
+    for found in run_on_gpus(bodies.constructed_is_te, world_size):
+        assert [name.rpartition(".")[2] for name in found] == KINDS
+        assert all(name.startswith("transformer_engine.pytorch.module") for name in found)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_frozen_weight_passes_gradients_on(world_size: int) -> None:
+    assert all(run_on_gpus(bodies.frozen_weight, world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_on_saved_tensors_are_refused(world_size: int, kind: str) -> None:
+    for message in run_on_gpus(bodies.hooks_are_refused, world_size, args=(kind,)):
+        assert "use_reentrant=True" in message

@@ -1,0 +1,29 @@
+"""The copy-engine transport against the c10d one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import bodies_transports as bodies
+from tests.gpu.devices import needs_gpus
+from tests.gpu.launch import run_on_gpus
+
+WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("dtype", "sink_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_copy_engine_equals_c10d(world_size: int, dtype: torch.dtype, sink_dtype: torch.dtype) -> None:
+    counts = run_on_gpus(bodies.transports_agree, world_size, args=(dtype, sink_dtype))
+    assert counts == [12 * 12] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_shard_that_was_not_published_is_refused(world_size: int) -> None:
+    for message in run_on_gpus(bodies.unpublished_is_refused, world_size):
+        assert "all-gather of w" in message
+        assert "never published" in message

@@ -1,0 +1,160 @@
+"""The trainings that are compared, sharded against stock: 20 steps of real Megatron each, on 2 or 4 ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Sums of gradients are taken in another order with shards than without, one ulp (1e-7) apart. 20 steps of Adam carry
+# that to a few 1e-6 in the loss, and to ten times as much in the norm of the gradient, which is no mean. In bf16 one
+# ulp is 4e-3, and a weight near a rounding boundary takes the other side; the loss is a mean over 256 tokens in fp32,
+# where most of that cancels.
+FP32_TOLERANCE = 1e-5
+BF16_TOLERANCE = 4e-3
+NORM_FACTOR = 10.0
+# The norm is a sum over all weights, which are cut in the one run and whole in the other.
+EXACT_NORM_TOLERANCE = 1e-6
+
+ONE_MICROBATCH = "--micro-batch-size 4 --clip-grad 0"
+
+LLAMA = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 250 --make-vocab-size-divisible-by 2 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+GPT2 = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --vocab-size 250 --make-vocab-size-divisible-by 2 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+SCHEDULE = (
+    "--mock-data --no-create-attention-mask-in-dataloader --micro-batch-size 1 --global-batch-size 8 "
+    "--lr 3e-3 --lr-decay-style constant --train-iters 20 --log-interval 1000 --eval-iters 2 --eval-interval 1000"
+)
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        name: what it covers.
+        ranks: processes of both runs.
+        sharded: flags of the sharded run, in place of ``stock``.
+        model: the model's flags.
+        common: further flags of both runs.
+        tolerance: relative, on each step's loss and gradient norm and each evaluation; 0.0 asks for equal bits of the
+            losses, and of the norm only up to ``EXACT_NORM_TOLERANCE``.
+    """
+
+    name: str
+    ranks: int
+    sharded: str
+    model: str = LLAMA
+    common: str = ""
+    tolerance: float = FP32_TOLERANCE
+
+    @property
+    def norm_tolerance(self) -> float:
+        """Relative tolerance of the gradient norms."""
+        return NORM_FACTOR * self.tolerance or EXACT_NORM_TOLERANCE
+
+    @property
+    def stock_arguments(self) -> tuple[str, ...]:
+        """Command line of the run without shards."""
+        return tuple(f"{self.model} {SCHEDULE} {self.common}".split())
+
+    @property
+    def sharded_arguments(self) -> tuple[str, ...]:
+        """Command line of the run with shards."""
+        return (*self.stock_arguments, *self.sharded.split())
+
+
+CASES = (
+    # Two ranks, one microbatch: (a + b) / 2 has one order, so all bits are equal but those of the norm, hence no
+    # clipping. With more microbatches the stock run adds them up before it averages over ranks, as "reduce once" does.
+    Case("etp2_exact", 2, "--etp-size 2", common=ONE_MICROBATCH, tolerance=0.0),
+    Case("etp2_dropout_exact", 2, "--etp-size 2", common=f"{ONE_MICROBATCH} --hidden-dropout 0.1", tolerance=0.0),
+    Case("etp2_tied_exact", 2, "--etp-size 2", model=GPT2, common=ONE_MICROBATCH, tolerance=0.0),
+    Case(
+        "etp2_full_recompute_exact",
+        2,
+        "--etp-size 2",
+        common=f"{ONE_MICROBATCH} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        tolerance=0.0,
+    ),
+    Case(
+        "etp2_selective_recompute_exact",
+        2,
+        "--etp-size 2",
+        common=f"{ONE_MICROBATCH} --recompute-granularity selective --recompute-modules core_attn mlp",
+        tolerance=0.0,
+    ),
+    Case("etp2_no_prefetch_exact", 2, "--etp-size 2 --etp-prefetch-depth 0", common=ONE_MICROBATCH, tolerance=0.0),
+    Case("etp2_resident_exact", 2, "--etp-size 2 --etp-resident-bytes 1000000", common=ONE_MICROBATCH, tolerance=0.0),
+    # Equal rows divide by 2 without padding, except those of the vocabulary's 250.
+    Case("etp2_unpadded_exact", 2, "--etp-size 2 --etp-pad-for-alignment 0", common=ONE_MICROBATCH, tolerance=0.0),
+    Case("etp2_clipped", 2, "--etp-size 2", common="--clip-grad 0.1"),
+    Case(
+        "etp2_reduce_once_exact",
+        2,
+        "--etp-size 2 --etp-reduce-once-per-iteration",
+        common="--micro-batch-size 1 --clip-grad 0",
+        tolerance=0.0,
+    ),
+    Case("etp2_four_microbatches", 2, "--etp-size 2"),
+    Case("etp2_grouped_query", 2, "--etp-size 2", common="--group-query-attention --num-query-groups 2"),
+    Case("etp2_per_token_loss", 2, "--etp-size 2", common="--calculate-per-token-loss"),
+    Case("etp2_bf16", 2, "--etp-size 2", common="--bf16", tolerance=BF16_TOLERANCE),
+    Case("etp4", 4, "--etp-size 4"),
+    Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation"),
+    Case(
+        "etp4_padding",
+        4,
+        "--etp-size 4",
+        model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
+    ),
+    Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2"),
+    Case("tp2_etp2_sequence", 4, "--etp-size 2", common="--tensor-model-parallel-size 2 --sequence-parallel"),
+    Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2"),
+    Case("pp2_etp2", 4, "--etp-size 2", common="--pipeline-model-parallel-size 2"),
+    Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2"),
+    Case(
+        "pp2_etp2_interleaved",
+        4,
+        "--etp-size 2",
+        model=LLAMA.replace("--num-layers 2", "--num-layers 4"),
+        common="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    Case("dp2_etp2", 4, "--etp-size 2", common="--overlap-grad-reduce"),
+    Case("dp2_etp2_tied_overlap", 4, "--etp-size 2", model=GPT2, common="--overlap-grad-reduce --ddp-bucket-size 9000"),
+    Case(
+        "dp2_etp2_distributed_optimizer",
+        4,
+        "--etp-size 2",
+        common="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
+    ),
+    Case(
+        "dp2_etp2_distributed_optimizer_bf16",
+        4,
+        "--etp-size 2",
+        common="--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        tolerance=BF16_TOLERANCE,
+    ),
+    Case(
+        "moe_ep2_expert_etp2",
+        4,
+        "--etp-size 2 --expert-etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2",
+    ),
+    # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
+    Case("moe_etp4_expert_etp2", 4, "--etp-size 4 --expert-etp-size 2", common=f"{MOE} --expert-model-parallel-size 2"),
+    Case("moe_expert_etp4", 4, "--expert-etp-size 4", common=MOE),
+    Case(
+        "moe_per_token_loss",
+        4,
+        "--etp-size 4 --expert-etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2 --calculate-per-token-loss",
+    ),
+)

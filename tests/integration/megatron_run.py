@@ -1,0 +1,196 @@
+"""Runs real Megatron trainings one after the other in one process, and records what they report.
+
+Starting Megatron costs some eight seconds a process; a training of 20 steps of a tiny model costs one. So a worker
+imports Megatron once, and :func:`train` gives it a fresh start for each command line: process groups, global
+variables, microbatch calculator, random state and the seam's own state are built anew by Megatron itself and taken
+down afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import megatron_patches
+from megatron_patches import cpu, registry
+from megatron_patches.fixes import dataset_build
+from tests.support.launch import WorkerPool
+
+T = TypeVar("T")
+
+PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+
+
+@dataclass
+class Trajectory:
+    """What one rank of a training saw.
+
+    Attributes:
+        losses: loss of each step, over all data; on the last pipeline stage only, else empty.
+        grad_norms: gradient norm of each step, before clipping.
+        evaluations: loss of each evaluation, over all data; on the last pipeline stage only.
+        parameter_bytes: bytes of the model's parameters on this rank.
+        log: what the rank printed.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    parameter_bytes: int = 0
+    log: str = ""
+
+
+RUNS_PER_PROCESS = 16
+"""Some of Megatron's process groups outlive their training, and gloo's threads poll for each: start afresh in time."""
+
+
+class MegatronPool:
+    """Worker processes that keep Megatron loaded, and the trajectories of command lines that they have run."""
+
+    def __init__(self) -> None:
+        self._workers = WorkerPool()
+        self._runs = 0
+        self._known: dict[tuple[int, tuple[str, ...]], list[Trajectory]] = {}
+
+    def train(self, ranks: int, arguments: Sequence[str], timeout_s: float = 240.0) -> list[Trajectory]:
+        """What each of ``ranks`` ranks saw in a training with these arguments; run once for each."""
+        key = (ranks, tuple(arguments))
+        if key not in self._known:
+            self._known[key] = self.run(train, ranks, timeout_s, (key[1],))
+        return self._known[key]
+
+    def run(self, body: Callable[..., T], ranks: int, timeout_s: float, args: tuple[Any, ...]) -> list[T]:
+        """Run ``body(rank, world_size, *args)`` on every rank, with Megatron loaded or to be loaded."""
+        self._runs += 1
+        if self._runs % RUNS_PER_PROCESS == 0:
+            self._workers.close()
+            self._workers = WorkerPool()
+        return self._workers.run(body, ranks, "gloo", timeout_s, args)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._workers.close()
+
+
+def train(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
+    """Run ``examples/pretrain_gpt.py`` with ``arguments`` as one of ``world_size`` ranks.
+
+    A body for :mod:`tests.support.launch`: the default process group exists.
+
+    Returns:
+        What this rank saw.
+    """
+    megatron_patches.apply()
+    return _train(rank, world_size, arguments)
+
+
+def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
+    """:func:`train` with stock Megatron, given only what it cannot start without on this machine.
+
+    Without CUDA that are the stand-ins for it, and from a wheel the missing Makefile's. Needs a pool in whose processes
+    nothing else has been run, and ``arguments`` that suit a CPU.
+    """
+    if cpu.needed():
+        cpu.prepare_environment()
+        registry.install(cpu.records())
+    registry.install([dataset_build.RECORD])
+    return _train(rank, world_size, arguments)
+
+
+def _train(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
+    environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    trajectory = Trajectory()
+    output = io.StringIO()
+    try:
+        with (
+            _environment({name: str(value) for name, value in environment.items()}),
+            _arguments([str(PRETRAIN_GPT), *arguments]),
+            _recorded(trajectory),
+            contextlib.redirect_stdout(output),
+        ):
+            runpy.run_path(str(PRETRAIN_GPT), run_name="__main__")
+    finally:
+        trajectory.log = output.getvalue()
+        _take_down()
+    return trajectory
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = arguments
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _recorded(trajectory: Trajectory) -> Iterator[None]:
+    """Note what ``train_step`` and ``evaluate`` return while ``pretrain`` runs."""
+    from megatron.training import training
+
+    train_step, evaluate, setup = training.train_step, training.evaluate, training.setup_model_and_optimizer
+
+    def recording_step(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        losses, grad_norm = result[0], result[5]
+        trajectory.losses.extend(float(loss) for loss in losses.values())
+        trajectory.grad_norms.append(float(grad_norm))
+        return result
+
+    def recording_evaluation(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        trajectory.evaluations.extend(float(loss) for loss in result[0].values())
+        return result
+
+    def recording_setup(*args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        parameters = (parameter for chunk in result[0] for parameter in chunk.parameters())
+        trajectory.parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+        return result
+
+    training.train_step = recording_step
+    training.evaluate = recording_evaluation
+    training.setup_model_and_optimizer = recording_setup
+    try:
+        yield
+    finally:
+        training.train_step, training.evaluate, training.setup_model_and_optimizer = train_step, evaluate, setup
+
+
+def _take_down() -> None:
+    """Forget everything that Megatron keeps for the life of a process."""
+    from megatron.core import parallel_state, rerun_state_machine
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training import global_vars, training
+
+    # A rank that has these times reduces them over all ranks, and one that starts its first training has none yet.
+    training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
+    global_vars.unset_global_variables()
+    unset_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+    gc.collect()

@@ -1,0 +1,229 @@
+"""Checkpoints saved at one (TP, ETP, PP, DP) and loaded at others, with real Megatron trainings."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration import checkpoint_runs
+from tests.integration.checkpoint_runs import Run
+from tests.integration.megatron_run import MegatronPool
+from tests.integration.whole_state import as_stored
+
+pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
+
+RANKS = 4
+SAVED_STEP = 3
+STEPS = 6
+
+# 24 hidden rows over 4 shards of a multiple of 4 rows: the last shard of two of the four weights is all padding.
+# 72 rows of gate and up over shards of 20: one shard has rows of both.
+LLAMA = (
+    "--num-layers 4 --hidden-size 24 --ffn-hidden-size 36 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --vocab-size 100 "
+    "--make-vocab-size-divisible-by 2 --attention-dropout 0 --hidden-dropout 0"
+)
+TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
+MOE = (
+    f"{LLAMA} --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none"
+)
+SCHEDULE = (
+    "--mock-data --no-create-attention-mask-in-dataloader --micro-batch-size 1 --global-batch-size 8 --lr 5e-3 "
+    f"--lr-decay-style constant --train-iters {STEPS} --log-interval 1000 --eval-iters 0 --eval-interval 1000 "
+    "--ckpt-format torch_dist --no-save-rng --no-load-rng"
+)
+DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+PAD = "--etp-pad-for-alignment 4"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+
+FP32_TOLERANCE = 1e-5
+BF16_TOLERANCE = 5e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint and the runs that load it.
+
+    Attributes:
+        name: what it covers.
+        model: the model's flags.
+        common: flags of all runs.
+        saved: flags of the run that saves.
+        loaded: flags of each run that loads.
+        tolerance: relative, on the losses after the load.
+    """
+
+    name: str
+    saved: str
+    loaded: tuple[str, ...]
+    model: str = LLAMA
+    common: str = ""
+    tolerance: float = FP32_TOLERANCE
+
+
+CASES = (
+    Case("from_etp4", f"--etp-size 4 {PAD}", ("", f"--etp-size 2 {TP2}", f"--etp-size 2 {PP2} {PAD}")),
+    Case("from_stock", f"{TP2}", (f"--etp-size 4 {PAD}", f"--etp-size 2 {PAD}")),
+    Case(
+        "from_tp2_etp2_distributed",
+        f"--etp-size 2 {TP2} {PAD}",
+        ("", f"--etp-size 4 {PAD}", "--etp-size 2"),
+        common=DISTRIBUTED,
+    ),
+    Case(
+        "from_dp2_etp2_distributed_parallel_files",
+        f"--etp-size 2 {PAD}",
+        (f"--etp-size 2 {PP2}", f"--etp-size 4 {PAD}"),
+        common=f"{DISTRIBUTED} --ckpt-fully-parallel-load",
+    ),
+    Case(
+        "from_pp2_etp2_tied_bf16",
+        f"--etp-size 2 {PP2} {PAD}",
+        (f"--etp-size 4 {PAD}", TP2),
+        model=TIED,
+        common="--bf16",
+        tolerance=BF16_TOLERANCE,
+    ),
+    Case(
+        "from_etp4_tied_bf16_distributed",
+        f"--etp-size 4 {PAD}",
+        (f"--etp-size 2 {PP2} {PAD}",),
+        model=TIED,
+        common=f"--bf16 {DISTRIBUTED}",
+        tolerance=BF16_TOLERANCE,
+    ),
+    Case(
+        "from_moe_ep2_distributed",
+        f"--etp-size 2 --expert-etp-size 2 {EP2} {PAD}",
+        (EP2, f"--etp-size 4 {EP4}", f"--expert-etp-size 4 {PAD}"),
+        model=MOE,
+        common=DISTRIBUTED,
+    ),
+    Case("from_moe_ep2", f"--etp-size 2 --expert-etp-size 2 {EP2} {PAD}", (f"--expert-etp-size 4 {PAD}",), model=MOE),
+)
+
+
+def _run(megatron: MegatronPool, *flags: str) -> Run:
+    arguments = tuple(f"{SCHEDULE} {' '.join(flags)}".split())
+    found = megatron.run(checkpoint_runs.run, RANKS, 280.0, (arguments,))[-1]
+    assert found is not None
+    return found
+
+
+def _save(megatron: MegatronPool, folder: Path, *flags: str) -> Run:
+    return _run(megatron, *flags, f"--save {folder} --save-interval {SAVED_STEP}")
+
+
+def _stored(megatron: MegatronPool, folder: Path) -> dict[str, torch.Tensor]:
+    packed = megatron.run(checkpoint_runs.stored, 1, 120.0, (str(folder / f"iter_{SAVED_STEP:07d}"),))[0]
+    return checkpoint_runs.unpack(packed)
+
+
+def _check_equal(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_checkpoint_is_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path, case: Case) -> None:
+    saved = _save(megatron, tmp_path, case.model, case.common, case.saved)
+    assert len(saved.losses) == STEPS
+    assert saved.padding_is_zero
+
+    stored = _stored(megatron, tmp_path)
+    held = as_stored(saved.state)
+    _check_equal({key: stored[key] for key in held}, held)
+    masters = {key for key in stored if key.startswith(("optimizer.state.param.", "optimizer.state.fp32_param."))}
+    assert stored.keys() - held.keys() == masters
+
+    for flags in case.loaded:
+        loaded = _run(megatron, case.model, case.common, flags, f"--load {tmp_path} --ckpt-step {SAVED_STEP}")
+        _check_equal(loaded.state, saved.state)
+        assert loaded.padding_is_zero
+        assert loaded.losses == pytest.approx(saved.losses[SAVED_STEP:], rel=case.tolerance, abs=0.0), flags
+
+
+def test_a_sharded_checkpoint_has_the_tensors_of_a_stock_one(megatron: MegatronPool, tmp_path: Path) -> None:
+    descriptions = []
+    for name, flags in (("stock", ""), ("sharded", f"--etp-size 4 {PAD}")):
+        _save(megatron, tmp_path / name, LLAMA, DISTRIBUTED, flags)
+        stored = _stored(megatron, tmp_path / name)
+        descriptions.append({key: (tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()})
+    assert descriptions[0] == descriptions[1]
+    assert descriptions[0]["decoder.layers.mlp.linear_fc1.weight"] == ((4, 72, 24), torch.float32)
+
+
+def test_a_vocabulary_padded_by_megatron_changes_its_padding(megatron: MegatronPool, tmp_path: Path) -> None:
+    """101 words make 102 rows without tensor parallelism and 104 with 2 ranks of it; Megatron's rows, not shards'."""
+    model = LLAMA.replace("--vocab-size 100", "--vocab-size 101")
+    saved = _save(megatron, tmp_path, model, f"--etp-size 4 {PAD}")
+    loaded = _run(megatron, model, f"--etp-size 2 {TP2}", f"--load {tmp_path} --ckpt-step {SAVED_STEP}")
+    for key, tensor in saved.state.items():
+        if key[1] in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            assert (tensor.shape[0], loaded.state[key].shape[0]) == (102, 104)
+            assert torch.equal(loaded.state[key][:102], tensor)
+            assert not loaded.state[key][102:].any()
+        else:
+            assert torch.equal(loaded.state[key], tensor)
+
+
+def test_optimizer_state_that_cannot_be_resharded_is_refused(megatron: MegatronPool, tmp_path: Path) -> None:
+    _save(megatron, tmp_path, LLAMA, "--use-distributed-optimizer")
+    arguments = f"{SCHEDULE} {LLAMA} {DISTRIBUTED} --etp-size 2 --load {tmp_path} --ckpt-step {SAVED_STEP}"
+    answers = megatron.run(checkpoint_runs.run_refused, RANKS, 280.0, (tuple(arguments.split()),))
+    for message, unchanged in answers:
+        assert "'dp_reshardable'" in message
+        assert "--dist-ckpt-optim-fully-reshardable" in message
+        assert unchanged
+
+
+def _damage(folder: Path, what: str) -> str:
+    """Spoil one file of the checkpoint; return the name that the error must give."""
+    step = folder / f"iter_{SAVED_STEP:07d}"
+    largest = max(step.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if what == "missing":
+        largest.unlink()
+        return largest.name
+    if what == "short":
+        size = largest.stat().st_size
+        with largest.open("r+b") as file:
+            file.truncate(size - 100)
+        return f"{largest.name} has {size - 100} bytes of {size}"
+    if what == "no metadata.json":
+        (step / "metadata.json").unlink()
+        return "metadata.json is missing"
+    if what == "short index":
+        index = step / ".metadata"
+        index.write_bytes(index.read_bytes()[: index.stat().st_size // 2])
+        return ".metadata cannot be read"
+    step.rename(step.with_name("gone"))
+    return "the directory is missing"
+
+
+@pytest.mark.timeout(900)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(megatron: MegatronPool, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    _save(megatron, whole, LLAMA, f"--etp-size 4 {PAD}")
+    for number, what in enumerate(("missing", "short", "no metadata.json", "short index", "no directory")):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        name = _damage(folder, what)
+        arguments = f"{SCHEDULE} {LLAMA} --etp-size 2 {PAD} --load {folder} --ckpt-step {SAVED_STEP}"
+        answers = megatron.run(checkpoint_runs.run_refused, RANKS, 280.0, (tuple(arguments.split()),))
+        assert len({message for message, _ in answers}) == 1, "all ranks say the same"
+        for message, unchanged in answers:
+            assert name in message
+            assert str(folder) in message
+            assert "\n" not in message
+            assert unchanged

@@ -1,0 +1,53 @@
+"""What the README and docs/ say is run, or compared with what it speaks of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.arguments import add_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+FLAG = re.compile(r"^\| `(--[a-z0-9-]+)", re.MULTILINE)
+
+
+def _fenced(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
+    (example,) = _fenced(ROOT / "README.md", "python")
+    assert len(example.splitlines()) < 20
+    (tmp_path / "plain.py").write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "plain.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    # An embedding and a linear of 256 x 64 in fp32 over two ranks.
+    assert done.stdout.count(f"'shards': {2 * 256 * 64 * 4 // 2}") == 2
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/megatron.md"])
+def test_flags_that_are_documented_are_the_flags(page: str) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    options = {option for action in parser._actions for option in action.option_strings if "etp" in option}
+    documented = set(FLAG.findall((ROOT / page).read_text()))
+    assert documented <= options
+    # A flag with a negation is documented by the one that is not the default.
+    assert {option.replace("--no-", "--") for option in documented} == {o.replace("--no-", "--") for o in options}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

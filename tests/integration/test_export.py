@@ -1,0 +1,265 @@
+"""Real Megatron models, sharded every way, exported in the middle of a run and opened by transformers."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.launch import run_distributed
+
+VOCABULARY = 251  # odd; Megatron pads it to 256
+TOKENS = torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, and how it is spread."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    etp: int = 1
+    chunks: int | None = None
+    kv_heads: int = 2
+    bias: bool = False
+    qkv_bias: bool = False
+    tied: bool = False
+    rope_scaling: bool = False
+    qk_norm: bool = False
+
+    @property
+    def architecture(self) -> str:
+        """The class in transformers that has this model's biases and norms."""
+        if self.qk_norm:
+            return "Qwen3ForCausalLM"
+        return "Qwen2ForCausalLM" if self.qkv_bias else "LlamaForCausalLM"
+
+
+ON_1_RANK = (Case("qwen3", qk_norm=True), Case("qwen3_scaled_tied", qk_norm=True, rope_scaling=True, tied=True))
+ON_2_RANKS = (
+    Case("dp2"),
+    Case("tp2"),
+    Case("tp2_above_kv_heads", tp=2, kv_heads=1, bias=True),
+    Case("etp2", etp=2),
+    Case("etp2_biases_tied", etp=2, bias=True, tied=True),
+    Case("etp2_qwen2_scaled", etp=2, qkv_bias=True, rope_scaling=True),
+    Case("pp2_tied", pp=2, tied=True),
+)
+ON_4_RANKS = (
+    Case("tp2_etp2", tp=2, etp=2),
+    Case("dp2_etp2", etp=2),
+    Case("etp4", etp=4, kv_heads=4),
+    Case("pp2_etp2_tied", pp=2, etp=2, tied=True),
+    Case("pp2_etp2_interleaved", pp=2, etp=2, chunks=2),
+)
+
+
+def start_megatron(case: Case, rank: int, world_size: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.chunks,
+        gtp_remat_size=case.etp,
+    )
+    torch.manual_seed(3)
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+
+
+def build(case: Case) -> list[Any]:
+    """This rank's model chunks, with random norms and biases, equal on all ranks that replicate them."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sharded = {"gtp_weight_remat_size": case.etp, "tensor_parallel_num_weight_shards": case.etp * case.tp}
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=case.kv_heads,
+        kv_channels=24,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=case.bias,
+        add_qkv_bias=case.bias or case.qkv_bias,
+        qk_layernorm=case.qk_norm,
+        init_method_std=0.1,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.chunks,
+        **(sharded if case.etp > 1 else {}),
+    )
+    chunks = []
+    for stage in range(case.chunks or 1):
+        where = {"ignore_virtual": False, "vp_stage": stage if case.chunks else None}
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=case.qk_norm),
+            vocab_size=256,
+            max_sequence_length=64,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            position_embedding_type="rope",
+            rotary_base=50000,
+            rope_scaling=case.rope_scaling,
+            share_embeddings_and_output_weights=case.tied,
+            parallel_output=False,
+            vp_stage=where["vp_stage"],
+        )
+        for name, param in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                cut = (
+                    parallel_state.get_tensor_model_parallel_rank()
+                    if getattr(param, "tensor_model_parallel", False)
+                    else -1
+                )
+                place = f"{name} {stage} {parallel_state.get_pipeline_model_parallel_rank()} {cut}"
+                generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+                param.data.uniform_(0.3, 1.7, generator=generator)
+        chunks.append(model.eval())
+    return chunks
+
+
+def forward(case: Case, chunks: list[Any]) -> torch.Tensor | None:
+    """Logits on the last pipeline stage; chunk by chunk through the pipeline, without a schedule."""
+    from megatron.core import parallel_state
+
+    positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
+    mask = torch.ones(1, 1, TOKENS.shape[1], TOKENS.shape[1]).triu(1).bool()
+    me, stages = parallel_state.get_pipeline_model_parallel_rank(), case.pp
+    group = parallel_state.get_pipeline_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    hidden = torch.empty(TOKENS.shape[1], TOKENS.shape[0], 64)
+    logits = None
+    with torch.no_grad():
+        for number, chunk in enumerate(chunks):
+            if not chunk.pre_process:
+                dist.recv(hidden, ranks[(me - 1) % stages], group)
+                chunk.set_input_tensor(hidden)
+            output = chunk(TOKENS, positions, mask)
+            if chunk.post_process:
+                logits = output[..., :VOCABULARY].clone()
+            else:
+                dist.send(output.contiguous(), ranks[(me + 1) % stages], group)
+            hidden = hidden if number else hidden.clone()
+    return logits
+
+
+def export_cases(rank: int, world_size: int, cases: tuple[Case, ...], folder: str) -> dict[str, Any]:
+    """Builds, computes and exports every case; returns logits (last stage) and bytes written, by case."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit.export import ExportOptions, export_checkpoint
+
+    found = {}
+    for case in cases:
+        start_megatron(case, rank, world_size)
+        chunks = build(case)
+        logits = forward(case, chunks)
+        report = export_checkpoint(
+            chunks,
+            Path(folder) / case.name,
+            vocab_size=VOCABULARY,
+            options=ExportOptions(max_shard_bytes=200_000, eos_token_id=7, staging_bytes=4096),
+        )
+        found[case.name] = (logits, dict(report.bytes_by_rank), report.nbytes)
+    return found
+
+
+def assert_transformers_agrees(path: Path, expected: torch.Tensor, architecture: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert {name: len(keys) for name, keys in info.items() if keys} == {}
+    assert type(model).__name__ == architecture
+    assert model.generation_config.eos_token_id == 7
+    with torch.no_grad():
+        logits = model.eval()(TOKENS).logits
+    assert logits.shape == expected.shape
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.multiproc
+@pytest.mark.parametrize("cases", [ON_1_RANK, ON_2_RANKS, ON_4_RANKS], ids=["1_rank", "2_ranks", "4_ranks"])
+def test_logits_of_the_export_equal_megatrons(tmp_path: Path, cases: tuple[Case, ...]) -> None:
+    ranks = {ON_1_RANK: 1, ON_2_RANKS: 2, ON_4_RANKS: 4}[cases]
+    results = run_distributed(export_cases, ranks, timeout_s=240, args=(cases, str(tmp_path)), fresh=True)
+    for case in cases:
+        per_rank = [result[case.name] for result in results]
+        logits = next(logits for logits, _, _ in per_rank if logits is not None)
+        assert_transformers_agrees(tmp_path / case.name, logits, case.architecture)
+        _, written, total = per_rank[0]
+        assert sum(written.values()) == total
+        assert len(list((tmp_path / case.name).glob("*.safetensors"))) > 1
+        fair = total / ranks
+        if case.pp == 1:  # stages differ in what they hold
+            assert max(written.values()) < 1.05 * fair, "replicas share the writing"
+
+
+def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
+    """Exports that go wrong on one rank only; returns the message of each on this rank."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit.errors import ExportError
+    from megatron_patches.refit.export import export_checkpoint
+
+    case = Case("etp2", etp=2)
+    start_megatron(case, rank, world_size)
+    chunks = build(case)
+    messages = []
+
+    def attempt(path: Path, vocab_size: int = VOCABULARY) -> None:
+        try:
+            export_checkpoint(chunks, path, vocab_size=vocab_size)
+        except ExportError as error:
+            messages.append(str(error))
+
+    target = Path(folder) / "out"
+    if rank == 1:
+        chunks[0].decoder.layers[0].register_parameter("extra", torch.nn.Parameter(torch.randn(3)))
+    attempt(target)
+    if rank == 1:
+        del chunks[0].decoder.layers[0].extra
+    attempt(target, vocab_size=VOCABULARY + 1 if rank == 1 else VOCABULARY)
+    attempt(target, vocab_size=1000)
+    (Path(folder) / "file").write_text("")
+    attempt(Path(folder) / "file" / "out")
+    return messages
+
+
+@pytest.mark.integration
+@pytest.mark.multiproc
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
+    first, second = run_distributed(fail_on_one_rank, 2, args=(str(tmp_path),), fresh=True)
+    assert first == second
+    assert len(first) == 4
+    assert "failed on rank 1" in first[0]
+    assert "no tensor of LlamaForCausalLM corresponds to the Megatron parameter decoder.layers.0.extra" in first[0]
+    assert "rank 1 describes another model than rank 0: vocab_size 252 instead of 251" in first[1]
+    assert "256 rows, padding included, which cannot hold 1000 tokens" in first[2]
+    assert "cannot write to" in first[3]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,131 @@
+"""``python -m megatron_patches SCRIPT.py``: what the script sees, and how mistakes end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cases import LLAMA, SCHEDULE
+from tests.integration.megatron_run import PRETRAIN_GPT
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 180.0
+
+SCRIPT = """
+import multiprocessing
+import sys
+
+import beside
+
+def square(value):
+    return value * value
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print("RESULT", sys.argv[1:], beside.NAME, pool.map(square, [7]), __file__)
+"""
+
+
+def launch(*arguments: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the launcher under torchrun, or by itself with one rank."""
+    command = [sys.executable, "-W", "ignore"]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "megatron_patches", *arguments]
+    else:
+        command += ["-m", "megatron_patches", *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", **environment}
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def pretrain(*flags: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Train with the example script."""
+    return launch(str(PRETRAIN_GPT), *f"{LLAMA} {SCHEDULE}".split(), *flags, ranks=ranks, **environment)
+
+
+def errors(process: subprocess.CompletedProcess[str]) -> list[str]:
+    """The launcher's own lines on stderr."""
+    return [line for line in process.stderr.splitlines() if line.startswith("megatron_patches: error:")]
+
+
+def test_the_script_runs_as_the_main_program(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text('NAME = "next to the script"\n')
+    process = launch(str(script), "--one", "2")
+    assert process.returncode == 0, process.stderr
+    expected = f"RESULT ['--one', '2'] next to the script [49] {script}"
+    assert expected in process.stdout.splitlines()
+
+
+def test_help_of_a_megatron_script_lists_the_flags() -> None:
+    process = pretrain("--help")
+    assert process.returncode == 0, process.stderr
+    text = " ".join(process.stdout.split())
+    assert "extended tensor parallelism (ETP):" in text
+    assert "NOT Megatron's expert tensor parallelism (--expert-tensor-parallel-size)" in text
+    assert "--etp-size N" in text
+    assert "--tensor-model-parallel-size" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), None),
+        (("no-such-script.py",), "no-such-script.py is not a file; the script to run comes first"),
+        (("--etp-size", "2", str(PRETRAIN_GPT)), "--etp-size is not a file; the script to run comes first"),
+    ],
+)
+def test_a_missing_script(arguments: tuple[str, ...], message: str | None) -> None:
+    process = launch(*arguments)
+    assert process.returncode == 2
+    if message is None:
+        assert process.stdout.startswith("usage: torchrun")
+    else:
+        assert len(errors(process)) == 1
+        assert message in errors(process)[0]
+    assert "Traceback" not in process.stderr
+
+
+def test_a_refused_setting_ends_with_one_line_from_one_rank() -> None:
+    process = pretrain("--etp-size", "3", ranks=2)
+    assert process.returncode != 0
+    expected = (
+        "megatron_patches: error: --etp-size 3 does not divide the data-parallel size 2 "
+        "(2 ranks over tensor 1 x pipeline 1 x context 1); use one of 1, 2, or change the number of ranks"
+    )
+    assert errors(process) == [expected]
+    # torchrun reports the failed processes with a traceback of its own; there is none of ours.
+    assert "megatron_patches/__main__.py" not in process.stderr
+    assert "iteration" not in process.stdout
+
+
+def test_settings_that_do_not_go_together() -> None:
+    process = pretrain("--etp-size", "2", "--use-torch-fsdp2", WORLD_SIZE="2", RANK="0")
+    assert process.returncode == 2
+    assert len(errors(process)) == 1
+    assert "--etp-size does not work with --use-torch-fsdp2; choose one" in errors(process)[0]
+    assert "Traceback" not in process.stderr
+
+
+def test_an_unknown_megatron_is_refused(tmp_path: Path) -> None:
+    """A clone of another version next to the script is found first, as Python does."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text('MAJOR = 0\nMINOR = 21\nPATCH = 0\nPRE_RELEASE = "rc0"\n')
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('ran')\n")
+    process = launch(str(script))
+    assert process.returncode == 2
+    assert len(errors(process)) == 1
+    assert f"megatron-core 0.21.0rc0 at {core} is not supported; this release works with 0.19.2 only" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -1,0 +1,94 @@
+"""Body of the test of Transformer Engine's Python layer with sharded weights, on CPU and gloo."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import etp
+
+IN, OUT, ROWS, EXPERTS = 64, 104, 24, 3
+SPLITS = [8, 10, 6]
+KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
+
+
+def _build(kind: str, bias: bool, fuse: bool) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    torch.manual_seed(7)
+    common: dict[str, Any] = {"bias": bias, "params_dtype": torch.float32, "device": "cpu"}
+    sizes = (EXPERTS, IN, OUT) if kind == "GroupedLinear" else (IN, OUT)
+    module: nn.Module = getattr(te, kind)(*sizes, fuse_wgrad_accumulation=fuse, **common)
+    return module
+
+
+def _run(module: nn.Module, x: torch.Tensor, kind: str, recompute: bool) -> torch.Tensor:
+    arguments = (x, SPLITS) if kind == "GroupedLinear" else (x,)
+    out = checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _reset(module: nn.Module, fused: set[str]) -> None:
+    for name, p in module.named_parameters():
+        p.grad = None
+        if name in fused:
+            p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
+
+
+def _gradients(module: nn.Module, fused: set[str]) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.main_grad if name in fused else p.grad).clone()  # type: ignore[attr-defined,union-attr]
+        for name, p in module.named_parameters()
+    }
+
+
+def _compare(rank: int, world_size: int, kind: str, bias: bool, fuse: bool, recompute: bool) -> None:
+    whole, sharded = _build(kind, bias, fuse), _build(kind, bias, fuse)
+    sharded.load_state_dict(whole.state_dict())
+    group = dist.group.WORLD
+    assert group is not None
+    etp.shard_module(sharded, group)
+    layouts = {n: p.layout for n, p in sharded.named_parameters() if isinstance(p, etp.ETPShardedParam)}
+    assert len(layouts) == (EXPERTS if kind == "GroupedLinear" else 1)
+    fused = set(layouts) if fuse else set()
+    for step in range(2):
+        expected: list[dict[str, torch.Tensor]] = []
+        for peer in range(world_size):
+            data = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(10 * step + peer))
+            x = data.clone().requires_grad_()
+            _reset(whole, fused)
+            y = _run(whole, x, kind, recompute)
+            y.square().mean().backward()
+            expected.append(_gradients(whole, fused))
+            if peer == rank:
+                mine, y_whole, dx_whole = data, y.detach(), x.grad
+        x = mine.clone().requires_grad_()
+        _reset(sharded, fused)
+        y = _run(sharded, x, kind, recompute)
+        assert torch.equal(y, y_whole)
+        y.square().mean().backward()
+        assert torch.equal(x.grad, dx_whole)  # type: ignore[arg-type]
+        for name, gradient in _gradients(sharded, fused).items():
+            mean = sum((e[name] for e in expected[1:]), expected[0][name]) / world_size
+            start, stop = layouts[name].logical_range(rank) if name in layouts else (0, mean.shape[0])
+            assert torch.equal(gradient[: stop - start], mean[start:stop]), name
+
+
+def te_modules_equal_whole(rank: int, world_size: int, shim: str) -> int:
+    """Every kind, with and without bias, fused accumulation and recomputation. Returns how many were compared."""
+    sys.path.append(shim)
+    import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401 - puts CPU kernels under TE's Python layer
+
+    count = 0
+    for kind, bias, fuse, recompute in itertools.product(KINDS, (False, True), (False, True), (False, True)):
+        if kind == "GroupedLinear" and bias:
+            continue  # TE allocates the biases' gradients on the CUDA device by name
+        _compare(rank, world_size, kind, bias, fuse, recompute)
+        count += 1
+    return count

@@ -1,0 +1,138 @@
+"""etp's layers equal plain modules; experts have their own axis; what cannot be sharded is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import pytest
+import torch
+
+from etp import ETPShardedParam
+from tests.multiproc import bodies_modules as bodies
+from tests.support.launch import run_distributed
+
+pytestmark = pytest.mark.multiproc
+
+
+@runtime_checkable
+class DistributedWeight(Protocol):
+    """The members of TE 2.20.2's ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
+
+    is_distributed_weight: bool
+
+    def materialize_group_for_forward(self) -> Any: ...
+
+    def materialize_group_for_backward(self) -> Any: ...
+
+    def finalize_group_grads(self, wgrads: Any) -> Any: ...
+
+    def grad_buffer(self) -> torch.Tensor: ...
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (3, torch.float64)], ids=str
+)
+def test_linear_layers_match_plain_modules(world_size: int, dtype: torch.dtype) -> None:
+    run_distributed(bodies.linear_layers, world_size, args=(dtype,))
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
+def test_grouped_layers_match_plain_modules(world_size: int, dtype: torch.dtype) -> None:
+    run_distributed(bodies.grouped_layers, world_size, args=(dtype,))
+
+
+def test_splits_that_do_not_fit_are_refused() -> None:
+    for messages in run_distributed(bodies.grouped_refusals, 2):
+        assert len(messages) == 3
+        for message, splits in zip(messages, ([3, 3], [4], [2, 1, 1]), strict=True):
+            assert message.startswith(f"m_splits {splits} must name 2 parts that add up to the")
+
+
+def test_experts_average_over_their_own_axis() -> None:
+    sizes = run_distributed(bodies.experts_have_their_own_axis, 4)
+    assert sizes[0] == {"first.weight": 4, "experts.weight0 (+1)": 2, "last.weight": 4}
+
+
+def test_differing_peers_are_told_what_differs_and_nothing_changes() -> None:
+    culprits = {
+        "value": "blocks.1.up.weight",
+        "norm": "norm.bias",
+        "size": "blocks.0.up.weight [31, 12]",
+        "dtype": "head.weight [23, 12] torch.bfloat16",
+        "missing": "blocks.2.down.bias",
+    }
+    for answers in run_distributed(bodies.differing_peers, 2):
+        assert set(answers) == set(culprits)
+        for change, culprit in culprits.items():
+            message, types = answers[change]
+            assert culprit in message, message
+            assert message.startswith("shard_module: rank")
+            assert types == ["Parameter"]
+            assert "same" in message
+
+
+def test_a_group_without_this_rank_is_refused() -> None:
+    messages = run_distributed(bodies.no_member, 2)[0]
+    assert len(messages) == 5
+    assert [message.split(";")[0] for message in messages] == [
+        "rank 0 is no member of etp_group",
+        "rank 0 is no member of expert_group",
+        "rank 0 is no member of etp_group",
+        "rank 0 is no member of the shard group",
+        "rank 0 is no member of the shard group",
+    ]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    expected = {
+        "odd_without_padding": "0.weight: 5 rows do not divide over 2 shards and pad_for_alignment is 0",
+        "max_norm": "table.weight: an embedding with max_norm or sparse gradients cannot be sharded",
+        "sparse": "table.weight: an embedding with max_norm or sparse gradients cannot be sharded",
+        "parametrized": "0.weight is computed from other parameters",
+        "has_gradient": "0.weight has a gradient already",
+        "has_hook": "0.weight has gradient hooks",
+        "has_accumulate_hook": "0.weight has gradient hooks",
+        "copy_engine_on_cpu": "transport 'copy_engine' cannot serve this group",
+        "normalization": "normalization is 'BatchNorm'; choose 'LayerNorm' or 'RMSNorm'",
+        "no_gemms": "num_gemms is 0",
+    }
+    for messages in run_distributed(bodies.refusals, 2):
+        assert set(messages) == set(expected)
+        for attempt, start in expected.items():
+            assert messages[attempt].startswith(start), messages[attempt]
+
+
+def test_misuse_of_a_shard_is_refused_by_name() -> None:
+    for rank, answers in enumerate(run_distributed(bodies.misuse_of_a_shard, 2)):
+        products = {"matmul", "at", "mm_transposed", "T", "mT", "einsum", "addmm", "linear_input", "embedding_bag"}
+        assert set(answers) == products | {"deepcopy", "pickle", "register_hook"}
+        for product in products - {"einsum"}:
+            assert f"ETPShardedParam(0.weight: rows {10 * rank}:10 of (10, 6), shard {rank} of 2" in (
+                answers[product].replace(f"rows {min(16 * rank, 10)}:10", f"rows {10 * rank}:10")
+            )
+            assert "a shard is not its weight" in answers[product]
+        assert "a shard is not its weight" in answers["einsum"]
+        assert "0.weight is a shard tied to its process group and cannot be deep-copied" in answers["deepcopy"]
+        assert "cannot be pickled" in answers["pickle"]
+        assert "register_post_accumulate_grad_hook" in answers["register_hook"]
+
+
+def test_sharding_keeps_ties_flags_and_nesting() -> None:
+    run_distributed(bodies.keeps_what_the_user_noted, 2)
+    run_distributed(bodies.module_without_replicated_parameters, 2)
+
+
+def test_a_shard_has_every_member_of_tes_protocol() -> None:
+    members = [
+        "is_distributed_weight",
+        *(name for name in vars(DistributedWeight) if name.endswith(("ward", "grads", "buffer"))),
+    ]
+    assert len(members) == 5
+    assert issubclass(ETPShardedParam, torch.Tensor)
+    for missing, te_agrees in run_distributed(bodies.implements_te_protocol, 2, args=(members,)):
+        assert missing == []
+        assert te_agrees
+
+
+def test_tes_protocol_computes_the_gradients() -> None:
+    run_distributed(bodies.te_protocol_computes_gradients, 2)

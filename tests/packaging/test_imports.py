@@ -1,0 +1,141 @@
+"""What `import` finds: wheel and editable, with and without Transformer Engine, from the root and from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import Environment
+
+WHERE_THINGS_ARE = """
+    from importlib.util import find_spec
+    result = {name: find_spec(name).origin for name in ("etp", "megatron_patches")}
+"""
+
+WHAT_TE_IS = """
+    try:
+        import transformer_engine
+        import transformer_engine.pytorch as te
+    except ModuleNotFoundError as error:
+        result = {"missing": error.name, "message": str(error)}
+    else:
+        import pickle, sys
+        recipe = pickle.loads(pickle.dumps(te.Recipe(3)))
+        result = {
+            "version": transformer_engine.__version__,
+            "file": transformer_engine.__file__,
+            "path": list(transformer_engine.__path__),
+            "same": transformer_engine.same and sys.modules["transformer_engine"] is transformer_engine,
+            "name": te.NAME,
+            "margin": recipe.margin,
+            "kind": type(recipe) is te.Recipe,
+        }
+"""
+
+
+@pytest.fixture(params=["root", "elsewhere"])
+def cwd(request: pytest.FixtureRequest, environment: Environment, tmp_path: Path) -> Path:
+    """The folder that Python is started in."""
+    return environment.sources if request.param == "root" else tmp_path
+
+
+def test_import_names_lead_to_the_installed_files(environment: Environment, cwd: Path) -> None:
+    found = environment.evaluate(WHERE_THINGS_ARE, cwd=cwd)
+    at_root = cwd == environment.sources
+    site = environment.python.parent.parent
+    engine = environment.sources / "transformer_engine" if environment.kind == "editable" else site
+    patches = environment.sources if environment.kind == "editable" or at_root else site
+    assert Path(found["etp"]).is_relative_to(engine)
+    assert Path(found["etp"]).parts[-2:] == ("etp", "__init__.py")
+    assert Path(found["megatron_patches"]).is_relative_to(patches)
+
+
+def test_transformer_engine_is_the_real_one(environment: Environment, cwd: Path, real_te: Path) -> None:
+    package = real_te / "transformer_engine"
+    assert environment.evaluate(WHAT_TE_IS, cwd=cwd, path=(real_te,)) == {
+        "version": "2.20.2",
+        "file": str(package / "__init__.py"),
+        "path": [str(package)],
+        "same": True,
+        "name": "transformer_engine.common",
+        "margin": 3,
+        "kind": True,
+    }
+
+
+def test_transformer_engine_is_missing_where_there_is_none(environment: Environment, cwd: Path) -> None:
+    assert environment.evaluate(WHAT_TE_IS, cwd=cwd) == {
+        "missing": "transformer_engine",
+        "message": "No module named 'transformer_engine'",
+    }
+
+
+def test_a_second_source_tree_and_a_bare_folder_are_passed_over(
+    editable_environment: Environment, sources: Path, real_te: Path, tmp_path: Path
+) -> None:
+    other_tree, bare = tmp_path / "tree", tmp_path / "bare"
+    (other_tree / "transformer_engine" / "etp").mkdir(parents=True)
+    guard = (sources / "transformer_engine" / "__init__.py").read_text()
+    (other_tree / "transformer_engine" / "__init__.py").write_text(guard)
+    (bare / "transformer_engine").mkdir(parents=True)
+    found = editable_environment.evaluate(WHAT_TE_IS, cwd=sources, path=(other_tree, bare, real_te))
+    assert found["file"] == str(real_te / "transformer_engine" / "__init__.py")
+    found = editable_environment.evaluate(WHAT_TE_IS, cwd=sources, path=(other_tree, bare))
+    assert found["missing"] == "transformer_engine"
+
+
+def test_a_real_one_that_only_a_finder_knows_is_found(
+    editable_environment: Environment, sources: Path, real_te: Path
+) -> None:
+    code = f"""
+    import sys
+    from importlib.util import spec_from_file_location
+    class Editable:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "transformer_engine":
+                return spec_from_file_location(name, {str(real_te / "transformer_engine" / "__init__.py")!r})
+            return None
+    sys.meta_path.append(Editable)
+    import transformer_engine
+    result = transformer_engine.__version__
+    """
+    assert editable_environment.evaluate(code, cwd=sources) == "2.20.2"
+
+
+def test_an_error_in_the_real_one_comes_through_and_leaves_nothing_behind(
+    editable_environment: Environment, sources: Path, tmp_path: Path
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcublas.so.13: cannot open shared object file')\n")
+    code = """
+    import sys
+    result = []
+    for attempt in range(2):
+        try:
+            import transformer_engine
+        except OSError as error:
+            result.append([str(error), "transformer_engine" in sys.modules])
+    """
+    expected = ["libcublas.so.13: cannot open shared object file", False]
+    assert editable_environment.evaluate(code, cwd=sources, path=(tmp_path,)) == [expected, expected]
+
+
+def test_packages_and_subpackages_import(environment: Environment, tmp_path: Path) -> None:
+    code = """
+    import etp.collectives, megatron_patches.refit
+    result = [etp.Linear.__module__, etp.collectives.__name__, megatron_patches.refit.__name__]
+    """
+    expected = ["etp.modules", "etp.collectives", "megatron_patches.refit"]
+    assert environment.evaluate(code, cwd=tmp_path) == expected
+
+
+def test_megatron_imports_from_the_root_without_transformer_engine(editable_environment: Environment) -> None:
+    code = """
+    import sys
+    import megatron.core
+    result = [megatron.core.__version__.partition("+")[0], "transformer_engine" in sys.modules]
+    """
+    assert editable_environment.evaluate(code, cwd=editable_environment.sources) == ["0.19.2", False]

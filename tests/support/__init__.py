@@ -1,0 +1,1 @@
+"""What tests share: the launcher of multi-process bodies and small tools."""

@@ -1,0 +1,177 @@
+"""Which project module may import which, read from the sources without running them.
+
+The rules are those of docs/structure.md. Imports inside functions and under ``TYPE_CHECKING`` count as well: they are
+dependencies all the same.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"etp": ROOT / "transformer_engine" / "etp", "megatron_patches": ROOT / "megatron_patches"}
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"layout", "config"}),
+    frozenset({"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te"}),
+    frozenset({"group", "grads", "versions"}),
+    frozenset({"param", "replicated"}),
+    frozenset({"runtime"}),
+    frozenset({"modules", "wrap", "graphs", "state"}),
+)
+"""The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
+
+REFIT = "megatron_patches.refit"
+REFIT_GLUE = (f"{REFIT}.source", f"{REFIT}.__main__", f"{REFIT}.megatron_checkpoint")
+"""The parts of refit that know the trainer; the others see shard layouts and integers only."""
+
+REFIT_VLLM = f"{REFIT}.vllm"
+"""What runs inside the inference engine's process."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import.
+
+    Attributes:
+        target: the imported module.
+        line: where, in the importing file.
+        deferred: True inside a function, or for type checking only: it does not run when the module is imported.
+    """
+
+    target: str
+    line: int
+    deferred: bool
+
+
+def product_sources() -> dict[str, str]:
+    """Text of every module of the two packages, by import name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = (package, *file.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text(encoding="utf-8")
+    return found
+
+
+def imports_of(text: str, modules: Mapping[str, str]) -> Iterator[Import]:
+    """The imports in a module's text. ``from package import name`` is an import of the submodule if there is one."""
+
+    def walk(node: ast.AST, deferred: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            later = deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                later = True
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, deferred) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module is not None:
+                for alias in child.names:
+                    submodule = f"{child.module}.{alias.name}"
+                    yield Import(submodule if submodule in modules else child.module, child.lineno, deferred)
+            yield from walk(child, later)
+
+    yield from walk(ast.parse(text), False)
+
+
+def direction_violations(modules: Mapping[str, str]) -> list[str]:
+    """Every import that goes the wrong way, as ``module:line: what is wrong``."""
+    found = []
+    for name, text in modules.items():
+        for imported in imports_of(text, modules):
+            reason = _forbidden(name, imported.target)
+            if reason is not None:
+                found.append(f"{name}:{imported.line}: imports {imported.target}; {reason}")
+    return found
+
+
+def _within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _layer(name: str) -> int | None:
+    """Index of an engine module's layer; None for the package itself and for modules not listed."""
+    part = name.split(".")[1] if "." in name else ""
+    return next((index for index, layer in enumerate(LAYERS) if part in layer), None)
+
+
+def _forbidden(name: str, target: str) -> str | None:
+    """Why module ``name`` may not import ``target``; None if it may."""
+    if _within(name, "etp"):
+        return _forbidden_in_engine(name, target)
+    if _within(name, REFIT_VLLM):
+        if _within(target, "megatron", "transformer_engine"):
+            return "what runs inside vLLM imports neither Megatron nor Transformer Engine"
+        if _within(target, "etp.param", "etp.runtime"):
+            return "what runs inside vLLM knows nothing of the engine's run time"
+    if _within(name, REFIT) and not _within(name, *REFIT_GLUE):
+        if _within(target, "etp") and not _within(target, "etp.layout"):
+            return "refit takes from etp only its layout"
+        if _within(target, "megatron_patches") and not _within(target, REFIT):
+            return "refit stands alone; only its source and its command line know the rest of megatron_patches"
+    return None
+
+
+def _forbidden_in_engine(name: str, target: str) -> str | None:
+    if _within(target, "megatron_patches", "megatron", "vllm"):
+        return "the engine knows neither Megatron nor the patches nor vLLM"
+    if name == "etp" or not _within(target, "etp"):
+        return None
+    if target == "etp":
+        return "a module of the engine imports the module it needs, not the package that collects them"
+    own, other = _layer(name), _layer(target)
+    if own is None or other is None:
+        return f"{name if own is None else target} belongs to no layer; give it one in tests/support/imports.py"
+    return f"layer {other} is above its own, {own}" if other > own else None
+
+
+def cycles(modules: Mapping[str, str]) -> list[str]:
+    """Import cycles between modules, each as ``a -> b -> a``. A package's own ``__init__`` counts as a module."""
+    graph = {
+        name: sorted({i.target for i in imports_of(text, modules) if i.target in modules and i.target != name})
+        for name, text in modules.items()
+    }
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        if name in trail:
+            found.append(" -> ".join((*trail[trail.index(name) :], name)))
+        elif name not in done:
+            for target in graph[name]:
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    return found
+
+
+def loaded_with(name: str, modules: Mapping[str, str]) -> set[str]:
+    """Every module, foreign ones included, that importing ``name`` loads at once: parents' ``__init__`` too."""
+    loaded: set[str] = set()
+    pending = [name]
+    while pending:
+        current = pending.pop()
+        if current in loaded:
+            continue
+        loaded.add(current)
+        pending += [current.rsplit(".", depth)[0] for depth in range(1, current.count(".") + 1)]
+        if current in modules:
+            pending += [i.target for i in imports_of(modules[current], modules) if not i.deferred]
+    return loaded
+
+
+def statement_violations(modules: Mapping[str, str]) -> list[str]:
+    """Statements that product code does without, as ``module:line: which``."""
+    found = []
+    for name, text in modules.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Global):
+                found.append(f"{name}:{node.lineno}: a global statement; give the state an owner")
+            elif isinstance(node, ast.Assert):
+                found.append(f"{name}:{node.lineno}: an assert; raise an exception")
+    return found

@@ -1,0 +1,271 @@
+"""Runs one function as N ranks, in a pool of worker processes that lives as long as the test session.
+
+::
+
+    from tests.support.launch import device, run_distributed
+
+    def body(rank: int, world_size: int, rows: int) -> float:          # at module level
+        x = torch.full((rows,), rank + 1.0, device=device())
+        dist.all_reduce(x)
+        return x.sum().item()
+
+    def test_sum() -> None:
+        assert run_distributed(body, world_size=2, args=(4,)) == [12.0, 12.0]
+
+Importing torch costs seconds and running a body milliseconds, so the workers are started once and kept. A call
+gives its ranks a process group of their own, and takes it down afterwards. Whatever else a body changes in its
+process (environment, patched modules, Megatron's global state) stays for the next body: undo it there, or ask
+for ``fresh=True``, which runs the body in new processes that end with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.protocol import BodyReference, Done, Failed, Job
+
+WORKER = Path(__file__).with_name("worker.py")
+START_TIMEOUT_S = 180.0
+"""How long a new worker may take to import torch; generous, for a machine that is busy with other things."""
+
+STRAGGLER_S = 10.0
+"""How long the other ranks may take to end by themselves once one has failed."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank ended.
+
+    Attributes:
+        rank: the rank.
+        kind: name of the exception's class; "exit" for a process that died, "hang" for one that did not answer.
+        report: the traceback on that rank, or what is known otherwise.
+    """
+
+    rank: int
+    kind: str
+    report: str
+
+
+class RanksFailedError(Exception):
+    """A body did not return on every rank. The text holds each failed rank's traceback, first failure first."""
+
+    def __init__(self, body: str, world_size: int, failures: Sequence[RankFailure]) -> None:
+        self.failures = tuple(failures)
+        parts = [f"{body} failed on {len(failures)} of {world_size} ranks, first on rank {failures[0].rank}"]
+        parts += [f"--- rank {f.rank} ({f.kind}) ---\n{f.report.rstrip()}" for f in failures]
+        super().__init__("\n".join(parts))
+
+
+class RanksHungError(RanksFailedError):
+    """A body did not return in time. The text shows where each rank stood."""
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    stacks: Path
+
+    @classmethod
+    def start(cls, folder: Path, number: int) -> _Worker:
+        """Start a process; it is usable once :meth:`await_start` has returned."""
+        ours, theirs = socket.socketpair()
+        stacks = folder / f"stacks-{number}.txt"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with theirs:
+            command = [sys.executable, str(WORKER), str(theirs.fileno()), str(stacks), str(os.getpid())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        connection = Connection(ours.detach())
+        connection.send([entry or str(Path.cwd()) for entry in sys.path])
+        return cls(process, connection, stacks)
+
+    def await_start(self) -> None:
+        """Wait until the process has imported torch."""
+        if not self.connection.poll(START_TIMEOUT_S):
+            raise TimeoutError(f"a worker process did not start within {START_TIMEOUT_S:.0f} s")
+        try:
+            self.connection.recv()
+        except EOFError:
+            raise RuntimeError(f"a worker process ended with code {self.process.wait()} before it was ready") from None
+
+    def where_it_stands(self) -> str:
+        """The Python stacks of a worker that does not answer."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and not (self.stacks.exists() and self.stacks.stat().st_size):
+            time.sleep(0.05)
+        time.sleep(0.1)
+        return self.stacks.read_text() if self.stacks.exists() else "(it did not say where it stands)"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+@dataclass
+class WorkerPool:
+    """Worker processes, the first N of which run a body with N ranks."""
+
+    _workers: list[_Worker] = field(default_factory=list)
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+    _store: dist.TCPStore | None = None
+    _calls: Iterator[int] = field(default_factory=itertools.count)
+
+    def run[T](
+        self, fn: Callable[..., T], world_size: int, backend: str | None, timeout_s: float, args: tuple[Any, ...]
+    ) -> list[T]:
+        """Run ``fn(rank, world_size, *args)`` on every rank; see :func:`run_distributed`."""
+        body = BodyReference.of(fn)
+        workers = self._ready(world_size)
+        call = next(self._calls)
+        arguments = pickle.dumps(args)
+        for rank, worker in enumerate(workers):
+            port = self._rendezvous().port
+            worker.connection.send(Job(body, rank, world_size, backend, timeout_s, f"call-{call}", port, arguments))
+        results, failures = self._collect(workers, timeout_s)
+        if failures:
+            if any(f.kind in ("exit", "hang") for f in failures):
+                self.close()
+            kind = RanksHungError if all(f.kind == "hang" for f in failures) else RanksFailedError
+            raise kind(f"{body.module}:{body.qualname}", world_size, failures)
+        return [pickle.loads(results[rank]) for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End every worker. The pool can be used again; it then starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _rendezvous(self) -> dist.TCPStore:
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store
+
+    def _ready(self, world_size: int) -> list[_Worker]:
+        """At least ``world_size`` workers that have imported torch."""
+        if any(worker.process.poll() is not None for worker in self._workers):
+            self.close()
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory()
+        new = [_Worker.start(Path(self._folder.name), number) for number in range(len(self._workers), world_size)]
+        self._workers += new
+        try:
+            for worker in new:
+                worker.await_start()
+        except BaseException:
+            self.close()
+            raise
+        return self._workers[:world_size]
+
+    def _collect(self, workers: list[_Worker], timeout_s: float) -> tuple[dict[int, bytes], list[RankFailure]]:
+        """Wait for every rank; after the first failure the others have a short while to end as well."""
+        results: dict[int, bytes] = {}
+        failed: list[tuple[float, RankFailure]] = []
+        waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                answer = _receive(workers[rank])
+                if isinstance(answer, Done):
+                    results[rank] = answer.value
+                else:
+                    failed.append((answer.at, RankFailure(rank, answer.kind, answer.report)))
+            if failed:
+                deadline = min(deadline, time.monotonic() + STRAGGLER_S)
+        hung = [
+            RankFailure(rank, "hang", f"no answer in time; it stands at\n{workers[rank].where_it_stands()}")
+            for rank in waiting.values()
+        ]
+        return results, [failure for _, failure in sorted(failed, key=lambda item: item[0])] + hung
+
+
+def _receive(worker: _Worker) -> Done | Failed:
+    try:
+        answer = worker.connection.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.wait()
+        return Failed("exit", f"the process ended with exit code {worker.process.returncode}", at=0.0)
+    if not isinstance(answer, Done | Failed):
+        raise TypeError(f"a worker answered with {answer!r}")
+    return answer
+
+
+@functools.cache
+def session_pool() -> WorkerPool:
+    """The pool that all tests of a session share; conftest closes it."""
+    pool = WorkerPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def run_distributed[T](
+    fn: Callable[..., T],
+    world_size: int,
+    backend: str | None = "gloo",
+    timeout_s: float = 120.0,
+    args: tuple[Any, ...] = (),
+    *,
+    fresh: bool = False,
+) -> list[T]:
+    """Run ``fn(rank, world_size, *args)`` on ``world_size`` processes and return what each rank returned.
+
+    Args:
+        fn: a function at module level (or a static method of a class there); workers find it by file and name.
+        world_size: number of ranks.
+        backend: "gloo" or "nccl" for a default process group of that backend; with "nccl", rank r's current device
+            is ``cuda:r``. None leaves the set-up of process groups to the body.
+        timeout_s: seconds until the body counts as hung. A collective fails earlier, at 80 % of it, with a
+            traceback of its own.
+        args: further arguments; pickled once, so every rank gets a copy of the same. Tensors must be on the CPU.
+        fresh: run in new processes instead of the session's.
+
+    Returns:
+        One value per rank, in rank order, pickled across; keep tensors on the CPU.
+
+    Raises:
+        RanksFailedError: the body raised, or its process died, on some rank.
+        RanksHungError: no rank failed but some did not return in time. The processes are killed.
+    """
+    if not fresh:
+        return session_pool().run(fn, world_size, backend, timeout_s, args)
+    pool = WorkerPool()
+    try:
+        return pool.run(fn, world_size, backend, timeout_s, args)
+    finally:
+        pool.close()
+
+
+def device() -> torch.device:
+    """The device of this rank's body: the current CUDA device under NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,92 @@
+"""A worker process of the launcher: imports torch once, then runs the bodies it is told to.
+
+Started by :mod:`tests.support.launch` as ``worker.py SOCKET_FD STACKS_FILE PARENT_PID``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.support.protocol import Done, Failed, Job
+
+
+def main() -> None:
+    """Answer jobs until the session closes the connection."""
+    descriptor, stacks, parent = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    connection = Connection(descriptor)
+    sys.path[:] = connection.recv()  # the session's, so that imports mean the same here
+
+    import torch
+
+    torch.set_num_threads(1)
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        connection.send("ready")
+        while True:
+            try:
+                job = connection.recv()
+            except EOFError:
+                return
+            connection.send(_answer(job))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the session's is gone, even in the middle of a body."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _answer(job: Job) -> Done | Failed:
+    from tests.support.protocol import Done, Failed
+
+    answer: Done | Failed
+    try:
+        _join_group(job)
+        body = job.body.load()
+        arguments = pickle.loads(job.arguments)
+        answer = Done(pickle.dumps(body(job.rank, job.world_size, *arguments)))
+    except BaseException as error:  # noqa: BLE001 - what a body raises, SystemExit too, belongs to its test
+        answer = Failed(type(error).__name__, traceback.format_exc(), time.monotonic())
+    _leave_group()
+    return answer
+
+
+def _join_group(job: Job) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(1234)
+    if job.backend is None:
+        return
+    if "nccl" in job.backend:
+        torch.cuda.set_device(job.rank)
+    limit = timedelta(seconds=0.8 * job.timeout_s)
+    store = dist.PrefixStore(job.call, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit))
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    gc.collect()  # what the body left may hold on to the group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Digests: parts compose, and every kind of mistake shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.digest import MASK, combine, digest_array, digest_tensor
+
+SHAPE = (37, 29)
+WHOLE = Box("w", (0, 0), SHAPE)
+
+
+def reference(values: np.ndarray, box: Box, shape: tuple[int, ...]) -> int:
+    """The definition, one element at a time, in Python's integers."""
+    total = 0
+    for place, bits in zip(np.ndindex(*box.shape), values.ravel().tolist(), strict=True):
+        index = int(np.ravel_multi_index([p + low for p, low in zip(place, box.start, strict=True)], shape))
+        x = (index + 1) * 0x9E3779B97F4A7C15 & MASK
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+        total += (bits + 1) * ((x ^ x >> 31) | 1)
+    return total & MASK
+
+
+def random_bits(width: int, seed: int = 0, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 8 * width, shape, dtype=f"u{width}")
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_both_implementations_follow_the_definition(width: int) -> None:
+    values = random_bits(width)
+    box = Box("w", (3, 5), (30, 29))
+    part = values[3:30, 5:29]
+    expected = reference(part, box, SHAPE)
+    assert digest_array(np.ascontiguousarray(part), box, SHAPE) == expected
+    signed = torch.from_numpy(values.view(f"i{width}"))
+    assert digest_tensor(signed[3:30, 5:29], box, SHAPE) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_floats_are_digested_by_their_bits(dtype: torch.dtype) -> None:
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]).numpy()
+    assert digest_tensor(values, WHOLE, SHAPE) == digest_array(bits, WHOLE, SHAPE)
+
+
+@given(st.integers(0, 36), st.integers(0, 28), st.integers(0, 2**32))
+def test_parts_compose_in_any_order(row: int, column: int, seed: int) -> None:
+    values = random_bits(2, seed)
+    parts = [
+        Box("w", (top, left), (bottom, right))
+        for top, bottom in ((0, row), (row, 37))
+        for left, right in ((0, column), (column, 29))
+        if top < bottom and left < right
+    ]
+    digests = [
+        digest_array(values[box.start[0] : box.stop[0], box.start[1] : box.stop[1]], box, SHAPE) for box in parts
+    ]
+    assert combine(reversed(digests)) == digest_array(values, WHOLE, SHAPE)
+
+
+def test_chunks_larger_than_the_cache_compose() -> None:
+    shape = (300, 701)
+    values = random_bits(2, 3, shape)
+    whole = Box("w", (0, 0), shape)
+    rows = [digest_array(values[row : row + 1], Box("w", (row, 0), (row + 1, 701)), shape) for row in range(shape[0])]
+    assert combine(rows) == digest_array(values, whole, shape)
+
+
+@given(st.integers(0, 37 * 29 - 1), st.integers(0, 63))
+def test_a_flipped_bit_shows(place: int, bit: int) -> None:
+    values = random_bits(8)
+    flipped = values.copy()
+    flipped.ravel()[place] ^= np.uint64(1 << bit)
+    assert digest_array(flipped, WHOLE, SHAPE) != digest_array(values, WHOLE, SHAPE)
+
+
+def test_swapped_shifted_and_missing_parts_show() -> None:
+    values = random_bits(2)
+    expected = digest_array(values, WHOLE, SHAPE)
+    swapped = values.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    assert digest_array(swapped, WHOLE, SHAPE) != expected
+    assert digest_array(np.roll(values, 1), WHOLE, SHAPE) != expected
+    zeros = np.zeros((1, 29), dtype=np.uint16)
+    assert digest_array(zeros, Box("w", (0, 0), (1, 29)), SHAPE) != 0
+
+
+def test_a_wrong_number_of_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match="1073 elements, not 4"):
+        digest_array(np.zeros(4, dtype=np.uint8), WHOLE, SHAPE)
+    with pytest.raises(ValueError, match="shape"):
+        digest_tensor(torch.zeros(29, 37), WHOLE, SHAPE)

@@ -1,0 +1,139 @@
+"""Configurations: what is read from a model, what is refused, and that transformers computes the same frequencies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_config import build_config, family_for, read_traits, rotary_frequencies
+
+
+def fake_model(**changes: Any) -> Any:
+    """The attributes of a GPTModel and its configuration that are read; ``model_*`` changes the model's own."""
+    config = SimpleNamespace(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=128,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        qk_layernorm=False,
+        layernorm_epsilon=1e-6,
+        init_method_std=0.01,
+        num_moe_experts=None,
+        multi_latent_attention=False,
+        mtp_num_layers=None,
+        normalization="RMSNorm",
+        layernorm_zero_centered_gamma=False,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        rotary_interleaved=False,
+    )
+    own = {name.removeprefix("model_"): changes.pop(name) for name in list(changes) if name.startswith("model_")}
+    vars(config).update(changes)
+    scaling = own.pop("scaling_factor", None)
+    frequencies = torch.tensor(rotary_frequencies(config.kv_channels, own.get("rotary_base", 10000), scaling))
+    model = SimpleNamespace(
+        config=config,
+        decoder=object(),
+        share_embeddings_and_output_weights=True,
+        max_sequence_length=2048,
+        vocab_size=256,
+        position_embedding_type="rope",
+        rotary_base=10000,
+        rotary_percent=1.0,
+        rotary_scaling=scaling is not None,
+        rotary_pos_emb=SimpleNamespace(seq_len_interpolation_factor=None, inv_freq=frequencies),
+    )
+    vars(model).update(own)
+    return model
+
+
+def test_a_plain_model_is_read() -> None:
+    traits = read_traits(fake_model(), 251)
+    assert (traits.num_kv_heads, traits.head_dim, traits.vocab_size, traits.tied_embeddings) == (2, 128, 251, True)
+    config = build_config(family_for(traits), "bfloat16", eos_token_id=2)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["torch_dtype"] == "bfloat16"
+    assert config["rms_norm_eps"] == 1e-6
+    assert config["rope_theta"] == 10000.0
+    assert config["rope_scaling"] is None
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_moe_experts": 8}, r"8 experts \(--num-experts\)"),
+        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"normalization": "LayerNorm"}, "--normalization RMSNorm"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+        ({"gated_linear_unit": False, "activation_func": functional.gelu}, "is not a gated SiLU but a gelu"),
+        ({"activation_func": functional.gelu}, "a gated gelu; train with --swiglu"),
+        ({"model_position_embedding_type": "learned_absolute"}, "--position-embedding-type rope"),
+        ({"rotary_interleaved": True}, "--rotary-interleaved"),
+        ({"model_rotary_percent": 0.5}, "--rotary-percent 0.5"),
+        ({"qk_l2_norm": True}, "--qk-l2-norm"),
+        ({"window_size": (128, 0)}, "--window-size"),
+        ({"no_rope_freq": [0, 1]}, "--no-rope-freq"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
+        ({"model_vocab_size": 128}, "128 rows, padding included, which cannot hold 251 tokens"),
+    ],
+)
+def test_what_llama_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_traits(fake_model(**changes), 251)
+
+
+def test_every_refused_feature_is_listed() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"--num-experts.*; .*--qk-l2-norm"):
+        read_traits(fake_model(num_moe_experts=8, qk_l2_norm=True), 251)
+
+
+def test_interpolated_and_unknown_frequencies_are_refused() -> None:
+    model = fake_model()
+    model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
+    with pytest.raises(UnsupportedModelError, match="--rotary-seq-len-interpolation-factor"):
+        read_traits(model, 251)
+    model = fake_model()
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq * 0.5
+    with pytest.raises(UnsupportedModelError, match="follow neither --rotary-base alone nor Llama 3's scaling"):
+        read_traits(model, 251)
+
+
+def test_norms_on_query_and_key_are_qwen3() -> None:
+    from transformers import Qwen3Config
+
+    config = build_config(family_for(read_traits(fake_model(qk_layernorm=True), 251)), "bfloat16")
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    read = Qwen3Config(**config)
+    assert (read.head_dim, read.num_attention_heads, read.hidden_size) == (128, 4, 64)
+    assert (read.attention_bias, read.use_sliding_window, read.rms_norm_eps) == (False, False, 1e-6)
+
+
+@pytest.mark.parametrize("bias", ["add_qkv_bias", "add_bias_linear"])
+def test_norms_on_query_and_key_beside_biases_are_refused(bias: str) -> None:
+    traits = read_traits(fake_model(qk_layernorm=True, **{bias: True}), 251)
+    with pytest.raises(UnsupportedModelError, match="both the norms of --qk-layernorm and biases"):
+        family_for(traits)
+
+
+@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
+def test_transformers_computes_the_same_frequencies(factor: float | None) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    traits = read_traits(fake_model(model_scaling_factor=factor, model_rotary_base=500000), 251)
+    assert traits.rope_scaling_factor == factor
+    config = LlamaConfig(**build_config(family_for(traits), "float32"))
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    ours = torch.tensor(rotary_frequencies(128, 500000.0, factor))
+    assert torch.allclose(theirs, ours, rtol=1e-6, atol=0)

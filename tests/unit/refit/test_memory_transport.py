@@ -1,0 +1,307 @@
+"""The memory transport: random layouts arrive whole, and every corruption is caught, named, and takes no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.errors import (
+    DigestError,
+    PlanMismatchError,
+    RefitError,
+    StaleVersionError,
+    TransferError,
+)
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.proof import prove
+from megatron_patches.refit.transports.memory import Bits, Packet, Part, Receiver, Sender, refit
+from tests.support.refit_cases import Case, elements, random_case, random_options, region
+
+
+def bits_of(manifest: Manifest, fill: Callable[[Box], np.ndarray] | None, rng: np.random.Generator) -> dict[str, Bits]:
+    """Storages with random bits everywhere, and those of ``fill`` where the manifest places boxes."""
+    found: dict[str, Bits] = {}
+    for storage in manifest.storages:
+        found[storage.name] = rng.integers(0, 2**32, storage.numel, dtype=np.uint32)
+    if fill is not None:
+        for placement in manifest.placements:
+            found[placement.view.storage][elements(placement.view)] = fill(placement.box)
+    return found
+
+
+def dense_bits(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random bits for every tensor."""
+    return {spec.name: rng.integers(0, 2**32, spec.shape, dtype=np.uint32) for spec in case.tensors}
+
+
+@settings(max_examples=3000, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32))
+def test_random_layouts_arrive_whole_and_nothing_else_is_written(seed: int) -> None:
+    case, rng = random_case(seed), np.random.default_rng(seed)
+    options = replace(random_options(seed), bound_destinations=True)
+    plan = make_plan(*case.sides, options)
+    prove(plan, case.sources, case.destinations, options)
+    dense = dense_bits(case, rng)
+    senders = [Sender(plan, m.rank, bits_of(m, lambda box: dense[box.tensor][region(box)], rng)) for m in case.sources]
+    memory = {m.rank: bits_of(m, None, rng) for m in case.destinations}
+    expected = {rank: {name: bits.copy() for name, bits in held.items()} for rank, held in memory.items()}
+    peak = refit(plan, senders, {m.rank: Receiver(plan, m, memory[m.rank]) for m in case.destinations}, 1)
+    assert peak <= options.staging_bytes
+    for manifest in case.destinations:
+        for placement in manifest.placements:
+            values = dense[placement.box.tensor][region(placement.box)]
+            expected[manifest.rank][placement.view.storage][elements(placement.view)] = values
+        for name, bits in expected[manifest.rank].items():
+            assert np.array_equal(memory[manifest.rank][name], bits)
+
+
+SPECS = (TensorSpec("a", (8, 6), "bfloat16"), TensorSpec("b", (8, 6), "bfloat16"), TensorSpec("c", (5,), "float32"))
+
+
+def whole(rank: int, *boxes: Box) -> Manifest:
+    """A rank with one storage a box, with two elements of padding."""
+    dtypes = {spec.name: spec.dtype for spec in SPECS}
+    return Manifest(
+        rank,
+        "",
+        tuple(Storage(box.tensor, dtypes[box.tensor], box.volume + 2, box.volume) for box in boxes),
+        tuple(Placement(box, View(box.tensor, 0, box.shape, row_major_strides(box.shape))) for box in boxes),
+    )
+
+
+@dataclass
+class Scene:
+    """Two sources that halve every matrix, one destination that wants all, serving old weights."""
+
+    plan: Plan
+    senders: list[Sender]
+    receiver: Receiver
+    serving: dict[str, Bits]
+    held: list[dict[str, Bits]]
+    old: dict[str, Bits]
+
+    def packets(self, version: int) -> list[Packet]:
+        return [
+            packet
+            for number in range(self.plan.rounds)
+            for sender in self.senders
+            for packet in sender.pack(number, version)
+        ]
+
+    def deliver(self, packets: list[Packet]) -> None:
+        for packet in packets:
+            self.receiver.accept(packet)
+        self.receiver.verify()
+        self.receiver.commit()
+
+
+def random_memory(manifest: Manifest, rng: np.random.Generator) -> dict[str, Bits]:
+    return {
+        item.name: rng.integers(1, 2**15, item.numel).astype(np.uint16 if item.dtype == "bfloat16" else np.uint32)
+        for item in manifest.storages
+    }
+
+
+def make_scene(staging_bytes: int = 1 << 20) -> Scene:
+    rng = np.random.default_rng(5)
+    a, b, c = (spec.box for spec in SPECS)
+    sources = [
+        whole(0, a.with_range(0, 0, 3), b.with_range(0, 0, 3), c),
+        whole(1, a.with_range(0, 3, 8), b.with_range(0, 3, 8)),
+    ]
+    wanted = whole(0, a, b, c)
+    options = PlanOptions(staging_bytes=staging_bytes)
+    plan = make_plan(SPECS, sources, [wanted], options)
+    prove(plan, sources, [wanted], options)
+    held = [random_memory(manifest, rng) for manifest in sources]
+    serving = random_memory(wanted, rng)
+    old = {name: bits.copy() for name, bits in serving.items()}
+    senders = [Sender(plan, rank, memory) for rank, memory in enumerate(held)]
+    receiver = Receiver(plan, wanted, serving)
+    receiver.begin(1)
+    return Scene(plan, senders, receiver, serving, held, old)
+
+
+def test_an_intact_version_replaces_the_old_one_and_the_next_replaces_it() -> None:
+    scene = make_scene()
+    scene.deliver(scene.packets(1))
+    assert scene.receiver.version == 1
+    rows = [scene.held[0]["a"][:18], scene.held[1]["a"][:30]]
+    assert np.array_equal(scene.serving["a"][:48], np.concatenate(rows))
+    assert np.array_equal(scene.serving["a"][48:], scene.old["a"][48:]), "padding is left alone"
+    assert np.array_equal(scene.serving["c"][:5], scene.held[0]["c"][:5])
+    scene.held[1]["a"] += 1
+    scene.receiver.begin(2)
+    scene.deliver(scene.packets(2))
+    assert np.array_equal(scene.serving["a"][18:48], scene.held[1]["a"][:30])
+
+
+def flip(packet: Packet, position: int) -> Packet:
+    payload = bytearray(packet.payload)
+    payload[position] ^= 0x10
+    return replace(packet, payload=bytes(payload))
+
+
+def flipped_byte(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [packets[0], flip(packets[1], 7)]
+
+
+def swapped_boxes(packets: list[Packet], scene: Scene) -> list[Packet]:
+    """The halves of a and b that source 1 sends change places; both have 60 bytes."""
+    payload = packets[1].payload
+    return [packets[0], replace(packets[1], payload=payload[60:] + payload[:60])]
+
+
+def swapped_labels(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [packets[0], replace(packets[1], parts=packets[1].parts[::-1])]
+
+
+def shifted_read(packets: list[Packet], scene: Scene) -> list[Packet]:
+    payload = packets[1].payload
+    return [packets[0], replace(packets[1], payload=payload[2:] + payload[:2])]
+
+
+def shifted_write(packets: list[Packet], scene: Scene) -> list[Packet]:
+    """The receiver's own transfers point one element too far, behind the plan's back."""
+    for key, items in scene.receiver._expected.items():
+        scene.receiver._expected[key] = [
+            replace(item, write=replace(item.write, offset=item.write.offset + 1)) for item in items
+        ]
+    return packets
+
+
+def stale_version(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [packets[0], replace(packets[1], version=0)]
+
+
+def missing_tensor(packets: list[Packet], scene: Scene) -> list[Packet]:
+    last = packets[1].parts[-1]
+    return [
+        packets[0],
+        replace(packets[1], parts=packets[1].parts[:-1], payload=packets[1].payload[: -last.box.volume * 2]),
+    ]
+
+
+def missing_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return packets[:1]
+
+
+def doubled_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [packets[0], *packets]
+
+
+def extra_box(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [replace(packets[0], parts=(*packets[0].parts, Part(Box("a", (0, 0), (1, 1)), "bfloat16", 3)))]
+
+
+def wrong_dtype(packets: list[Packet], scene: Scene) -> list[Packet]:
+    parts = (replace(packets[1].parts[0], dtype="float16"), *packets[1].parts[1:])
+    return [packets[0], replace(packets[1], parts=parts)]
+
+
+def short_payload(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [replace(packets[0], payload=packets[0].payload[:-1])]
+
+
+def another_plan(packets: list[Packet], scene: Scene) -> list[Packet]:
+    other = Sender(replace(scene.plan, transfers=scene.plan.transfers[1:]), 1, scene.held[1])
+    return [packets[0], *other.pack(0, 1)]
+
+
+def unplanned_round(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [replace(packets[0], round=9)]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "error", "message"),
+    [
+        (flipped_byte, DigestError, r"a\[0:8, 0:6\] in a of destination rank 0 .* source ranks \[0, 1\] sent"),
+        (swapped_boxes, DigestError, r"a\[0:8, 0:6\] in a of destination rank 0"),
+        (swapped_labels, TransferError, r"source rank 1, .* has b\[3:8, 0:6\] in the place of a\[3:8, 0:6\]"),
+        (shifted_read, DigestError, r"a\[0:8, 0:6\] in a of destination rank 0"),
+        (shifted_write, DigestError, r"a\[0:8, 0:6\] in a of destination rank 0"),
+        (
+            stale_version,
+            StaleVersionError,
+            "source rank 1 sent version 0 to destination rank 0, which receives version 1",
+        ),
+        (missing_tensor, TransferError, r"source rank 1, to destination rank 0, in round 0, lacks b\[3:8, 0:6\]"),
+        (missing_packet, TransferError, r"never got a\[3:8, 0:6\], which source rank 1 sends in round 0, of version 1"),
+        (doubled_packet, TransferError, "source rank 0 in round 0 twice"),
+        (extra_box, TransferError, "has 4 boxes and not the 3 planned"),
+        (wrong_dtype, TransferError, r"source rank 1, .* has a\[3:8, 0:6\] as float16; bfloat16 is planned"),
+        (short_payload, TransferError, "has 91 bytes and not the 92 planned"),
+        (another_plan, PlanMismatchError, "source rank 1 follows plan [0-9a-f]{12}, destination rank 0 plan"),
+        (unplanned_round, TransferError, "from source rank 0 in round 9, in which the plan sends it none"),
+    ],
+)
+def test_a_corruption_is_named_and_the_old_weights_serve(
+    corrupt: Callable[[list[Packet], Scene], list[Packet]], error: type[RefitError], message: str
+) -> None:
+    scene = make_scene()
+    with pytest.raises(error, match=message):
+        scene.deliver(corrupt(scene.packets(1), scene))
+    assert scene.receiver.version == 0
+    for name, bits in scene.old.items():
+        assert np.array_equal(scene.serving[name], bits), name
+
+
+def test_after_a_failure_the_next_version_arrives() -> None:
+    scene = make_scene(staging_bytes=32)
+    packets = scene.packets(1)
+    with pytest.raises(DigestError):
+        scene.deliver([flip(packets[0], 0), *packets[1:]])
+    scene.receiver.begin(2)
+    scene.deliver(scene.packets(2))
+    assert scene.receiver.version == 2
+    assert scene.plan.rounds > 3
+
+
+def test_one_receiver_that_fails_keeps_all_on_the_old_version() -> None:
+    spec = SPECS[2]
+    sources, wanted = [whole(0, spec.box)], [whole(0, spec.box), whole(1, spec.box)]
+    plan = make_plan([spec], sources, wanted)
+    rng = np.random.default_rng(2)
+    memory = [random_memory(manifest, rng) for manifest in wanted]
+    old = [held["c"].copy() for held in memory]
+    receivers = {rank: Receiver(plan, manifest, memory[rank]) for rank, manifest in enumerate(wanted)}
+    receivers[1]._expected[0, 0] = [
+        replace(item, write=replace(item.write, offset=1)) for item in receivers[1]._expected[0, 0]
+    ]
+    with pytest.raises(DigestError, match="destination rank 1"):
+        refit(plan, [Sender(plan, 0, random_memory(sources[0], rng))], receivers, 1)
+    assert [receiver.version for receiver in receivers.values()] == [0, 0]
+    assert all(np.array_equal(held["c"], before) for held, before in zip(memory, old, strict=True))
+
+
+def test_versions_only_rise_and_only_verified_ones_are_taken() -> None:
+    scene = make_scene()
+    with pytest.raises(TransferError, match="has not verified version 1"):
+        scene.receiver.commit()
+    scene.deliver(scene.packets(1))
+    with pytest.raises(TransferError, match="has not verified version 1"):
+        scene.receiver.commit()
+    with pytest.raises(StaleVersionError, match="asked to receive version 1 and serves 1"):
+        scene.receiver.begin(1)
+
+
+def test_memory_that_is_not_as_described_is_named() -> None:
+    scene = make_scene()
+    plan = scene.plan
+    for memory, message in (
+        ({}, r"a on source rank 1 is missing; a flat array of u2 was described \(bfloat16\)"),
+        ({"a": np.ones(32, np.uint32)}, "a on source rank 1 is uint32 of 1 dimensions"),
+        ({"a": np.ones(29, np.uint16)}, "a on source rank 1 has 29 elements; the plan uses 0 to 30"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            list(Sender(plan, 1, memory).pack(0, 1))
+    converted = replace(plan, transfers=tuple(replace(item, source_dtype="float32") for item in plan.transfers))
+    with pytest.raises(TransferError, match=r"a\[3:8, 0:6\] is float32 on source rank 1 and bfloat16 on"):
+        list(Sender(converted, 1, scene.held[1]).pack(0, 1))

@@ -1,0 +1,212 @@
+"""The flags, their meaning for Megatron, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from etp.config import EtpConfig, GradReduction, TransportName
+from megatron_patches.arguments import (
+    REFUSALS,
+    UnsupportedConfigurationError,
+    add_arguments,
+    apply_to_megatron,
+    check,
+    config_from_args,
+    is_active,
+)
+
+
+def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
+    """``flags`` parsed, with what Megatron's own parser would have set; ``megatron`` overrides that."""
+    args = add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    defaults: dict[str, object] = {
+        "world_size": 8,
+        "rank": 0,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "tensor_parallel_num_weight_shards": None,
+        "expert_tensor_parallel_num_weight_shards": None,
+        "num_experts": None,
+        "calculate_per_token_loss": False,
+        "ckpt_format": "torch_dist",
+        "non_persistent_ckpt_type": None,
+        "use_cpu_initialization": False,
+        "transformer_impl": "transformer_engine",
+        "cuda_graph_impl": "none",
+        "optimizer": "adam",
+        "use_distributed_optimizer": False,
+        "dist_ckpt_optim_fully_reshardable": False,
+    }
+    for name, value in {**defaults, **megatron}.items():
+        setattr(args, name, value)
+    return args
+
+
+def applied(*flags: str, **megatron: object) -> argparse.Namespace:
+    """:func:`parsed`, with Megatron's shard counts set."""
+    args = parsed(*flags, **megatron)
+    apply_to_megatron(args)
+    return args
+
+
+@pytest.mark.parametrize(("flags", "resharded"), [((), False), (("--etp-size", "2"), True)])
+def test_shards_choose_the_layout_of_distributed_optimizer_state(flags: tuple[str, ...], resharded: bool) -> None:
+    assert applied(*flags, use_distributed_optimizer=True).dist_ckpt_optim_fully_reshardable is resharded
+
+
+def test_defaults_leave_megatron_alone() -> None:
+    args = applied()
+    assert (args.etp_size, args.expert_etp_size) == (1, 1)
+    assert args.tensor_parallel_num_weight_shards is None
+    assert args.expert_tensor_parallel_num_weight_shards is None
+    assert not is_active(args)
+    assert config_from_args(args).engine == EtpConfig()
+
+
+def test_sizes_multiply_tensor_parallelism() -> None:
+    args = applied("--etp-size", "4", "--expert-etp-size", "2", num_experts=8, expert_tensor_parallel_size=1)
+    assert args.tensor_parallel_num_weight_shards == 8
+    assert args.expert_tensor_parallel_num_weight_shards == 2
+    assert is_active(args)
+
+
+def test_expert_tensor_parallelism_defaults_to_tensor_parallelism() -> None:
+    args = applied("--expert-etp-size", "2", num_experts=8)
+    assert args.expert_tensor_parallel_num_weight_shards == 4
+
+
+def test_megatrons_own_flag_is_taken_for_the_size() -> None:
+    args = applied(tensor_parallel_num_weight_shards=8)
+    assert args.etp_size == 4
+
+
+def test_two_flags_that_disagree() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="--tensor-parallel-num-weight-shards is 8; give one"):
+        applied("--etp-size", "2", tensor_parallel_num_weight_shards=8)
+
+
+@pytest.mark.parametrize("size", ["0", "-2"])
+def test_sizes_below_one(size: str) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match=f"--etp-size is {size}; it must be at least 1"):
+        applied("--etp-size", size)
+
+
+def test_every_flag_reaches_the_engine() -> None:
+    flags = (
+        "--etp-size 2 --etp-transport c10d --etp-prefetch-depth 3 --etp-resident-bytes 4096 --etp-pad-for-alignment 8 "
+        "--etp-reduce-once-per-iteration --no-etp-fp32-accumulation --etp-print-chains --etp-timeout 12.5"
+    )
+    config = config_from_args(applied(*flags.split(), calculate_per_token_loss=True))
+    assert config.print_chains
+    assert config.engine == EtpConfig(
+        transport=TransportName.C10D,
+        prefetch_depth=3,
+        resident_bytes=4096,
+        pad_for_alignment=8,
+        grad_reduction=GradReduction.SUM,
+        fp32_accumulation=False,
+        reduce_once_per_iteration=True,
+        timeout_s=12.5,
+    )
+
+
+def test_a_value_out_of_range_is_named_by_its_flag() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="--etp-prefetch_depth is -1"):
+        config_from_args(applied("--etp-prefetch-depth", "-1"))
+
+
+def test_help_says_what_etp_is_not() -> None:
+    text = " ".join(add_arguments(argparse.ArgumentParser()).format_help().split())
+    assert "NOT Megatron's expert tensor parallelism (--expert-tensor-parallel-size)" in text
+    for flag in ("--etp-size", "--expert-etp-size", "--etp-transport", "--etp-timeout", "--no-etp-fp32-accumulation"):
+        assert flag in text
+
+
+def test_size_that_does_not_divide_data_parallelism() -> None:
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        check(applied("--etp-size", "3"))
+    assert str(error.value) == (
+        "--etp-size 3 does not divide the data-parallel size 4 (8 ranks over tensor 2 x pipeline 1 x context 1); "
+        "use one of 1, 2, 4, or change the number of ranks"
+    )
+
+
+def test_expert_size_that_does_not_divide() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match=r"--expert-etp-size 4 does not divide .* size 2"):
+        check(applied("--expert-etp-size", "4", num_experts=8, expert_model_parallel_size=2))
+
+
+def test_expert_size_without_experts() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="the model has no experts; set --num-experts"):
+        check(applied("--expert-etp-size", "2"))
+
+
+def test_ranks_that_do_not_divide_by_the_model() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="8 ranks do not divide by tensor 3"):
+        check(applied("--etp-size", "2", tensor_model_parallel_size=3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "culprit"),
+    [
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"ckpt_format": "torch"}, "--ckpt-format other than torch_dist"),
+        ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format other than torch_dist"),
+        ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
+        (
+            {"distrib_optim_fully_reshardable_mem_efficient": True},
+            "--distrib-optim-fully-reshardable-mem-efficient",
+        ),
+        ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+        ({"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
+        ({"use_cpu_initialization": True}, "--use-cpu-initialization with --transformer-impl transformer_engine"),
+        ({"yaml_cfg": "model.yaml"}, "--yaml-cfg"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+        ({"fp4": "e2m1"}, "--fp4-format"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"optimizer": "muon"}, "--optimizer other than adam or sgd"),
+    ],
+)
+def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], culprit: str) -> None:
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        check(applied("--etp-size", "2", **settings))
+    way_out = next(refusal.way_out for refusal in REFUSALS if refusal.culprit == culprit)
+    assert str(error.value) == f"--etp-size does not work with {culprit}; {way_out}"
+    check(applied(**settings))  # without shards nothing is refused
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron warns of what is not installed
+def test_the_refused_flags_are_megatrons() -> None:
+    """A flag that was renamed would never be refused."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = vars(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+    checked = {
+        "delay_wgrad_compute",
+        "defer_embedding_wgrad_compute",
+        "moe_single_grouped_weight",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "ckpt_format",
+        "non_persistent_ckpt_type",
+        "distrib_optim_fully_reshardable_mem_efficient",
+        "ddp_average_in_collective",
+        "init_model_with_meta_device",
+        "use_cpu_initialization",
+        "transformer_impl",
+        "yaml_cfg",
+        "fp8",
+        "fp4",
+        "cuda_graph_impl",
+        "optimizer",
+    }
+    assert checked - known.keys() == set()

@@ -1,0 +1,166 @@
+"""Timelines and chains: what is predicted after each visit, whatever the last pass looked like."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etp.chain import Chain, Timeline
+
+
+class Item:
+    """Compared by identity, as weight groups are."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+A, B, C, D = (Item(name) for name in "ABCD")
+
+
+def learn(*order: Item) -> Timeline[Item]:
+    timeline: Timeline[Item] = Timeline()
+    timeline.begin()
+    for item in order:
+        timeline.visit(item)
+    timeline.begin()
+    return timeline
+
+
+def predictions(timeline: Timeline[Item], *order: Item) -> list[Item | None]:
+    """The first guess after each visit."""
+    result: list[Item | None] = []
+    for item in order:
+        timeline.visit(item)
+        result.append(next(timeline.upcoming(), None))
+    return result
+
+
+def test_nothing_is_predicted_before_the_first_pass_is_complete() -> None:
+    timeline: Timeline[Item] = Timeline()
+    timeline.begin()
+    assert predictions(timeline, A, B, C) == [None, None, None]
+    assert timeline.learned == ()
+    assert timeline.visits == (A, B, C)
+
+
+def test_a_repeated_pass_is_predicted_throughout() -> None:
+    timeline = learn(A, B, C, D)
+    assert list(timeline.upcoming()) == [A, B, C, D]
+    assert predictions(timeline, A, B, C, D) == [B, C, D, None]
+
+
+def test_a_weight_visited_twice_is_predicted_by_its_place() -> None:
+    timeline = learn(A, B, A, C)
+    assert predictions(timeline, A, B, A, C) == [B, A, C, None]
+
+
+def test_a_skipped_visit_moves_the_cursor_past_it() -> None:
+    timeline = learn(A, B, C, D)
+    assert predictions(timeline, A, C) == [B, D]
+
+
+def test_a_visit_out_of_order_goes_back_to_its_place() -> None:
+    timeline = learn(A, B, C, D)
+    assert predictions(timeline, C, A, B) == [D, B, C]
+
+
+def test_an_unknown_visit_leaves_the_cursor() -> None:
+    timeline = learn(A, B, C)
+    new = Item("new")
+    assert predictions(timeline, A, new, B) == [B, B, C]
+
+
+def test_one_changed_pass_is_learned_and_predicted_next() -> None:
+    timeline = learn(A, B, C)
+    predictions(timeline, C, B, A)
+    timeline.begin()
+    assert timeline.learned == (C, B, A)
+    assert predictions(timeline, C, B, A) == [B, A, None]
+
+
+def test_an_empty_pass_does_not_erase_what_is_known() -> None:
+    timeline = learn(A, B)
+    timeline.begin()
+    timeline.begin()
+    assert timeline.learned == (A, B)
+
+
+def test_seen_and_head_belong_to_the_pass_under_way() -> None:
+    timeline = learn(A, B)
+    assert timeline.head is None
+    assert not timeline.seen(A)
+    timeline.visit(B)
+    assert timeline.head is B
+    assert timeline.seen(B)
+    assert not timeline.seen(A)
+    assert len(timeline) == 1
+
+
+def test_the_first_backward_is_guessed_as_the_forward_reversed() -> None:
+    chain: Chain[Item] = Chain()
+    chain.begin_forward()
+    for item in (A, B, C):
+        chain.forward.visit(item)
+    chain.begin_backward()
+    assert list(chain.backward.upcoming()) == [C, B, A]
+    assert predictions(chain.backward, C, B, A) == [B, A, None]
+
+
+def test_the_guess_does_not_replace_what_a_backward_pass_taught() -> None:
+    chain: Chain[Item] = Chain()
+    chain.begin_forward()
+    for item in (A, B, C):
+        chain.forward.visit(item)
+    chain.begin_backward()
+    predictions(chain.backward, C, A)
+    chain.begin_forward()
+    for item in (A, B, C):
+        chain.forward.visit(item)
+    chain.begin_backward()
+    assert list(chain.backward.upcoming()) == [C, A]
+
+
+def test_recompute_and_gradient_visits_interleave_in_the_backward_timeline() -> None:
+    chain: Chain[Item] = Chain()
+    for _ in range(2):
+        chain.begin_forward()
+        for item in (A, B, C, D):
+            chain.forward.visit(item)
+        chain.begin_backward()
+        # Two checkpointed segments: each is recomputed in forward order, then differentiated in reverse.
+        guesses = predictions(chain.backward, C, D, D, C, A, B, B, A)
+    assert guesses == [D, D, C, A, B, B, A, None]
+    assert chain.forward.visits == (A, B, C, D)
+
+
+def test_neighbours_come_from_the_last_complete_forward() -> None:
+    chain: Chain[Item] = Chain()
+    chain.begin_forward()
+    for item in (A, B, A, C):
+        chain.forward.visit(item)
+    assert [chain.next_of(item) for item in (A, B, C, D)] == [B, A, None, None]
+    assert [chain.prev_of(item) for item in (A, B, C, D)] == [None, A, A, None]
+
+
+items = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=12)
+
+
+@given(items)
+def test_replaying_any_order_predicts_every_visit(order: list[Item]) -> None:
+    timeline = learn(*order)
+    assert next(timeline.upcoming()) is order[0]
+    assert predictions(timeline, *order) == [*order[1:], None]
+
+
+@given(items, items)
+def test_any_order_after_any_order_only_predicts_known_items(learned: list[Item], visited: list[Item]) -> None:
+    timeline = learn(*learned)
+    for item in visited:
+        timeline.visit(item)
+        upcoming = list(timeline.upcoming())
+        assert upcoming == learned[len(learned) - len(upcoming) :]
+    assert timeline.visits == tuple(visited)

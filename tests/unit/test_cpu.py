@@ -1,0 +1,140 @@
+"""What lets Megatron run without CUDA: stand-ins that are always done, and nothing at all where CUDA is there."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import pytest
+import torch
+
+from megatron_patches import cpu
+from megatron_patches.registry import PatchRecord
+
+RECORDS = {record.target: record for record in cpu.records()}
+
+
+def replaced(target: str, original: object) -> object:
+    """What takes the place of ``original``."""
+    return RECORDS[target].replace(original)
+
+
+def test_every_record_says_why() -> None:
+    assert all(isinstance(record, PatchRecord) and record.reason for record in RECORDS.values())
+    assert len(RECORDS) == len(cpu.records())
+
+
+def test_streams_and_events_are_always_done() -> None:
+    stream, event = cpu.CpuStream(priority=-1), cpu.CpuEvent(enable_timing=True)
+    with stream as entered:
+        assert entered is stream
+    assert stream.record_event(event) is event
+    assert isinstance(stream.record_event(), cpu.CpuEvent)
+    stream.wait_event(event)
+    stream.wait_stream(stream)
+    event.record(stream)
+    event.wait(stream)
+    assert stream.query()
+    assert event.query()
+    assert event.elapsed_time(cpu.CpuEvent()) == 0.0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_tensors_asked_for_on_cuda_are_made_on_the_cpu(device: object) -> None:
+    zeros = RECORDS["torch:zeros"].replace(torch.zeros)
+    assert zeros(3, dtype=torch.int16, device=device).tolist() == [0, 0, 0]
+    assert zeros(3, device=device).device == torch.device("cpu")
+    assert zeros(2, device="meta").device.type == "meta"
+
+
+def test_type_names_are_those_that_megatrons_optimizers_know() -> None:
+    name = RECORDS["torch:Tensor.type"].replace(torch.Tensor.type)
+    assert name(torch.randn(2)) == "torch.cuda.FloatTensor"
+    assert name(torch.randn(2, dtype=torch.bfloat16)) == "torch.cuda.BFloat16Tensor"
+    assert name(torch.tensor([1.5]), torch.int64).tolist() == [1]
+
+    class Weight(torch.nn.Parameter):
+        pass
+
+    assert name(Weight(torch.randn(2))) == "torch.cuda.FloatTensor"
+
+
+def test_random_state_is_that_of_the_cpu() -> None:
+    get_state = RECORDS["torch.cuda:get_rng_state"].replace(None)
+    set_state = RECORDS["torch.cuda:set_rng_state"].replace(None)
+    seed = RECORDS["torch.cuda:manual_seed"].replace(None)
+    before = torch.get_rng_state()
+    try:
+        seed(77)
+        state = get_state("cuda")
+        first = torch.randn(3)
+        set_state(state, device="cuda")
+        assert torch.equal(torch.randn(3), first)
+        torch.manual_seed(77)
+        assert torch.equal(torch.randn(3), first)
+    finally:
+        torch.set_rng_state(before)
+
+
+def test_norms_are_marked_for_sequence_parallelism() -> None:
+    def norm(_cls: type, config: argparse.Namespace) -> torch.nn.Module:
+        assert not config.sequence_parallel
+        return torch.nn.LayerNorm(4)
+
+    build = RECORDS["megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"].replace(norm)
+    config = argparse.Namespace(sequence_parallel=True)
+    built = build(object, config)
+    assert [getattr(parameter, "sequence_parallel", False) for parameter in built.parameters()] == [True, True]
+    assert config.sequence_parallel
+    plain = build(object, argparse.Namespace(sequence_parallel=False))
+    assert [getattr(parameter, "sequence_parallel", False) for parameter in plain.parameters()] == [False, False]
+
+
+@pytest.fixture
+def required(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    values: dict[str, object] = {"distributed_backend": "gloo", "num_workers": 0}
+    monkeypatch.setattr(cpu, "required_arguments", lambda: values)
+    return values
+
+
+def test_settings_that_change_are_logged_on_the_first_rank(
+    required: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in (0, 1):
+        args = argparse.Namespace(rank=rank, distributed_backend="nccl", num_workers=0)
+        cpu.set_required_arguments(args)
+        assert {name: getattr(args, name) for name in required} == required
+    assert [record.getMessage() for record in caplog.records] == [
+        "no CUDA device: running on CPU with distributed_backend=gloo"
+    ]
+
+
+def test_the_random_state_warning_is_dropped_once(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = logging.getLogger("megatron.core.tensor_parallel.random")
+    before = list(tracker.filters)
+    try:
+        cpu.silence_random_state_warning()
+        cpu.silence_random_state_warning()
+        assert len(tracker.filters) <= len(before) + 1
+        tracker.warning("CPU RNG state changed within GPU RNG context")
+        tracker.warning("something else")
+        assert [record.getMessage() for record in caplog.records] == ["something else"]
+    finally:
+        tracker.filters[:] = before
+
+
+def test_environment_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    cpu.prepare_environment()
+    import os
+
+    assert (os.environ["TORCH_COMPILE_DISABLE"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("0", "1")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not cpu.needed()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cpu.needed()

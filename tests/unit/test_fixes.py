@@ -1,0 +1,295 @@
+"""Each fix of megatron-core's mistakes, on its own; the trainings in tests/integration show them at work."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import types
+from collections.abc import Iterator
+from typing import Any, Self
+
+import pytest
+import torch
+
+from megatron_patches import seam
+from megatron_patches.fixes import (
+    dataset_build,
+    embeddings,
+    evaluation,
+    expert_gradients,
+    expert_groups,
+    frozen,
+    te_construction,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns, on import, of what is not installed
+
+
+class Group:
+    """A process group as far as its size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class TestDatasetBuild:
+    @pytest.mark.parametrize(("compiled", "calls"), [(True, 0), (False, 1)])
+    def test_compiles_only_what_is_not_there(self, monkeypatch: pytest.MonkeyPatch, compiled: bool, calls: int) -> None:
+        made: list[str] = []
+
+        def compile_dependencies() -> None:
+            made.append("make")
+
+        replacement = dataset_build.RECORD.replace(compile_dependencies)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object() if compiled else None)
+        replacement()
+        assert len(made) == calls
+
+
+class TestExpertGradients:
+    @pytest.mark.parametrize(("dense", "expert", "data"), [(1, 1, 8), (4, 2, 8), (2, 4, 8), (4, 1, 4), (1, 4, 4)])
+    def test_scale_gives_the_mean_over_all_data(self, dense: int, expert: int, data: int) -> None:
+        """``data`` ranks with a gradient of 1 each: averaged over the expert's shards, scaled, summed over the rest."""
+        stock_scale = 1.0 / (data // dense)
+        scale = stock_scale * expert_gradients.correction(dense, expert, per_token_loss=False)
+        averaged_over_shards = 1.0
+        replicas = data // expert
+        assert averaged_over_shards * scale * replicas == 1.0
+
+    def test_per_token_loss_is_normalised_elsewhere(self) -> None:
+        assert expert_gradients.correction(4, 2, per_token_loss=True) == 1.0
+
+    @pytest.mark.parametrize(("expert_shards", "expected"), [(1, 0.125), (4, 0.5)])
+    def test_expert_buffers_and_their_buckets_are_corrected(self, expert_shards: int, expected: float) -> None:
+        def init(self: Any, config: Any, *_args: object) -> None:
+            def buffer() -> types.SimpleNamespace:
+                bucket = types.SimpleNamespace(gradient_scaling_factor=0.5)
+                return types.SimpleNamespace(gradient_scaling_factor=0.5, buckets=[bucket])
+
+            self.buffers, self.expert_parallel_buffers = [buffer()], [buffer()]
+
+        config = types.SimpleNamespace(
+            gtp_weight_remat_size=4, expert_gtp_weight_remat_size=expert_shards, calculate_per_token_loss=False
+        )
+        wrapped = types.SimpleNamespace()
+        expert_gradients.RECORD.replace(init)(wrapped, config, None, None)
+        (expert,), (dense,) = wrapped.expert_parallel_buffers, wrapped.buffers
+        assert expert.gradient_scaling_factor == expert.buckets[0].gradient_scaling_factor == expected
+        assert dense.gradient_scaling_factor == dense.buckets[0].gradient_scaling_factor == 0.5
+
+
+class TestExpertGroups:
+    @pytest.mark.parametrize(("dense", "expert", "marked"), [(1, 1, False), (2, 1, True), (1, 2, True), (2, 2, True)])
+    def test_experts_have_their_own_groups_when_anything_is_sharded(
+        self, dense: int, expert: int, marked: bool
+    ) -> None:
+        def init(self: Any, _config: Any) -> None:
+            self.router, self.experts = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            for parameter in (*self.router.parameters(), *self.experts.parameters()):
+                parameter.allreduce = True
+
+        config = types.SimpleNamespace(gtp_weight_remat_size=dense, expert_gtp_weight_remat_size=expert)
+        layer = types.SimpleNamespace()
+        expert_groups.RECORD.replace(init)(layer, config)
+        assert [parameter.allreduce for parameter in layer.experts.parameters()] == [not marked] * 2
+        assert [parameter.allreduce for parameter in layer.router.parameters()] == [True] * 2
+
+
+class TestEvaluation:
+    @staticmethod
+    def model(all_data: Group | None) -> types.SimpleNamespace:
+        groups = types.SimpleNamespace(dp_cp=Group(2), dp_cp_gtp_remat=all_data)
+        return types.SimpleNamespace(pg_collection=groups)
+
+    def test_losses_are_reduced_over_all_data(self) -> None:
+        model = self.model(Group(4))
+        seen: list[int] = []
+
+        def evaluate(_step: object, _data: object, chunks: list[Any], verbose: bool = False) -> str:
+            seen.append(chunks[0].pg_collection.dp_cp.size())
+            return "result"
+
+        assert evaluation.RECORD.replace(evaluate)(None, None, [model], verbose=True) == "result"
+        assert seen == [4]
+        assert model.pg_collection.dp_cp.size() == 2
+
+    def test_groups_are_restored_after_an_error(self) -> None:
+        model = self.model(Group(4))
+
+        def evaluate(*_args: object) -> None:
+            raise KeyError("loss")
+
+        with pytest.raises(KeyError):
+            evaluation.RECORD.replace(evaluate)(None, None, [model])
+        assert model.pg_collection.dp_cp.size() == 2
+
+    @pytest.mark.parametrize("all_data", [None, Group(2)])
+    def test_nothing_changes_without_shards(self, all_data: Group | None) -> None:
+        model = self.model(all_data)
+        groups = model.pg_collection
+
+        def evaluate(_step: object, _data: object, chunks: list[Any]) -> bool:
+            return chunks[0].pg_collection is groups
+
+        assert evaluation.RECORD.replace(evaluate)(None, None, [model])
+
+
+class ShardedWeight(torch.nn.Parameter):
+    """A weight that counts its gathers; every gather is a new tensor, as if the buffer had been reused."""
+
+    is_gtp_weight_remat = True
+    full: torch.Tensor
+    gathers: list[tuple[str, torch.Tensor]]
+
+    def __new__(cls, full: torch.Tensor) -> Self:
+        weight = torch.nn.Parameter.__new__(cls, full[: full.shape[0] // 2].clone(), False)
+        weight.full = full
+        weight.gathers = []
+        return weight
+
+    @property
+    def layout(self) -> types.SimpleNamespace:  # type: ignore[override]
+        return types.SimpleNamespace(shape=tuple(self.full.shape))
+
+    def _gather(self, direction: str) -> torch.Tensor:
+        for _, buffer in self.gathers:
+            buffer.fill_(float("nan"))
+        buffer = self.full.clone()
+        self.gathers.append((direction, buffer))
+        return buffer
+
+    def all_gather_and_prefetch(self, fwd: bool = True) -> torch.Tensor:
+        return self._gather("forward" if fwd else "backward")
+
+    def all_gather_and_prefetch_bwd(self) -> torch.Tensor:
+        return self._gather("backward")
+
+
+class TestEmbeddings:
+    class OutputLayer(torch.nn.Module):
+        """Megatron's output layer with tied embeddings, as far as its weight."""
+
+        output_size_per_partition = 8
+        input_size = 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = None
+
+    @staticmethod
+    def forward(layer: Any, input_: Any, weight: Any, gather: bool | None) -> tuple[Any, Any, bool | None]:
+        return weight if weight is not None else layer.weight, input_, gather
+
+    def test_a_sharded_weight_takes_the_place_of_the_layers_own(self) -> None:
+        layer, weight = self.OutputLayer(), ShardedWeight(torch.randn(8, 3))
+        used, input_, gather = embeddings.RECORD.replace(self.forward)(layer, "input", weight, True)
+        assert used is weight
+        assert (input_, gather) == ("input", True)
+        assert layer.weight is None
+        assert list(layer.parameters()) == []
+
+    def test_a_layer_may_be_given_its_own_weight(self) -> None:
+        layer, weight = self.OutputLayer(), ShardedWeight(torch.randn(8, 3))
+        del layer.weight
+        layer.register_parameter("weight", weight)
+        assert embeddings.RECORD.replace(self.forward)(layer, None, weight)[0] is weight
+        assert layer.weight is weight
+
+    def test_it_is_given_back_after_an_error(self) -> None:
+        def forward(*_args: object) -> None:
+            raise KeyError("vocabulary")
+
+        layer = self.OutputLayer()
+        with pytest.raises(KeyError):
+            embeddings.RECORD.replace(forward)(layer, None, ShardedWeight(torch.randn(8, 3)))
+        assert layer.weight is None
+
+    def test_a_weight_of_another_shape_is_refused(self) -> None:
+        with pytest.raises(RuntimeError, match=r"has the shape \(6, 3\), not \(8, 3\)"):
+            embeddings.RECORD.replace(self.forward)(self.OutputLayer(), None, ShardedWeight(torch.randn(6, 3)))
+
+    def test_a_whole_weight_is_passed_on(self) -> None:
+        weight = torch.randn(8, 3)
+        assert embeddings.RECORD.replace(self.forward)(self.OutputLayer(), None, weight)[0] is weight
+
+
+class TestFrozen:
+    def test_backward_gathers_again_and_the_gradient_is_right(self) -> None:
+        full = torch.randn(8, 3)
+        weight = ShardedWeight(full)
+        bias = torch.randn(8)
+        inputs = torch.randn(5, 2, 3, requires_grad=True)
+        output = frozen.FrozenShardedLinear.apply(inputs, weight, bias, None)
+        torch.testing.assert_close(output, torch.nn.functional.linear(inputs, full, bias))
+        upstream = torch.randn_like(output)
+        weight._gather("forward")  # another layer takes the buffer
+        (gradient,) = torch.autograd.grad(output, inputs, upstream)
+        torch.testing.assert_close(gradient, upstream @ full, rtol=0, atol=0)
+        assert [direction for direction, _ in weight.gathers] == ["forward", "forward", "backward"]
+
+    def test_nothing_of_full_size_is_saved(self) -> None:
+        saved: list[tuple[int, ...]] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            inputs = torch.randn(4, 3, requires_grad=True)
+            frozen.FrozenShardedLinear.apply(inputs, ShardedWeight(torch.randn(8, 3)), None, None)
+        assert saved == []
+
+    def test_an_unsharded_layer_runs_megatrons_own(self) -> None:
+        calls: list[tuple[Any, ...]] = []
+
+        def original(*args: Any) -> str:
+            calls.append(args)
+            return "stock"
+
+        replacement = frozen.RECORD.replace(original)
+        assert replacement(1, 2, 3, False, True, False, None, gtp_remat_size=1) == "stock"
+        assert calls == [(1, 2, 3, False, True, False, None, None, None)]
+
+
+class TestTransformerEngineConstruction:
+    @pytest.fixture
+    def wrapped(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int]]:
+        """What is cut, as (names, shards), through a seam of the test's own."""
+        seen: list[tuple[list[str], int]] = []
+        module = types.ModuleType(seam.SEAM)
+
+        def wrap_module_params_gtp(_module: Any, names: list[str], group: Group, is_grouped: bool) -> None:
+            seen.append((names, group.size()))
+
+        module.wrap_module_params_gtp = wrap_module_params_gtp  # type: ignore[attr-defined]
+        monkeypatch.setitem(__import__("sys").modules, seam.SEAM, module)
+        return seen
+
+    @staticmethod
+    @contextlib.contextmanager
+    def original(*_args: object, **_kwargs: object) -> Iterator[int]:
+        yield -1
+
+    def test_the_layer_is_built_whole_and_cut_afterwards(self, wrapped: list[tuple[list[str], int]]) -> None:
+        keywords: dict[str, Any] = {}
+        context = te_construction.RECORD.replace(self.original)
+        with context(object(), 64, Group(2), keywords, out_split_size=2) as output_size:
+            assert output_size == 64
+            assert wrapped == []
+        assert wrapped == [(["weight"], 2)]
+        assert keywords == {}
+
+    def test_grouped_layers_have_one_weight_an_expert(self, wrapped: list[tuple[list[str], int]]) -> None:
+        module = types.SimpleNamespace(num_gemms=3)
+        with te_construction.RECORD.replace(self.original)(module, 64, Group(2), {}, is_expert=True, is_grouped=True):
+            pass
+        assert wrapped == [(["weight0", "weight1", "weight2"], 2)]
+
+    @pytest.mark.parametrize("group", [None, Group(1)])
+    def test_nothing_is_cut_without_shards(self, wrapped: list[tuple[list[str], int]], group: Group | None) -> None:
+        with te_construction.RECORD.replace(self.original)(object(), 64, group, {}) as output_size:
+            assert output_size == 64
+        assert wrapped == []

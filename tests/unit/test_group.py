@@ -1,0 +1,221 @@
+"""WeightGroup: both state machines in full, tickets, and what a slot holds for whom. Without collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from etp.cache import BufferCache
+from etp.collectives.base import GradSink
+from etp.errors import EtpStateError, StaleWeightError
+from etp.group import GatherState, ReduceState, WeightGroup
+from etp.layout import ShardLayout
+from etp.streams import InFlight, Lane
+from tests.support.fake_group import fake_group
+
+RANKS = 4
+
+
+class FakeShard:
+    """A shard of (10, 3) over four ranks, padded to (16, 3)."""
+
+    def __init__(self, name: str, *, requires_grad: bool = True) -> None:
+        self.fqn = name
+        self.requires_grad = requires_grad
+        self.layout = ShardLayout((10, 3), RANKS, 1)
+        self.data = torch.randn(self.layout.shard_shape)
+        self.joined: list[tuple[WeightGroup, int]] = []
+
+    def local_shard(self) -> torch.Tensor:
+        return self.data
+
+    def join_group(self, group: WeightGroup, index: int) -> None:
+        self.joined.append((group, index))
+
+    def run_reduce_hooks(self) -> None:
+        """Nobody waits here."""
+
+
+class Done:
+    """A collective that is done."""
+
+    def __init__(self, joined: list[str], label: str) -> None:
+        self._joined, self._label = joined, label
+
+    def join(self) -> None:
+        self._joined.append(self._label)
+
+
+class Copies:
+    """A transport for one process: every rank's shard is this one."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.joined: list[str] = []
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+        for output, shard in zip(outputs, shards, strict=True):
+            output.copy_(shard.repeat(RANKS, 1))
+        self.started.append(label)
+        return Done(self.joined, label)
+
+    def reduce_scatter(
+        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
+    ) -> InFlight:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    with fake_group(rank=1, world_size=RANKS) as group:
+        yield group
+
+
+LANE = Lane(torch.device("cpu"))
+
+
+def gather(group: WeightGroup, transport: Copies, *, pass_number: int = 0, epoch: int = 0) -> None:
+    group.issue_gather(transport, LANE, pass_number=pass_number, epoch=epoch, waits=None)
+
+
+def drive(group: WeightGroup, state: GatherState | ReduceState) -> None:
+    """From NONE to a state, by allowed steps."""
+    for name in ("ISSUED", "READY")[: ("NONE", "ISSUED", "READY").index(state.name)]:
+        if isinstance(state, ReduceState):
+            group.set_reduce_state(ReduceState[name])
+        else:
+            group._set_gather_state(GatherState[name])
+
+
+@pytest.mark.parametrize("machine", [GatherState, ReduceState], ids=["gather", "reduce"])
+@pytest.mark.parametrize("old", ["NONE", "ISSUED", "READY"])
+@pytest.mark.parametrize("new", ["NONE", "ISSUED", "READY"])
+def test_every_transition_is_allowed_or_raises_with_the_weights_name(
+    world: dist.ProcessGroup, machine: type[GatherState | ReduceState], old: str, new: str
+) -> None:
+    group = WeightGroup([FakeShard("layers.7.weight")], world)
+    drive(group, machine[old])
+    setter = group.set_reduce_state if machine is ReduceState else group._set_gather_state
+    if (old, new) in {("NONE", "ISSUED"), ("ISSUED", "READY"), ("READY", "NONE")}:
+        setter(machine[new])  # type: ignore[arg-type]
+        return
+    successor = {"NONE": "ISSUED", "ISSUED": "READY", "READY": "NONE"}[old]
+    kind = "reduce" if machine is ReduceState else "gather"
+    with pytest.raises(EtpStateError) as error:
+        setter(machine[new])  # type: ignore[arg-type]
+    assert str(error.value) == f"layers.7.weight: {kind} cannot go from {old} to {new} (next is {successor})"
+
+
+def test_states_of_one_machine_leave_the_other_alone(world: dist.ProcessGroup) -> None:
+    group = WeightGroup([FakeShard("w")], world)
+    drive(group, GatherState.READY)
+    assert group.reduce_state is ReduceState.NONE
+    drive(group, ReduceState.ISSUED)
+    assert group.gather_state is GatherState.READY
+
+
+def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dist.ProcessGroup) -> None:
+    shards = [FakeShard("a"), FakeShard("b", requires_grad=False)]
+    group, transport = WeightGroup(shards, world), Copies()
+    group.attach(BufferCache(1, 0))
+    assert (group.name, group.size, group.nbytes) == ("a (+1)", RANKS, 2 * 12 * 3 * 4)
+    gather(group, transport)
+    assert group.gather_state.name == "ISSUED"
+    assert group.pending
+    assert transport.joined == []
+    weights = group.take(LANE)
+    assert group.gather_state is GatherState.NONE
+    assert transport.joined == ["all-gather of a (+1)"]
+    for weight, shard, buffer in zip(weights, shards, group.slot.buffers, strict=True):
+        assert tuple(weight.shape) == (10, 3)
+        assert torch.equal(weight, shard.data.repeat(RANKS, 1)[:10])
+        assert weight.data_ptr() == buffer.data_ptr()
+        assert weight.requires_grad == shard.requires_grad
+        assert not buffer.requires_grad
+    assert [shard.joined for shard in shards] == [[(group, 0)], [(group, 1)]]
+
+
+def test_gathering_twice_without_taking_is_refused(world: dist.ProcessGroup) -> None:
+    group, transport = WeightGroup([FakeShard("w")], world), Copies()
+    group.attach(BufferCache(1, 0))
+    gather(group, transport)
+    with pytest.raises(EtpStateError, match="w: gather cannot go from ISSUED to ISSUED"):
+        gather(group, transport)
+
+
+def test_a_group_without_a_buffer_says_so(world: dist.ProcessGroup) -> None:
+    group = WeightGroup([FakeShard("w")], world)
+    assert not group.holds(0)
+    with pytest.raises(EtpStateError, match="w has no gather buffer yet"):
+        _ = group.slot
+
+
+def test_taking_what_another_group_overwrote_names_both(world: dist.ProcessGroup) -> None:
+    cache, transport = BufferCache(1, 0), Copies()
+    first, second = WeightGroup([FakeShard("first")], world), WeightGroup([FakeShard("second")], world)
+    for group in (first, second):
+        group.attach(cache)
+        gather(group, transport)
+    with pytest.raises(StaleWeightError, match=r"first reads .*generation 1.* now holds second \(generation 2\)"):
+        first.take(LANE)
+    assert torch.equal(second.take(LANE)[0], second.shards[0].local_shard().repeat(RANKS, 1)[:10])
+
+
+def test_a_slot_holds_a_weight_until_it_changes_or_is_overwritten(world: dist.ProcessGroup) -> None:
+    cache, transport = BufferCache(1, 0), Copies()
+    shard = FakeShard("w")
+    group, other = WeightGroup([shard], world), WeightGroup([FakeShard("v")], world)
+    for each in (group, other):
+        each.attach(cache)
+    gather(group, transport)
+    group.take(LANE)
+    assert group.holds(0)
+    assert not group.holds(1), "an announced change"
+    shard.data.add_(1.0)
+    assert not group.holds(0), "a counted change"
+    gather(group, transport)
+    group.take(LANE)
+    assert group.holds(0)
+    shard.data = shard.data.clone()
+    assert not group.holds(0), "other storage"
+    gather(group, transport)
+    group.take(LANE)
+    gather(other, transport)
+    assert not group.holds(0), "another weight in the slot"
+
+
+def test_an_abandoned_gather_is_waited_for_and_frees_its_slot(world: dist.ProcessGroup) -> None:
+    group, transport = WeightGroup([FakeShard("w")], world), Copies()
+    group.attach(BufferCache(1, 0))
+    gather(group, transport)
+    assert group.slot.tenant is group
+    group.abandon_gather()
+    assert transport.joined == ["all-gather of w"]
+    assert group.slot.tenant is None
+    assert not group.pending
+    group.abandon_gather()
+    assert transport.joined == ["all-gather of w"]
+
+
+def test_a_new_dtype_takes_a_new_ticket_and_returns_the_old_one(world: dist.ProcessGroup) -> None:
+    cache, shard = BufferCache(1, 0), FakeShard("w")
+    group = WeightGroup([shard], world)
+    group.attach(cache)
+    old = group.slot
+    assert old.buffers
+    group.attach(cache)
+    assert group.slot is old
+    shard.data = shard.data.to(torch.bfloat16)
+    group.attach(cache)
+    assert group.slot is not old
+    assert not old.allocated
+    assert cache.slots() == [group.slot]
+    assert group.slot.specs[0].dtype is torch.bfloat16
+
+
+def test_an_empty_group_is_refused(world: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        WeightGroup([], world)

@@ -1,0 +1,94 @@
+"""The direction of imports, and the statements that product code does without."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.imports import (
+    REFIT,
+    REFIT_GLUE,
+    cycles,
+    direction_violations,
+    loaded_with,
+    product_sources,
+    statement_violations,
+)
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return product_sources()
+
+
+def test_every_import_goes_down(sources: dict[str, str]) -> None:
+    assert len(sources) > 40
+    assert direction_violations(sources) == []
+
+
+@pytest.mark.parametrize("package", ["etp", "megatron_patches"])
+def test_imports_are_acyclic(sources: dict[str, str], package: str) -> None:
+    assert cycles({name: text for name, text in sources.items() if name.split(".")[0] == package}) == []
+
+
+def test_importing_refit_loads_neither_megatron_nor_transformer_engine(sources: dict[str, str]) -> None:
+    for name in sources:
+        if name.startswith(REFIT) and not name.startswith(REFIT_GLUE):
+            roots = {loaded.split(".")[0] for loaded in loaded_with(name, sources)}
+            assert not roots & {"megatron", "transformer_engine"}, name
+
+
+def test_no_global_and_no_assert_statements(sources: dict[str, str]) -> None:
+    assert statement_violations(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "reason"),
+    [
+        ("etp.layout", "from etp.runtime import EtpRuntime", "layer 5 is above its own, 1"),
+        ("etp.collectives.c10d", "import etp.group", "layer 3 is above its own, 2"),
+        ("etp.group", "def f():\n    from etp import param", "layer 4 is above its own, 3"),
+        ("etp.cache", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import etp.wrap", "layer 6 is above"),
+        ("etp.wrap", "from etp import Linear", "imports the module it needs"),
+        ("etp.novelty", "from etp.config import EtpConfig", "etp.novelty belongs to no layer"),
+        ("etp.runtime", "import megatron_patches.registry", "the engine knows neither Megatron"),
+        ("etp.runtime", "from megatron.core import parallel_state", "the engine knows neither Megatron"),
+        ("megatron_patches.refit.plan", "from etp.param import ETPShardedParam", "only its layout"),
+        ("megatron_patches.refit.plan", "import megatron_patches.seam", "refit stands alone"),
+        ("megatron_patches.refit.vllm.worker", "import megatron.core", "neither Megatron nor Transformer Engine"),
+        ("megatron_patches.refit.vllm.worker", "import transformer_engine.pytorch", "neither Megatron nor"),
+        ("megatron_patches.refit.vllm.worker", "from etp.runtime import EtpRuntime", "the engine's run time"),
+    ],
+)
+def test_a_wrong_import_is_found(sources: dict[str, str], module: str, text: str, reason: str) -> None:
+    (violation,) = direction_violations(dict.fromkeys(sources, "") | {module: text})
+    assert violation.startswith(f"{module}:{text.count(chr(10)) + 1}: ")
+    assert reason in violation
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("etp.group", "from etp.layout import ShardLayout\nfrom etp.cache import BufferCache"),
+        ("etp.grads", "from etp.group import WeightGroup"),
+        ("etp", "from etp.wrap import shard_module"),
+        ("megatron_patches.seam", "from etp.runtime import EtpRuntime\nimport megatron.core"),
+        ("megatron_patches.refit.plan", "from etp.layout import ShardLayout"),
+        ("megatron_patches.refit.source.describe", "from etp.param import ETPShardedParam"),
+    ],
+)
+def test_a_right_import_passes(module: str, text: str) -> None:
+    assert direction_violations({module: text}) == []
+
+
+def test_cycles_and_banned_statements_are_found() -> None:
+    modules = {"etp.a": "import etp.b", "etp.b": "def f():\n    from etp import a", "etp.c": "import etp.a"}
+    assert cycles(modules) == ["etp.a -> etp.b -> etp.a"]
+    assert statement_violations({"m": "def f():\n    global x\n    assert x"}) == [
+        "m:2: a global statement; give the state an owner",
+        "m:3: an assert; raise an exception",
+    ]
+
+
+def test_what_an_import_loads_includes_the_parents_and_leaves_out_deferred_imports() -> None:
+    modules = {"p": "import p.a", "p.a": "import torch\ndef f():\n    import megatron.core", "p.q": "", "p.q.r": ""}
+    assert loaded_with("p.q.r", modules) == {"p", "p.a", "p.q", "p.q.r", "torch"}

@@ -1,0 +1,36 @@
+"""Extended Tensor Parallelism: every weight sharded over one more group of ranks, gathered just before its GEMM."""
+
+from __future__ import annotations
+
+from etp.config import EtpConfig, GradReduction, TransportName
+from etp.errors import EtpCommunicationError, EtpError, EtpStateError, PeerMismatchError, StaleWeightError
+from etp.layout import ShardLayout
+from etp.modules import GroupedLinear, LayerNormLinear, Linear
+from etp.param import ETPShardedParam
+from etp.runtime import EtpRuntime
+from etp.state import full_state_dict, load_full_state_dict
+from etp.wrap import resident_nbytes, shard_module, wait_async_comms
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ETPShardedParam",
+    "EtpCommunicationError",
+    "EtpConfig",
+    "EtpError",
+    "EtpRuntime",
+    "EtpStateError",
+    "GradReduction",
+    "GroupedLinear",
+    "LayerNormLinear",
+    "Linear",
+    "PeerMismatchError",
+    "ShardLayout",
+    "StaleWeightError",
+    "TransportName",
+    "full_state_dict",
+    "load_full_state_dict",
+    "resident_nbytes",
+    "shard_module",
+    "wait_async_comms",
+]

@@ -1,0 +1,148 @@
+"""Transport over ``torch.distributed``: NCCL on CUDA, gloo on CPU.
+
+Gathers are ``all_gather_into_tensor``. A reduction with fp32 accumulation is an all-to-all of the chunks in their
+own dtype followed by a local sum in fp32, in rank order: it moves the same (N-1)/N of the bytes as a ring
+reduce-scatter, rounds once instead of at each hop, and gives the same bits in every run. Without fp32 accumulation
+it is the backend's ``reduce_scatter_tensor``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp.collectives.base import GradSink
+from etp.collectives.sums import accumulate_parts
+from etp.errors import EtpCommunicationError
+from etp.streams import InFlight
+
+
+class C10dTransport:
+    """See the module's docstring.
+
+    Args:
+        group: the shard group.
+        fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
+        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+        device: with a CUDA device, reductions get a communicator of their own, which is made here, by all ranks
+            together: NCCL runs the collectives of one communicator one after the other, whatever their streams.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        fp32_accumulation: bool,
+        timeout_s: float | None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._group = self._reduce_group = group
+        self._size = dist.get_world_size(group)
+        self._fp32_accumulation = fp32_accumulation
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        ranks = dist.get_process_group_ranks(group)
+        # new_group sorts its ranks; in another order the chunks would go to the wrong peers.
+        if device is not None and device.type == "cuda" and ranks == sorted(ranks):
+            self._reduce_group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+        """See :class:`etp.collectives.base.Transport`."""
+        with self._reported(label):
+            works = self._start_all(
+                self._group,
+                [
+                    (dist.all_gather_into_tensor, output.view(-1), shard.reshape(-1))
+                    for output, shard in zip(outputs, shards, strict=True)
+                ],
+            )
+        return _Collective(self, works, label)
+
+    def reduce_scatter(
+        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
+    ) -> InFlight:
+        """See :class:`etp.collectives.base.Transport`."""
+        if self._fp32_accumulation:
+            received = [torch.empty_like(wgrad) for wgrad in wgrads]
+            collective: Any = dist.all_to_all_single
+        else:
+            received = [wgrad.new_empty(wgrad.numel() // self._size) for wgrad in wgrads]
+            collective = dist.reduce_scatter_tensor
+        with self._reported(label):
+            works = self._start_all(
+                self._reduce_group,
+                [(collective, parts.view(-1), wgrad.view(-1)) for parts, wgrad in zip(received, wgrads, strict=True)],
+            )
+        return _Reduction(self, works, label, received, list(wgrads), list(sinks), divisor)
+
+    @staticmethod
+    def _start_all(
+        group: dist.ProcessGroup, calls: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]
+    ) -> list[dist.Work]:
+        if len(calls) > 1 and calls[0][1].device.type == "cuda":
+            # One NCCL launch for all experts of a group; gloo has no coalescing and runs them side by side.
+            with dist._coalescing_manager(group=group, device=calls[0][1].device, async_ops=True) as manager:
+                for collective, output, source in calls:
+                    collective(output, source, group=group)
+            return [manager]
+        return [collective(output, source, group=group, async_op=True) for collective, output, source in calls]
+
+    def wait(self, works: Sequence[dist.Work], label: str) -> None:
+        """Wait for started work, turning a failure into one error that names it."""
+        with self._reported(label):
+            for work in works:
+                if self._timeout is None or not hasattr(work, "is_completed"):
+                    work.wait()
+                else:
+                    work.wait(self._timeout)
+
+    @contextlib.contextmanager
+    def _reported(self, label: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self._group)
+            raise EtpCommunicationError(
+                f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. "
+                "A peer has most likely ended or left the common order of layers; its own output has the cause"
+            ) from error
+
+
+class _Collective:
+    def __init__(self, transport: C10dTransport, works: Sequence[dist.Work], label: str) -> None:
+        self._transport = transport
+        self._works = works
+        self._label = label
+
+    def join(self) -> None:
+        self._transport.wait(self._works, self._label)
+        # A finished NCCL Work keeps its tensors alive; let go of them now, not when this object goes.
+        self._works = ()
+
+
+class _Reduction(_Collective):
+    def __init__(
+        self,
+        transport: C10dTransport,
+        works: Sequence[dist.Work],
+        label: str,
+        received: list[torch.Tensor],
+        sent: list[torch.Tensor],
+        sinks: list[GradSink],
+        divisor: int,
+    ) -> None:
+        super().__init__(transport, works, label)
+        self._received = received
+        self._sent = sent
+        self._sinks = sinks
+        self._divisor = divisor
+
+    def join(self) -> None:
+        super().join()
+        for parts, sink in zip(self._received, self._sinks, strict=True):
+            accumulate_parts(parts, sink, self._divisor)
+        self._received, self._sent = [], []

@@ -1,0 +1,88 @@
+"""Memory that the ranks of one host map into each other's address space, and words in it to signal through.
+
+Built on ``torch.distributed._symmetric_memory`` without multicast.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from etp.collectives.driver import CudaDriver
+
+_WORD = 4
+
+
+class SymmetricBuffer:
+    """One allocation of equal size on every rank of a group, mapped by all of them. Collective to make.
+
+    torch numbers these exchanges in each process: ranks that have made different numbers of them cannot find each
+    other, and wait until the group's time-out. Every rank makes them in the same order, as it does all collectives.
+
+    Attributes:
+        local: this rank's memory, ``[nbytes]`` bytes, zero at first.
+        addresses: where each rank's memory lies in this process, by rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        # Straight from the allocator: a tensor carved out of a pool would not start where its mapping does.
+        self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+        self.local.zero_()
+        torch.cuda.synchronize(device)
+        self._handle = symmetric_memory.rendezvous(self.local, group)
+        self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+        mapped = self.addresses[dist.get_rank(group)]
+        if mapped != self.local.data_ptr():
+            raise RuntimeError(
+                f"symmetric memory at {self.local.data_ptr():#x} is mapped at {mapped:#x}; "
+                "this version of torch places it differently than the copy_engine transport expects: use c10d"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Size on each rank."""
+        return self.local.numel()
+
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Part of this rank's memory as ``[numel]`` elements of ``dtype``."""
+        return self.local[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+class Signals:
+    """Sequence numbers that ranks send each other: for each channel, one word per sender in every rank's memory.
+
+    [Note: signals] Work waits for a peer only through these words, always for a number that the peer sends after
+    work which it enqueues before any wait of its own for a later number. The waits of all ranks therefore follow the
+    order in which they were enqueued, and cannot form a cycle even if the device runs all streams one after the other
+    (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+
+    Args:
+        group: the ranks.
+        channels: how many independent sequences there are.
+        device: where the words lie.
+        driver: the driver calls.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device, driver: CudaDriver) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._driver = driver
+        self._buffer = SymmetricBuffer(group, channels * size * _WORD, device)
+        peers = [peer for peer in range(size) if peer != rank]
+        addresses = self._buffer.addresses
+        self._outgoing = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
+        self._incoming = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
+
+    def send(self, channel: int, value: int, stream: int) -> None:
+        """Tell all peers ``value`` once ``stream`` has done what it was given so far."""
+        self._driver.write_values(self._outgoing[channel], value, stream)
+
+    def await_all(self, channel: int, value: int, stream: int) -> None:
+        """Hold ``stream`` until every peer has sent ``value`` or a later number."""
+        self._driver.wait_values(self._incoming[channel], value, stream)
+
+    def received(self, channel: int) -> list[int]:
+        """What each peer has sent last; for messages about a peer that sends nothing. Blocks."""
+        size = len(self._incoming[channel]) + 1
+        return self._buffer.view(channel * size * _WORD, size, torch.int32).tolist()

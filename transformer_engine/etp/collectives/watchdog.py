@@ -1,0 +1,66 @@
+"""Ends the process when a peer does not answer: a stream that waits for a value in memory waits for ever otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_CHECK_EVERY_S = 0.5
+_KEEP_AT_MOST = 4096
+
+
+class Watchdog:
+    """Watches work on a device that depends on peers. Its thread lives as long as this object.
+
+    A host that waits for the device cannot be made to raise, so a time-out ends the process, as that of NCCL does.
+
+    Args:
+        timeout_s: seconds from enqueuing the work until it must be done.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._expected: deque[tuple[Any, str, float]] = deque(maxlen=_KEEP_AT_MOST)
+        self._lock = threading.Lock()
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="etp-watchdog", daemon=True).start()
+
+    def expect(self, event: Any, what: str) -> None:
+        """Expect ``event`` (with a method ``query``) to happen in time; ``what`` is for the message."""
+        with self._lock:
+            self._expected.append((event, what, time.monotonic()))
+
+    def overdue(self) -> str | None:
+        """What should have happened by now, forgetting what has."""
+        with self._lock:
+            while self._expected and self._expected[0][0].query():
+                self._expected.popleft()
+            if not self._expected or time.monotonic() - self._expected[0][2] < self.timeout_s:
+                return None
+            return self._expected[0][1]
+
+
+def _watch(reference: weakref.ref[Watchdog]) -> None:
+    while True:
+        time.sleep(_CHECK_EVERY_S)
+        watchdog = reference()
+        if watchdog is None:
+            return
+        what = watchdog.overdue()
+        if what is not None:
+            logger.critical(
+                "%s did not finish within %.0f s: a peer has most likely ended or left the common order of layers; "
+                "its own output has the cause. Ending this process",
+                what,
+                watchdog.timeout_s,
+            )
+            os.kill(os.getpid(), signal.SIGABRT)
+            return
+        del watchdog

@@ -1,0 +1,81 @@
+"""Do the ranks of a group hold the same weights? Compared by checksum, so that nothing large travels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from etp.errors import PeerMismatchError
+
+_CHUNK = 1 << 22
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit integer
+
+
+def tensor_digest(tensor: torch.Tensor) -> int:
+    """A position-weighted sum, modulo 2^64, of a tensor's bytes; equal bytes give equal digests on any device."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    total = 0
+    for start in range(0, data.numel(), _CHUNK):
+        words = data[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + words.numel(), device=words.device, dtype=torch.int64)
+        # int64 arithmetic wraps: exactly the modulus that is wanted.
+        total += int(((words + 1) * (place * _MULTIPLIER | 1)).sum())
+    return total % (1 << 64)
+
+
+def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
+    """Compare names, shapes, dtypes and bytes over a group. Collective.
+
+    Args:
+        tensors: what this rank holds, by name.
+        group: the ranks that must agree.
+        what: what the message calls these tensors.
+
+    Raises:
+        PeerMismatchError: on every rank of the group, naming what differs from the group's first rank.
+    """
+    manifest = [f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    # Where the group's backend takes tensors; these may be elsewhere, such as a state dict that was read from a file.
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    shape_digest = int.from_bytes(hashlib.sha256("\n".join(manifest).encode()).digest()[:8], "little", signed=True)
+    if not _all_equal(torch.tensor([shape_digest], device=device), group).all():
+        manifests: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(manifests, manifest, group=group)
+        _raise_for_manifests(manifests, group, what)
+    if not tensors:
+        return
+    signed = [d - (1 << 64) if d >= 1 << 63 else d for d in map(tensor_digest, tensors.values())]
+    equal = _all_equal(torch.tensor(signed, dtype=torch.int64, device=device), group)
+    if not equal.all():
+        differing = [name for name, same in zip(tensors, equal.tolist(), strict=True) if not same]
+        raise PeerMismatchError(
+            f"{what}: ranks {dist.get_process_group_ranks(group)} hold different values of {_some(differing)}. "
+            "Give all ranks the same weights first: one seed, one checkpoint, or a broadcast"
+        )
+
+
+def _all_equal(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    everyone = values.new_empty(dist.get_world_size(group) * values.numel())
+    dist.all_gather_into_tensor(everyone, values, group=group)
+    return (everyone.view(-1, values.numel()) == everyone[: values.numel()]).all(dim=0)
+
+
+def _raise_for_manifests(manifests: list[list[str]], group: dist.ProcessGroup, what: str) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    for rank, manifest in zip(ranks, manifests, strict=True):
+        only_first = [entry for entry in manifests[0] if entry not in manifest]
+        only_here = [entry for entry in manifest if entry not in manifests[0]]
+        if only_first or only_here:
+            raise PeerMismatchError(
+                f"{what}: rank {rank} has {_some(only_here) or 'nothing'} where rank {ranks[0]} has "
+                f"{_some(only_first) or 'nothing'}; build the same model on all ranks"
+            )
+    raise PeerMismatchError(f"{what}: ranks {ranks} list the same weights in different orders")
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,247 @@
+"""Differentiable operations on sharded weights: gather, compute, gather again, reduce.
+
+Each runs the same kernels on the same full weight as its unsharded counterpart, so its output is bitwise equal.
+The shard, never the gathered weight, is kept for backward. Under ``torch.autocast`` the gathered weight is cast
+where the unsharded one would be, and its gradient is reduced in the autocast dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+
+class ShardedWeight(Protocol):
+    """What these operations ask of the (first) weight of a group."""
+
+    requires_grad: bool
+
+    def materialize(self) -> list[torch.Tensor]:
+        """The group's full weights."""
+
+    def wgrad_buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Buffers of the full weights' shapes to compute gradients into."""
+
+    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> None:
+        """Start reducing full gradients into the shards."""
+
+
+def _remember(ctx: Any, weights: Sequence[Any], first_input: int) -> None:
+    # Not save_for_backward: under activation checkpointing it would give back plain detached tensors.
+    ctx.weights = weights
+    ctx.versions = [weight._version for weight in weights]
+    ctx.first_input = first_input
+    """Place of the first weight among the tensors that the function was applied to."""
+
+
+def _unchanged(ctx: Any) -> Sequence[Any]:
+    """The weights, for a gradient that depends on their values: refuses weights that are no longer those of forward."""
+    for weight, version in zip(ctx.weights, ctx.versions, strict=True):
+        if weight._version != version:
+            raise RuntimeError(
+                f"{weight.fqn} was modified by an inplace operation between its forward (version {version}) and its "
+                f"backward (version {weight._version}); step the optimizer after backward"
+            )
+    weights: Sequence[Any] = ctx.weights
+    return weights
+
+
+def _accumulates(ctx: Any) -> bool:
+    """Whether the backward pass under way accumulates into any of the weights.
+
+    It does not for a frozen weight, under ``torch.autograd.grad``, and where ``backward(inputs=...)`` leaves them out.
+    autograd tells only its own functions, in ``needs_input_grad``, what it would do with their results.
+    """
+    nodes = [node for node, _ in ctx.next_functions[ctx.first_input : ctx.first_input + len(ctx.weights)]]
+    try:
+        wanted = [
+            weight.requires_grad and node is not None and torch._C._will_engine_execute_node(node)
+            for weight, node in zip(ctx.weights, nodes, strict=True)
+        ]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.autograd.grad cannot return the gradient of the sharded weight {ctx.weights[0].fqn}, which is "
+            "reduced over its shard group; call backward() and read its .grad"
+        ) from error
+    return any(wanted)
+
+
+def _cast(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The gathered weight as autocast would cast it; as it is where autocast is off (``dtype`` is None)."""
+    return weight if dtype is None or weight.dtype is torch.float64 else weight.to(dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cast: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        _remember(ctx, [weight], first_input=1)
+        ctx.has_bias, ctx.cast = bias is not None, cast
+        (full,) = weight.materialize()  # type: ignore[attr-defined]
+        return F.linear(x, _cast(full, cast), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        (weight,) = ctx.weights
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        grad_x = grad_bias = None
+        flat_grad = grad.reshape(-1, grad.shape[-1])
+        if needs_x:
+            (full,) = _unchanged(ctx)[0].materialize()
+            grad_x = flat_grad.mm(_cast(full, ctx.cast)).view(x.shape)
+        if _accumulates(ctx):
+            (wgrad,) = weight.wgrad_buffers(x.dtype)
+            torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
+            weight.reduce_wgrads([wgrad])
+        if ctx.has_bias and needs_bias:
+            grad_bias = flat_grad.sum(0)
+        return grad_x, None, grad_bias, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, scale_grad_by_freq: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        _remember(ctx, [weight], first_input=0)
+        ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
+        (full,) = weight.materialize()  # type: ignore[attr-defined]
+        return F.embedding(indices, full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+        (indices,) = ctx.saved_tensors
+        (weight,) = ctx.weights
+        if _accumulates(ctx):
+            wgrad = torch.ops.aten.embedding_dense_backward(
+                grad, indices, weight.layout.rows, ctx.padding_idx, ctx.scale_grad_by_freq
+            )
+            weight.reduce_wgrads([wgrad])
+        return None, None, None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, m_splits: list[int], num_gemms: int, cast: torch.dtype | None, *params: torch.Tensor
+    ) -> torch.Tensor:
+        weights, biases = params[:num_gemms], params[num_gemms:]
+        ctx.save_for_backward(x)
+        _remember(ctx, weights, first_input=1)
+        ctx.m_splits, ctx.num_biases, ctx.cast = m_splits, len(biases), cast
+        fulls = weights[0].materialize()  # type: ignore[attr-defined]
+        parts = x.split(m_splits)
+        out = [
+            F.linear(part, _cast(full, cast), biases[i] if biases else None)
+            for i, (part, full) in enumerate(zip(parts, fulls, strict=True))
+        ]
+        return torch.cat(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        weights = ctx.weights
+        grads, parts = grad.split(ctx.m_splits), x.split(ctx.m_splits)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            fulls = _unchanged(ctx)[0].materialize()
+            grad_x = torch.cat([g.mm(_cast(full, ctx.cast)) for g, full in zip(grads, fulls, strict=True)])
+        if _accumulates(ctx):
+            wgrads = weights[0].wgrad_buffers(x.dtype)
+            for g, part, wgrad in zip(grads, parts, wgrads, strict=True):
+                torch.mm(g.t(), part, out=wgrad)
+            weights[0].reduce_wgrads(wgrads)
+        grad_biases = [g.sum(0) for g in grads] if ctx.num_biases else []
+        return grad_x, None, None, None, *([None] * len(weights)), *grad_biases
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What ``torch.autocast`` casts the operands of a linear to; None where it is off."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _cast_input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """An input as autocast would cast it: fp64 and integers are left alone."""
+    eligible = dtype is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(dtype) if eligible else tensor
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``torch.nn.functional.linear`` with a sharded weight.
+
+    Args:
+        x: ``[..., in_features]``.
+        weight: an :class:`etp.param.ETPShardedParam` of logical shape ``[out_features, in_features]``.
+        bias: ``[out_features]``, replicated, or None.
+    """
+    cast = _autocast_dtype(x)
+    bias = None if bias is None else _cast_input(bias, cast)
+    with torch.autocast(x.device.type, enabled=False):
+        out: torch.Tensor = _Linear.apply(_cast_input(x, cast), weight, bias, cast)
+    return out
+
+
+def embedding(
+    indices: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.functional.embedding`` with a table sharded over its rows.
+
+    Raises:
+        ValueError: for ``max_norm`` (it edits the table in the forward pass) and ``sparse`` (no dense reduction).
+    """
+    del norm_type  # a norm only matters with max_norm
+    if max_norm is not None or sparse:
+        raise ValueError(
+            f"a sharded embedding has neither max_norm (got {max_norm}) nor sparse gradients (got {sparse}); "
+            "leave this embedding out of sharding or turn the option off"
+        )
+    rows = weight.layout.rows  # type: ignore[attr-defined]
+    if padding_idx is None:
+        padding = -1
+    elif -rows <= padding_idx < rows:
+        padding = padding_idx % rows
+    else:
+        raise ValueError(f"padding_idx {padding_idx} is out of range for an embedding of {rows} rows")
+    out: torch.Tensor = _Embedding.apply(weight, indices, padding, scale_grad_by_freq)
+    return out
+
+
+def grouped_linear(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], m_splits: Sequence[int]
+) -> torch.Tensor:
+    """One linear per group of rows of ``x``: rows ``m_splits[i]`` go through ``weights[i]``.
+
+    Args:
+        x: ``[sum(m_splits), in_features]``.
+        weights: the sharded weights of one group, in its order; ``[out_features, in_features]`` each.
+        biases: as many replicated biases, or none.
+        m_splits: rows of ``x`` for each weight.
+    """
+    if len(m_splits) != len(weights) or sum(m_splits) != x.shape[0]:
+        raise ValueError(
+            f"m_splits {list(m_splits)} must name {len(weights)} parts that add up to the input's {x.shape[0]} rows"
+        )
+    cast = _autocast_dtype(x)
+    biases = [_cast_input(bias, cast) for bias in biases]
+    with torch.autocast(x.device.type, enabled=False):
+        args = (list(m_splits), len(weights), cast, *weights, *biases)
+        out: torch.Tensor = _GroupedLinear.apply(_cast_input(x, cast), *args)
+    return out

@@ -1,0 +1,263 @@
+"""The unit of gathering and reducing: one weight, or the experts of one grouped layer together.
+
+[Note: state machines] Each group has two, checked at every step:
+
+    gather: NONE -> ISSUED (collective started) -> READY (its result is ordered) -> NONE (handed to a consumer)
+    reduce: NONE -> ISSUED (collective started) -> READY (result ordered)        -> NONE (published, buffer free)
+
+A gathered weight stays in its slot after it was handed out, and may be handed out again without a gather as long
+as nobody else claimed the slot and the shard did not change: see :meth:`WeightGroup.holds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from etp.cache import BufferCache, BufferSpec, Slot, Ticket
+from etp.collectives.base import Transport
+from etp.errors import EtpStateError
+from etp.layout import ShardLayout
+from etp.streams import Lane, Ready
+
+
+class GatherState(Enum):
+    """Of the next hand-out of a gathered weight."""
+
+    NONE = "none"
+    ISSUED = "issued"
+    READY = "ready"
+
+
+class ReduceState(Enum):
+    """Of the gradient reduction under way."""
+
+    NONE = "none"
+    ISSUED = "issued"
+    READY = "ready"
+
+
+_SUCCESSOR = {
+    GatherState.NONE: GatherState.ISSUED,
+    GatherState.ISSUED: GatherState.READY,
+    GatherState.READY: GatherState.NONE,
+    ReduceState.NONE: ReduceState.ISSUED,
+    ReduceState.ISSUED: ReduceState.READY,
+    ReduceState.READY: ReduceState.NONE,
+}
+
+
+class Shard(Protocol):
+    """What a group asks of the parameters it is made of (:class:`etp.param.ETPShardedParam`)."""
+
+    fqn: str
+    requires_grad: bool
+
+    @property
+    def layout(self) -> ShardLayout:
+        """How the weight is cut."""
+
+    def local_shard(self) -> torch.Tensor:
+        """The shard as a plain contiguous tensor, sharing storage and version counter."""
+
+    def join_group(self, group: WeightGroup, index: int) -> None:
+        """Learn which group this shard is gathered with, and its place there."""
+
+    def run_reduce_hooks(self) -> None:
+        """Tell whoever waits for this shard's gradient that it is complete."""
+
+
+class WeightGroup:
+    """Weights that one collective gathers and one collective reduces.
+
+    Args:
+        shards: this rank's shards, in the order in which the consumer wants the weights.
+        process_group: the ranks that hold the shards.
+    """
+
+    def __init__(self, shards: Sequence[Shard], process_group: dist.ProcessGroup) -> None:
+        if not shards:
+            raise ValueError("a weight group needs at least one shard")
+        self.shards = list(shards)
+        self.process_group = process_group
+        self.size = dist.get_world_size(process_group)
+        self.gather_state = GatherState.NONE
+        self.reduce_state = ReduceState.NONE
+        self.issued_in_pass = -1
+        """Number of the pass in which the latest gather was started."""
+        self.used_more_than_once = False
+        """Whether some forward pass used it twice, so that one backward pass reduces it twice."""
+        self.before_gather: list[Callable[[], None]] = []
+        """Called before the shards are read, e.g. to finish an asynchronous update of them."""
+        self._ticket: Ticket | None = None
+        self._cache: BufferCache | None = None
+        self._ready: Ready | None = None
+        self._generation = -1
+        self._gathered_version: tuple[int, ...] = ()
+        self._specs: tuple[BufferSpec, ...] = ()
+        for index, shard in enumerate(self.shards):
+            shard.join_group(self, index)
+
+    @property
+    def name(self) -> str:
+        """The first weight's name, and how many follow."""
+        more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
+        return f"{self.shards[0].fqn}{more}"
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the weights is trained."""
+        return any(shard.requires_grad for shard in self.shards)
+
+    @property
+    def slot(self) -> Slot:
+        """Where this group's gathers land."""
+        if self._ticket is None or self._cache is None:
+            raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
+        return self._cache.get(self._ticket)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered weights, padding included."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def specs(self) -> tuple[BufferSpec, ...]:
+        """Buffers that a gather fills; :meth:`attach` brings them up to date after a change of dtype or device."""
+        if not self._specs:
+            local = self.shards[0].local_shard()
+            self._specs = tuple(
+                BufferSpec(shard.layout.padded_shape, local.dtype, local.device) for shard in self.shards
+            )
+        return self._specs
+
+    def attach(self, cache: BufferCache) -> None:
+        """Take a ticket from ``cache``; again if dtype or device changed since the last one."""
+        local, first = self.shards[0].local_shard(), self.specs[0]
+        if first.dtype == local.dtype and first.device == local.device:
+            if self._ticket is not None and self._cache is cache:
+                return
+        else:
+            self._specs = ()
+        self.detach()
+        self._cache, self._ticket = cache, cache.reserve(self.specs)
+
+    def detach(self) -> None:
+        """Give the ticket back."""
+        self.abandon_gather()
+        if self._ticket is not None and self._cache is not None:
+            self._cache.unreserve(self._ticket)
+        self._cache = self._ticket = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a gather was started whose result nobody has taken yet."""
+        return self.gather_state is not GatherState.NONE
+
+    def holds(self, epoch: int) -> bool:
+        """Whether the slot has (or is receiving) these weights as they are now.
+
+        Args:
+            epoch: the runtime's count of announced weight changes.
+        """
+        if self._ticket is None:
+            return False
+        slot = self.slot
+        return (
+            slot.generation == self._generation
+            and slot.owner == self.name
+            and self._gathered_version == (epoch, *self.weights_version())
+        )
+
+    def issue_gather(
+        self, transport: Transport, lane: Lane, *, pass_number: int, epoch: int, waits: Sequence[Any] | None
+    ) -> None:
+        """Start gathering into the slot; its previous content is void from here on.
+
+        Args:
+            transport: what moves the shards.
+            lane: where the gather runs.
+            pass_number: the runtime's count of passes.
+            epoch: the runtime's count of announced weight changes.
+            waits: see :meth:`etp.streams.Lane.start`.
+        """
+        self._set_gather_state(GatherState.ISSUED)
+        slot = self.slot
+        slot.tenant = self
+        self._generation = slot.claim(self.name)
+        shards = [shard.local_shard() for shard in self.shards]
+        self._gathered_version = (epoch, *_version_of(shards))
+        self.issued_in_pass = pass_number
+        label = f"all-gather of {self.name}"
+        self._ready = lane.start(lambda: transport.all_gather(slot.buffers, shards, label), waits=waits)
+
+    def weights_version(self) -> tuple[int, ...]:
+        """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage."""
+        return _version_of([shard.local_shard() for shard in self.shards])
+
+    def read_until_here(self, lane: Lane) -> None:
+        """Note that whoever took the weights has enqueued its work on them by now."""
+        if self._ticket is not None:
+            slot = self.slot
+            if slot.generation == self._generation and slot.last_read is None:
+                slot.last_read = lane.mark(slot.reader_stream)
+
+    def take(self, lane: Lane) -> list[torch.Tensor]:
+        """Hand out the gathered weights: logical shapes, views of the slot, ``requires_grad`` as the shards'.
+
+        Raises:
+            StaleWeightError: if the slot was claimed by another group since the gather.
+        """
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            ready.wait()
+        if self.gather_state is GatherState.ISSUED:
+            self._set_gather_state(GatherState.READY)
+        slot = self.slot
+        slot.check(self.name, self._generation)
+        if self.gather_state is GatherState.READY:
+            self._set_gather_state(GatherState.NONE)
+        slot.tenant = None
+        slot.reader_stream = lane.current_stream()
+        slot.last_read = None
+        weights = []
+        for shard, buffer in zip(self.shards, slot.buffers, strict=True):
+            # A fresh alias each time: what a consumer does to its requires_grad must not reach the slot.
+            weights.append(buffer[: shard.layout.rows].detach().requires_grad_(shard.requires_grad))
+        return weights
+
+    def abandon_gather(self) -> None:
+        """Drop a gather that nobody took, once it is done; its slot is free afterwards."""
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            ready.wait()
+        if self.gather_state is GatherState.ISSUED:
+            self._set_gather_state(GatherState.READY)
+        if self.gather_state is GatherState.READY:
+            self._set_gather_state(GatherState.NONE)
+        if self._ticket is not None and self.slot.tenant is self:
+            self.slot.tenant = None
+
+    def _set_gather_state(self, state: GatherState) -> None:
+        self._check(self.gather_state, state, "gather")
+        self.gather_state = state
+
+    def set_reduce_state(self, state: ReduceState) -> None:
+        """Advance the reduction's state machine."""
+        self._check(self.reduce_state, state, "reduce")
+        self.reduce_state = state
+
+    def _check(self, old: GatherState | ReduceState, new: GatherState | ReduceState, machine: str) -> None:
+        if _SUCCESSOR[old] is not new:
+            raise EtpStateError(
+                f"{self.name}: {machine} cannot go from {old.name} to {new.name} (next is {_SUCCESSOR[old].name})"
+            )
+
+
+def _version_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage."""
+    return tuple(value for shard in shards for value in (shard._version, shard.data_ptr()))

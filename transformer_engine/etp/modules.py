@@ -1,0 +1,251 @@
+"""Sharded layers to build a model from: Linear, LayerNormLinear, GroupedLinear.
+
+With Transformer Engine and CUDA each call returns TE's own module with sharded weights; otherwise the plain
+PyTorch implementation below, which is the reference and has the same signature and results. Construction is
+collective: the weights are those that the first rank of the group drew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from etp import functional
+from etp.config import EtpConfig
+from etp.group import WeightGroup
+from etp.param import ETPShardedParam
+from etp.runtime import EtpRuntime
+from etp.te import te_available, te_pytorch
+
+
+class _ShardedModule(nn.Module):
+    """A layer whose weights are sharded, with a runtime of its own until ``shard_module`` gives it a shared one."""
+
+    def _shard(self, weight_names: Sequence[str], group: dist.ProcessGroup, config: EtpConfig | None) -> None:
+        shard_weights(self, weight_names, group, config or EtpConfig())
+
+
+class Linear(_ShardedModule):
+    """``y = x @ weight.T + bias`` with ``weight`` sharded over ``etp_group``.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output; need not divide by the group's size.
+        bias: whether there is a (replicated) bias.
+        etp_group: the ranks to shard over.
+        params_dtype: dtype of the parameters; torch's default if None.
+        device: where they live; the current CUDA device with TE, else the CPU, if None.
+        config: engine options.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """TE's module where TE can run; see the module's docstring."""
+        if cls is Linear and _wants_te(kwargs):
+            return _build_te(cls, ["weight"], args, kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        etp_group: dist.ProcessGroup,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        config: EtpConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
+        _init_linear(self.weight, self.bias)
+        self._shard(["weight"], etp_group, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        return functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, as ``nn.Linear`` prints them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class LayerNormLinear(_ShardedModule):
+    """A LayerNorm or RMSNorm followed by :class:`Linear`.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        eps: added to the variance (or mean square).
+        bias: whether the linear has a bias.
+        normalization: "LayerNorm" (with weight and bias) or "RMSNorm" (with weight).
+        etp_group: the ranks to shard over.
+        params_dtype: dtype of the parameters; torch's default if None.
+        device: where they live.
+        config: engine options.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """TE's module where TE can run; see the module's docstring."""
+        if cls is LayerNormLinear and _wants_te(kwargs):
+            return _build_te(cls, ["weight"], args, kwargs)
+        return super().__new__(cls)
+
+    def __init__(  # noqa: PLR0913  # the signature is Transformer Engine's
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        *,
+        etp_group: dist.ProcessGroup,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        config: EtpConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization is {normalization!r}; choose 'LayerNorm' or 'RMSNorm'")
+        self.in_features, self.out_features = in_features, out_features
+        self.eps, self.normalization = eps, normalization
+        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype, device=device))
+        has_shift = normalization == "LayerNorm"
+        self.layer_norm_bias = (
+            nn.Parameter(torch.zeros(in_features, dtype=params_dtype, device=device)) if has_shift else None
+        )
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
+        _init_linear(self.weight, self.bias)
+        self._shard(["weight"], etp_group, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``."""
+        shape = (self.in_features,)
+        if self.normalization == "LayerNorm":
+            x = F.layer_norm(x, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        else:
+            x = F.rms_norm(x, shape, self.layer_norm_weight, self.eps)
+        return functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and the kind of norm."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.normalization}"
+
+
+class GroupedLinear(_ShardedModule):
+    """``num_gemms`` linears, each on its own rows of the input, gathered and reduced together.
+
+    Args:
+        num_gemms: how many (local) experts.
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        bias: whether each has a bias.
+        etp_group: the ranks to shard over.
+        params_dtype: dtype of the parameters; torch's default if None.
+        device: where they live.
+        config: engine options.
+
+    The weights are the parameters ``weight0`` to ``weight{num_gemms - 1}``, the biases ``bias0`` and so on.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """TE's module where TE can run; see the module's docstring."""
+        if cls is GroupedLinear and _wants_te(kwargs):
+            num_gemms = kwargs.get("num_gemms", args[0] if args else 0)
+            return _build_te(cls, [f"weight{index}" for index in range(num_gemms)], args, kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        etp_group: dist.ProcessGroup,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        config: EtpConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if num_gemms < 1:
+            raise ValueError(f"num_gemms is {num_gemms}; a grouped linear needs at least one")
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.use_bias = bias
+        for index in range(num_gemms):
+            weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+            offset = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
+            _init_linear(weight, offset)
+            self.register_parameter(f"weight{index}", weight)
+            self.register_parameter(f"bias{index}", offset)
+        self._shard([f"weight{index}" for index in range(num_gemms)], etp_group, config)
+
+    def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
+        """``[sum(m_splits), in_features]`` to ``[sum(m_splits), out_features]``; ``m_splits[i]`` rows for expert i."""
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)] if self.use_bias else []
+        return functional.grouped_linear(x, weights, biases, m_splits)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+def shard_weights(
+    module: nn.Module, weight_names: Sequence[str], group: dist.ProcessGroup, config: EtpConfig
+) -> EtpRuntime:
+    """Make one module's weights shards of one weight group, driven by a runtime of its own. Collective.
+
+    All parameters first take the values of the group's first rank.
+    """
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is no member of etp_group; pass each rank its own group")
+    first = dist.get_global_rank(group, 0)
+    for param in module.parameters():
+        dist.broadcast(param.detach(), src=first, group=group)
+    shards = []
+    for name in weight_names:
+        shards.append(ETPShardedParam.from_full(getattr(module, name), group, config.pad_for_alignment))
+        module._parameters[name] = shards[-1]
+    WeightGroup(shards, group)
+    runtime = EtpRuntime(config)
+    runtime.adopt(module)
+    for param in module.parameters():
+        if not isinstance(param, ETPShardedParam):
+            runtime.replicated.register(param, group)
+    return runtime
+
+
+def _wants_te(kwargs: dict[str, Any]) -> bool:
+    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+    return te_available() and (device is None or device.type == "cuda")
+
+
+def _build_te(
+    cls: type[nn.Module], weight_names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> nn.Module:
+    """TE's module of the same name, with the arguments that our signature shares with it."""
+    bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
+    bound.pop("self")
+    group, config = bound.pop("etp_group"), bound.pop("config", None)
+    given = {name: value for name, value in bound.items() if value is not None}
+    module: nn.Module = getattr(te_pytorch(), cls.__name__)(**given)
+    shard_weights(module, weight_names, group, config or EtpConfig())
+    return module
+
+
+def _init_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """``nn.Linear``'s initialisation."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    if bias is not None:
+        bound = 1 / math.sqrt(weight.shape[1])
+        nn.init.uniform_(bias, -bound, bound)

@@ -1,0 +1,345 @@
+"""A sharded weight as an ``nn.Parameter``: its identity, and what consumers may ask of it.
+
+The parameter's data is this rank's shard. All behaviour is delegated: to its :class:`WeightGroup` for what is
+gathered with it, and to its :class:`ShardDriver` (the runtime) for when. Three kinds of consumer are served:
+
+- ``torch.nn.functional.linear`` and ``embedding``, by name, so any module that calls them works unchanged;
+- Transformer Engine modules, through its ``DistributedWeight`` protocol (TE PR 3005);
+- direct use: :meth:`ETPShardedParam.full_tensor`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.hooks import RemovableHandle
+
+from etp import functional
+from etp.errors import EtpStateError
+from etp.group import WeightGroup
+from etp.layout import ShardLayout
+
+
+class ShardDriver(Protocol):
+    """Decides when a group's collectives run (:class:`etp.runtime.EtpRuntime`)."""
+
+    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
+        """The group's full weights, for use right now."""
+
+    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer for one of the group's full gradients."""
+
+    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+        """Start reducing the group's full gradients into its shards."""
+
+    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """One full weight in memory of its own."""
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
+    """``functional.linear`` under the argument names of ``torch.nn.functional.linear``."""
+    return functional.linear(input, weight, bias)
+
+
+# Functions whose sharded counterpart replaces them when a shard is the weight.
+_SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: functional.embedding,
+}
+
+# Products with a shard in the place of a weight have plausible shapes and wrong values: refuse them by name.
+_REFUSED_FUNCTIONS = frozenset(
+    {
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.mv,
+        torch.einsum,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.t,
+        torch.t,
+        torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+        F.bilinear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.embedding_bag,
+        F.multi_head_attention_forward,
+    }
+)
+
+
+# These ask for torch.Tensor.layout, which a shard's own ``layout`` hides: they get a plain (differentiable) alias.
+_READ_TENSOR_LAYOUT = frozenset({torch.norm, torch.Tensor.norm})
+
+
+class ETPShardedParam(torch.nn.Parameter):
+    """One rank's shard of a weight.
+
+    Attributes:
+        group: the process group whose rank r holds shard r.
+        fqn: what messages call it; the parameter's dotted name once a runtime has adopted its module.
+        is_distributed_weight: marker of TE's ``DistributedWeight`` protocol.
+    """
+
+    group: dist.ProcessGroup
+    fqn: str
+    is_distributed_weight = True
+
+    def __new__(
+        cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
+    ) -> Self:
+        """Make a parameter of a shard.
+
+        Args:
+            shard: ``layout.shard_shape``; taken as it is, not copied; padding rows must be zero.
+            layout: how the weight is cut.
+            group: the shard group.
+            requires_grad: whether it is trained.
+
+        Raises:
+            ValueError: if this rank is not in ``group`` or a size does not agree.
+        """
+        own_rank(group)
+        size = dist.get_world_size(group)
+        if size != layout.num_shards:
+            raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")
+        if tuple(shard.shape) != layout.shard_shape:
+            raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
+        param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
+        param._layout = layout
+        param.group = group
+        param.fqn = f"<unnamed {layout.shape}>"
+        param._weight_group = None
+        param._group_index = 0
+        param._driver = None
+        param._reduce_hooks = []
+        param._accumulate_hooks = OrderedDict()
+        return param
+
+    # Assigned in __new__; declared here for readers and type checkers.
+    _layout: ShardLayout
+    _weight_group: WeightGroup | None
+    _group_index: int
+    _driver: ShardDriver | None
+    _reduce_hooks: list[Callable[[], None]]
+    _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
+
+    @classmethod
+    def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
+        """Cut this rank's shard out of a full weight, which every rank must hold with equal values."""
+        rank = own_rank(group)
+        layout = ShardLayout(tuple(weight.shape), dist.get_world_size(group), pad_for_alignment)
+        return cls(cut_shard(weight.detach(), layout, rank), layout, group, weight.requires_grad)
+
+    @property
+    def layout(self) -> ShardLayout:  # type: ignore[override]
+        """How the weight is cut. Hides ``torch.Tensor.layout``, which is always strided here."""
+        return self._layout
+
+    @property
+    def weight_group(self) -> WeightGroup:
+        """The group that this weight is gathered with."""
+        if self._weight_group is None:
+            raise EtpStateError(f"{self.fqn} belongs to no weight group; pass its module to etp.shard_module")
+        return self._weight_group
+
+    def join_group(self, group: WeightGroup, index: int) -> None:
+        """Become weight ``index`` of a group; called once, when the group is made."""
+        if self._weight_group is not None:
+            raise EtpStateError(f"{self.fqn} is in group {self._weight_group.name} already")
+        self._weight_group, self._group_index = group, index
+
+    def attach(self, driver: ShardDriver, fqn: str) -> None:
+        """Let ``driver`` run this weight's collectives, and give it a name."""
+        self._driver, self.fqn = driver, fqn
+
+    @property
+    def has_driver(self) -> bool:
+        """Whether a runtime drives this weight."""
+        return self._driver is not None
+
+    @property
+    def driver(self) -> ShardDriver:
+        """What runs this weight's collectives."""
+        if self._driver is None:
+            raise EtpStateError(f"{self.fqn} has no runtime yet; pass its module to etp.shard_module")
+        return self._driver
+
+    def local_shard(self) -> torch.Tensor:
+        """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+    def materialize(self) -> list[torch.Tensor]:
+        """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
+        return self.driver.materialize(self.weight_group)
+
+    def wgrad_buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Buffers of the group's logical shapes to compute full gradients into; pass them to ``reduce_wgrads``."""
+        group = self.weight_group
+        return [self.driver.wgrad_buffer(group, index, dtype) for index in range(len(group.shards))]
+
+    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> None:
+        """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``."""
+        self.driver.reduce_wgrads(self.weight_group, wgrads)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The full weight, logical shape, in memory of its own. Collective over the shard group."""
+        return self.driver.gather_full(self.weight_group, self._group_index)
+
+    def register_reduce_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
+        self._reduce_hooks.append(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
+
+        Autograd does not know of this hook: it would call it in its own turn, before the reduction is done.
+        """
+        handle = RemovableHandle(self._accumulate_hooks)
+        self._accumulate_hooks[handle.id] = hook
+        return handle
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> NoReturn:
+        """Refused: autograd never sees a sharded weight's gradient.
+
+        Raises:
+            TypeError: always.
+        """
+        del hook
+        raise TypeError(
+            f"a tensor hook on {self.fqn} would get None, because its gradient is reduced outside autograd; use "
+            "register_post_accumulate_grad_hook and change param.grad there"
+        )
+
+    def run_reduce_hooks(self) -> None:
+        """Run the hooks, those of ``register_post_accumulate_grad_hook`` included."""
+        for hook in self._reduce_hooks:
+            hook()
+        for accumulated in list(self._accumulate_hooks.values()):
+            accumulated(self)
+
+    # TE's DistributedWeight protocol ------------------------------------------------------------------------
+
+    def materialize_group_for_forward(self) -> list[torch.Tensor]:
+        """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``.
+
+        Raises:
+            TypeError: under hooks on saved tensors, which hand TE's backward a plain tensor in place of the shard.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise TypeError(
+                f"{self.fqn} is used by a Transformer Engine module under hooks on saved tensors, which replace the "
+                "shard by a plain tensor: use torch.utils.checkpoint with use_reentrant=True, or Megatron's "
+                "recomputation, instead of use_reentrant=False, and no offloading of activations by such hooks"
+            )
+        return self.materialize()
+
+    def materialize_group_for_backward(self) -> list[torch.Tensor]:
+        """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
+        return self.materialize()
+
+    def finalize_group_grads(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> list[None] | None:
+        """Reduce the full gradients; they arrive on the shards, so autograd gets None."""
+        if isinstance(wgrads, torch.Tensor):
+            self.reduce_wgrads([wgrads])
+            return None
+        self.reduce_wgrads(wgrads)
+        return [None] * len(wgrads)
+
+    def grad_buffer(self) -> torch.Tensor:
+        """A buffer of the full weight's shape for the weight-gradient GEMM."""
+        main_grad: torch.Tensor | None = getattr(self, "main_grad", None)
+        dtype = self.dtype if main_grad is None else main_grad.dtype
+        return self.driver.wgrad_buffer(self.weight_group, self._group_index, dtype)
+
+    # Python protocols ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Route ``linear`` and ``embedding`` to their sharded forms; refuse products with a shard."""
+        kwargs = kwargs or {}
+        sharded = _SHARDED_FUNCTIONS.get(func)
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        if sharded is not None and isinstance(weight, cls):
+            with torch._C.DisableTorchFunctionSubclass():
+                return sharded(*args, **kwargs)
+        if sharded is not None or func in _REFUSED_FUNCTIONS:
+            raise TypeError(_refusal(func, (*args, *kwargs.values())))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _READ_TENSOR_LAYOUT:
+                args = [arg.view_as(arg) if isinstance(arg, cls) else arg for arg in args]
+            return func(*args, **kwargs)
+
+    # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
+    def __matmul__(self, other: Any) -> NoReturn:
+        """A shard is not its weight."""
+        raise TypeError(_refusal(torch.matmul, (self, other)))
+
+    def __rmatmul__(self, other: Any) -> NoReturn:
+        """A shard is not its weight."""
+        raise TypeError(_refusal(torch.matmul, (other, self)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """A copy would need a runtime and a process group of its own."""
+        raise TypeError(
+            f"{self.fqn} is a shard tied to its process group and cannot be deep-copied; copy the module before "
+            "etp.shard_module, or use etp.full_state_dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Pickle state dicts, not sharded parameters."""
+        raise TypeError(
+            f"{self.fqn} is a shard tied to its process group and cannot be pickled; save module.state_dict() "
+            "(shards) or etp.full_state_dict(module) instead"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Name, cut and place; no values, because a shard's values say little."""
+        rank = dist.get_rank(self.group)
+        start, stop = self.layout.logical_range(rank)
+        return (
+            f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard {rank} of "
+            f"{self.layout.num_shards}, {self.dtype}, {self.device})"
+        )
+
+
+def own_rank(group: dist.ProcessGroup) -> int:
+    """This process's rank in a shard group; ValueError if it has none."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the shard group; pass each rank the group that contains it"
+        )
+    return rank
+
+
+def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:
+    """Shard ``rank`` of a full weight, in memory of its own, padding rows zero."""
+    if tuple(weight.shape) != layout.shape:
+        raise ValueError(f"the weight has shape {tuple(weight.shape)}; its layout says {layout.shape}")
+    start, stop = layout.logical_range(rank)
+    shard = weight.new_zeros(layout.shard_shape)
+    shard[: stop - start].copy_(weight[start:stop])
+    return shard
+
+
+def _refusal(func: Any, operands: Iterable[Any]) -> str:
+    shards = [operand for operand in operands if isinstance(operand, ETPShardedParam)]
+    name = getattr(func, "__name__", str(func))
+    which = ", ".join(repr(shard) for shard in shards) or "a shard inside a list"
+    return (
+        f"{name} on {which}: a shard is not its weight. Use torch.nn.functional.linear or embedding, which gather, "
+        "or param.full_tensor()"
+    )

@@ -1,0 +1,128 @@
+"""Gradients of what is not sharded: norms, biases, routers. Averaged over the shard group, in one flat all-reduce.
+
+The ranks of a shard group see different data, so a replicated parameter's gradient must combine over them just as
+the shards' do. A tensor hook takes the incoming gradient away (autograd adds zeros instead) and the sum goes into
+``grad`` at the end of the backward pass: earlier gradients in ``grad`` are not reduced twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from etp.config import GradReduction
+from etp.errors import EtpCommunicationError
+
+
+class ReplicatedGrads:
+    """Collects gradients of replicated parameters in a backward pass and reduces them at its end.
+
+    Args:
+        reduction: mean or sum over the shard group.
+        on_collect: called at each collected gradient, inside the backward pass.
+        fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
+    """
+
+    def __init__(
+        self, reduction: GradReduction, on_collect: Callable[[], None], *, fp32_accumulation: bool = True
+    ) -> None:
+        self._reduction = reduction
+        self._fp32_accumulation = fp32_accumulation
+        self._on_collect = on_collect
+        self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._collected: dict[nn.Parameter, torch.Tensor] = {}
+
+    @property
+    def groups(self) -> Mapping[nn.Parameter, dist.ProcessGroup]:
+        """The registered parameters, and over which ranks their gradients combine."""
+        return self._groups
+
+    def register(self, param: nn.Parameter, group: dist.ProcessGroup) -> None:
+        """Reduce ``param``'s gradients over ``group`` from now on, whenever it is trained."""
+        self._groups.setdefault(param, group)
+        self.watch()
+
+    def watch(self) -> None:
+        """Hook the registered parameters that are trained now: a frozen one cannot have a hook."""
+        for param in self._groups:
+            if param.requires_grad and param not in self._hooks:
+                self._hooks[param] = param.register_hook(partial(self._collect, param))
+
+    def release(self) -> None:
+        """Leave all parameters' gradients alone from now on."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._groups.clear()
+
+    def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        if not _accumulates(param):
+            return grad
+        self._on_collect()
+        if param._post_accumulate_grad_hooks:
+            # Somebody acts on the gradient as soon as it is accumulated (an optimizer fused into backward).
+            reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
+            self._all_reduce(reduced, self._groups[param], None)
+            return reduced.to(grad.dtype)
+        earlier = self._collected.get(param)
+        self._collected[param] = grad.detach().clone() if earlier is None else earlier + grad.detach()
+        return torch.zeros_like(grad)
+
+    def reduce(self, timeout_s: float | None) -> None:
+        """Combine what was collected and add it to each parameter's ``grad``."""
+        collected, self._collected = self._collected, {}
+        buckets: dict[tuple[dist.ProcessGroup, torch.dtype, torch.device], list[nn.Parameter]] = {}
+        # In registration order, which all ranks share; the order of arrival may differ.
+        for param, group in self._groups.items():
+            if param in collected:
+                buckets.setdefault((group, collected[param].dtype, param.device), []).append(param)
+        for (group, _, _), params in buckets.items():
+            flat = torch.cat([collected[param].reshape(-1) for param in params])
+            flat = flat.to(self._wide(flat.dtype))
+            self._all_reduce(flat, group, timeout_s)
+            for param, total in zip(params, flat.split([p.numel() for p in params]), strict=True):
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                param.grad.add_(total.view(param.shape))
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """What to sum gradients of ``dtype`` in."""
+        return torch.promote_types(dtype, torch.float32) if self._fp32_accumulation else dtype
+
+    def discard(self) -> None:
+        """Forget what an abandoned backward pass collected."""
+        self._collected.clear()
+
+    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, timeout_s: float | None) -> None:
+        try:
+            work = dist.all_reduce(flat, group=group, async_op=True)
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise EtpCommunicationError(
+                f"all-reduce of replicated gradients failed on rank {dist.get_rank()} (shard group: ranks "
+                f"{dist.get_process_group_ranks(group)}): {error}"
+            ) from error
+        if self._reduction is GradReduction.MEAN:
+            flat.div_(dist.get_world_size(group))
+
+
+def _accumulates(param: nn.Parameter) -> bool:
+    """Whether the backward pass under way puts ``param``'s gradient into ``grad``, rather than return it."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # What autograd answers for a leaf whose gradient torch.autograd.grad was asked for.
+        if "autograd.grad" not in str(error):
+            raise
+        return False

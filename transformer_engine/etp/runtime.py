@@ -1,0 +1,511 @@
+"""The owner of everything that one model's sharded weights share, and the order in which their collectives run.
+
+A runtime drives the groups of one model, or of one virtual pipeline stage: it alone decides when a gather or a
+reduction is started and finished. Passes are delimited as follows. A *forward pass* begins when the adopted module
+is called, at the first forward visit after a backward one, or when its first group is visited again. A *backward
+pass* begins at the first visit inside an autograd graph task and ends when that task does; activation recompute
+happens inside it.
+
+[Note: reuse] In a backward pass, a weight that its slot still holds is handed out without a gather: between a
+forward and its backward, weights do not change. A forward pass gathers every weight, unless
+``EtpConfig.reuse_across_forwards`` says that all changes of weights are counted or announced. These rules use
+nothing that could differ between ranks, so all ranks skip the same gathers.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from etp.cache import BufferCache
+from etp.chain import Chain, Timeline
+from etp.collectives import select_transport
+from etp.collectives.base import GradSink, Transport
+from etp.collectives.c10d import C10dTransport
+from etp.config import EtpConfig, GradReduction
+from etp.errors import EtpStateError
+from etp.grads import PendingReduction, WgradPool, gradient_is_absent, gradient_sink, padded_wgrad
+from etp.group import ReduceState, WeightGroup
+from etp.param import ETPShardedParam
+from etp.replicated import ReplicatedGrads
+from etp.streams import Lane
+from etp.versions import InPlaceTransport, WeightVersions, enqueue
+
+logger = logging.getLogger(__name__)
+
+# Entries of a timeline that a visit looks at when it decides what to prefetch: bounds the host's work per visit.
+_LOOKAHEAD = 8
+# Visits to one group that a single forward pass may have, on average, before it is taken for many passes.
+_MOST_VISITS = 64
+
+
+class _BackwardToken:
+    """Lives as long as autograd's graph task does: the task's callback holds the only reference."""
+
+
+class EtpRuntime:
+    """Drives the sharded weights of one model. Made by :func:`etp.shard_module`.
+
+    Args:
+        config: options.
+        finish_with_backward: finish all reductions when ``backward()`` ends. Without it the caller must call
+            :meth:`wait`, as Megatron's gradient finalisation does.
+    """
+
+    def __init__(self, config: EtpConfig | None = None, *, finish_with_backward: bool = True) -> None:
+        self.config = config or EtpConfig()
+        self.finish_with_backward = finish_with_backward
+        self.chain: Chain[WeightGroup] = Chain()
+        self.groups: list[WeightGroup] = []
+        self.replicated = ReplicatedGrads(
+            self.config.grad_reduction,
+            on_collect=self._enter_backward,
+            fp32_accumulation=self.config.fp32_accumulation,
+        )
+        self.cache = BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes)
+        self.wgrad_pool = WgradPool()
+        self._transports: dict[dist.ProcessGroup, Transport] = {}
+        self._lanes: dict[tuple[str, dist.ProcessGroup, torch.device], Lane] = {}
+        self._pending: deque[PendingReduction] = deque()
+        self._local_sums: dict[WeightGroup, list[torch.Tensor]] = {}
+        self._in_use: WeightGroup | None = None
+        self._pass_number = 0
+        self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
+        self._largest_group = 0
+        self._largest_reduction = 0
+        self._backward_token: weakref.ref[_BackwardToken] | None = None
+        self._in_backward_run = False
+        self._root: weakref.ref[nn.Module] | None = None
+        self._hooks: list[RemovableHandle] = []
+        self.counters = TrafficCounters()
+        if self.config.reuse_across_forwards:
+            _announce_optimizer_steps(self)
+
+    # Adoption ------------------------------------------------------------------------------------------------
+
+    def adopt(self, module: nn.Module, prefix: str = "") -> None:
+        """Drive every sharded parameter under ``module``, and start a forward pass whenever it is called.
+
+        Raises:
+            EtpStateError: if a parameter's group already belongs to a runtime that has work under way.
+        """
+        shards = {name: p for name, p in module.named_parameters() if isinstance(p, ETPShardedParam)}
+        groups = {id(param.weight_group): param.weight_group for param in shards.values()}
+        for former in {id(p.driver): p.driver for p in shards.values() if p.has_driver}.values():
+            if former is not self and isinstance(former, EtpRuntime):
+                former.release(list(groups.values()))
+        for name, param in shards.items():
+            param.attach(self, f"{prefix}{name}")
+        for group in groups.values():
+            self.add(group)
+        self._hooks.append(module.register_forward_pre_hook(self._on_root_forward))
+        self._root = weakref.ref(module)
+
+    def add(self, group: WeightGroup) -> None:
+        """Drive one more group. Its parameters must be attached to this runtime."""
+        if not any(group is known for known in self.groups):
+            self.groups.append(group)
+
+    def release(self, groups: Sequence[WeightGroup]) -> None:
+        """Stop driving these groups, because another runtime adopts them.
+
+        Raises:
+            EtpStateError: if this runtime was given a module with replicated parameters and would keep part of it.
+        """
+        leaving = {id(group) for group in groups}
+        kept = [group for group in self.groups if id(group) not in leaving]
+        if kept and self._root is not None:
+            raise EtpStateError(
+                f"a runtime cannot be split: it also drives {kept[0].name}; adopt the module that has all its weights"
+            )
+        self.release_buffers()
+        for group in self.groups:
+            if id(group) in leaving:
+                group.detach()
+        self.groups[:] = kept
+        self.chain = Chain()
+        if not kept:
+            self.replicated.release()
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    def _on_root_forward(self, module: nn.Module, args: Any) -> None:
+        del module, args
+        if not _inside_backward():
+            self._begin_forward()
+
+    # Weights -------------------------------------------------------------------------------------------------
+
+    def mark_weights_changed(self) -> None:
+        """Announce a change of weights that PyTorch does not count, such as a write through ``param.data``."""
+        self._weights.epoch += 1
+
+    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
+        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
+        timeline = self._enter(group)
+        timeline.visit(group)
+        group.attach(self.cache)
+        lane = self._lane("gather", group)
+        if self._in_use is not None:
+            self._in_use.read_until_here(lane)
+        self._weights.observe(group, lane, self._transport(group), in_backward=self._in_backward_run)
+        if not self._usable(group):
+            self._make_room(group)
+            self._issue(group, lane)
+        weights = group.take(lane)
+        self._in_use = group
+        self._prefetch(timeline)
+        return weights
+
+    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
+        shard = group.shards[index]
+        layout = shard.layout
+        local = shard.local_shard()
+        full = local.new_empty(layout.padded_shape)
+        # Not by the group's own transport: that may move shards as they were when they were last published.
+        transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self.config.timeout_s)
+        label = f"all-gather of {shard.fqn} (full tensor)"
+        self._lane("gather", group).start(lambda: transport.all_gather([full], [local], label)).wait()
+        return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
+
+    def _enter(self, group: WeightGroup) -> Timeline[WeightGroup]:
+        if _inside_backward():
+            self._enter_backward()
+            return self.chain.backward
+        forward = self.chain.forward
+        revisits_head = forward.head is group and not self._has_root()
+        # Without a backward pass or a call of the root, nothing ends a pass; do not record visits for ever.
+        if self._in_backward_run or revisits_head or len(forward) > _MOST_VISITS * len(self.groups):
+            self._begin_forward()
+        elif forward.seen(group) and self._may_have_backward():
+            group.used_more_than_once = True
+        return forward
+
+    def _may_have_backward(self) -> bool:
+        """Whether the forward pass under way can be differentiated: not while evaluating.
+
+        Reentrant checkpointing runs its forward without gradients, so the module's mode counts too.
+        """
+        root = self._root() if self._root is not None else None
+        return torch.is_grad_enabled() or root is None or root.training
+
+    def _has_root(self) -> bool:
+        return self._root is not None and self._root() is not None
+
+    def _begin_forward(self) -> None:
+        if self._backward_is_abandoned():
+            self._discard_reductions()
+        self._in_backward_run = False
+        self._pass_number += 1
+        self._weights.begin_forward()
+        self.chain.begin_forward()
+        self.replicated.watch()
+
+    def _enter_backward(self) -> None:
+        if self._backward_token is not None and self._backward_token() is not None:
+            return
+        if self._backward_is_abandoned():
+            self._discard_reductions()
+        token = _BackwardToken()
+        self._backward_token = weakref.ref(token)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, token))
+        self._in_backward_run = True
+        self._pass_number += 1
+        self.chain.begin_backward()
+
+    def _backward_is_abandoned(self) -> bool:
+        # The end callback resets the reference; a dead one means that the task died in an exception.
+        return self._backward_token is not None and self._backward_token() is None
+
+    def _end_backward(self, token: _BackwardToken) -> None:
+        del token
+        if not self.config.reduce_once_per_iteration:
+            self._reduce_local_sums()
+        if self.finish_with_backward:
+            self.finish_reductions()
+        # Last: if a hook raised above, the pass counts as abandoned and the rest of its gradients are dropped.
+        self._backward_token = None
+
+    def _usable(self, group: WeightGroup) -> bool:
+        if not group.holds(self._weights.epoch):
+            return False
+        if self._in_backward_run or self.config.reuse_across_forwards:
+            return True
+        return group.pending and group.issued_in_pass == self._pass_number
+
+    def _make_room(self, group: WeightGroup) -> None:
+        group.abandon_gather()
+        if group.slot.tenant is not None:
+            group.slot.tenant.abandon_gather()
+
+    def _issue(self, group: WeightGroup, lane: Lane) -> None:
+        self._largest_group = max(self._largest_group, group.nbytes)
+        self.counters.gathered(group)
+        waits = self._weights.gather_waits(group, lane, self._transport(group))
+        group.issue_gather(
+            self._transport(group), lane, pass_number=self._pass_number, epoch=self._weights.epoch, waits=waits
+        )
+
+    def _prefetch(self, timeline: Timeline[WeightGroup]) -> None:
+        """Start what comes next, until ``prefetch_depth`` times the largest group's bytes are under way."""
+        budget = self.config.prefetch_depth * self._largest_group
+        if budget == 0:
+            return
+        in_flight = 0
+        spoken_for = {id(self._in_use.slot)} if self._in_use is not None else set()
+        for count, group in enumerate(timeline.upcoming()):
+            if count == _LOOKAHEAD or in_flight >= budget:
+                return
+            group.attach(self.cache)
+            slot = id(group.slot)
+            if self._usable(group):
+                in_flight += group.nbytes if group.pending else 0
+            elif slot in spoken_for or not self._weights.is_observed(group, self._transport(group)):
+                return
+            else:
+                self._make_room(group)
+                self._issue(group, self._lane("gather", group))
+                in_flight += group.nbytes
+            spoken_for.add(slot)
+
+    # Gradients -----------------------------------------------------------------------------------------------
+
+    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`etp.param.ShardDriver`. Of the weight's logical shape; arbitrary content."""
+        layout, device = group.shards[index].layout, group.specs[index].device
+        self._recycle(layout.padded_shape, dtype, device)
+        return self.wgrad_pool.lease(layout.padded_shape, dtype, device)[: layout.rows]
+
+    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`."""
+        self._enter_backward()
+        padded = [
+            padded_wgrad(wgrad, shard.layout.padded_shape, self.wgrad_pool)
+            for shard, wgrad in zip(group.shards, wgrads, strict=True)
+        ]
+        if self.config.reduce_once_per_iteration or group.used_more_than_once:
+            # A weight with several uses (tied embeddings) is reduced once, when the backward pass has them all.
+            self._add_locally(group, padded)
+        else:
+            self._start_reduction(group, padded)
+
+    def _start_reduction(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
+        if group.reduce_state is not ReduceState.NONE:
+            self._finish_pending()
+        trained = [shard for shard in group.shards if shard.requires_grad]
+        wgrads = [wgrad for shard, wgrad in zip(group.shards, padded, strict=True) if shard.requires_grad]
+        sinks = [gradient_sink(shard) for shard in trained]  # type: ignore[arg-type]
+        divisor = group.size if self.config.grad_reduction is GradReduction.MEAN else 1
+        transport, label = self._transport(group), f"reduce-scatter of {group.name}'s gradient"
+        group.set_reduce_state(ReduceState.ISSUED)
+        self.counters.reduced(group, wgrads)
+        ready = self._lane("reduce", group).start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
+        self._pending.append(
+            PendingReduction(group, ready, padded, self.wgrad_pool, partial(self._publish, trained, sinks))
+        )
+        # See [Note: deferred accumulation] in etp/grads.py.
+        self._largest_reduction = max(self._largest_reduction, self._pending[-1].nbytes)
+        while len(self._pending) > 1 and sum(p.nbytes for p in self._pending) > 2 * self._largest_reduction:
+            self._pending.popleft().finish()
+
+    def _recycle(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Finish reductions that keep a buffer of this shape, except the newest, rather than allocate another."""
+        if self.wgrad_pool.has_free(shape, dtype, device):
+            return
+        older = list(self._pending)[:-1]
+        oldest_holder = next((i for i, p in enumerate(older) if p.holds(shape, dtype, device)), -1)
+        for _ in range(oldest_holder + 1):
+            self._pending.popleft().finish()
+
+    @staticmethod
+    def _publish(params: Sequence[Any], sinks: Sequence[GradSink]) -> None:
+        for param, sink in zip(params, sinks, strict=True):
+            if not sink.accumulate:
+                if param.grad is None:
+                    param.grad = sink.tensor
+                else:
+                    # Autograd put a gradient there meanwhile: that of a penalty on the shard itself, for instance.
+                    param.grad.add_(sink.tensor)
+            if hasattr(param, "grad_added_to_main_grad"):
+                param.grad_added_to_main_grad = True
+            param.run_reduce_hooks()
+
+    def _add_locally(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
+        sums = self._local_sums.get(group)
+        if sums is None or self._was_zeroed(group):
+            self._expect_gradients(group)
+            wide = torch.float32 if self.config.fp32_accumulation else padded[0].dtype
+            dtype = torch.promote_types(padded[0].dtype, wide)
+            self._local_sums[group] = [wgrad.to(dtype, copy=True) for wgrad in padded]
+        else:
+            for total, wgrad in zip(sums, padded, strict=True):
+                total.add_(wgrad)
+        for wgrad in padded:
+            if self.wgrad_pool.owns(wgrad):
+                self.wgrad_pool.restore(wgrad)
+
+    def _expect_gradients(self, group: WeightGroup) -> None:
+        """Give shards whose gradient comes only at the iteration's end one of zeros, so that it can be seen to go."""
+        if self.config.reduce_once_per_iteration:
+            for param in group.shards:
+                if gradient_is_absent(param):
+                    param.grad = torch.zeros_like(param.local_shard())  # type: ignore[attr-defined]
+
+    def _was_zeroed(self, group: WeightGroup) -> bool:
+        """Whether ``zero_grad()`` came after the first microbatch: the iteration was given up, an exception maybe."""
+        return self.config.reduce_once_per_iteration and any(gradient_is_absent(param) for param in group.shards)
+
+    def _reduce_local_sums(self) -> None:
+        sums, self._local_sums = self._local_sums, {}
+        for group, totals in sums.items():
+            if not self._was_zeroed(group):
+                self._start_reduction(group, totals)
+
+    def finish_reductions(self) -> None:
+        """Finish all reductions under way; every shard's gradient is complete and its hooks have run."""
+        self._finish_pending()
+        self.replicated.reduce(self.config.timeout_s)
+
+    def _finish_pending(self) -> None:
+        while self._pending:
+            self._pending.popleft().finish()
+
+    def wait(self) -> None:
+        """Finish all communication; with ``reduce_once_per_iteration``, reduce what the microbatches added up."""
+        if self._backward_is_abandoned():
+            self._discard_reductions()
+            self._backward_token = None
+        self._reduce_local_sums()
+        self.finish_reductions()
+        self._finish_reading()
+
+    def _finish_reading(self) -> None:
+        """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""
+        for process_group, transport in self._transports.items():
+            if isinstance(transport, InPlaceTransport) and transport.reads_in_place:
+                for (direction, group, _), lane in self._lanes.items():
+                    if direction == "gather" and group == process_group:
+                        lane.start(enqueue(transport.finish_reading)).wait()
+
+    def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for shards of ``group``'s process group that its transport reads in place; None if it reads none.
+
+        Whoever keeps shards there calls :meth:`wait` before changing them. Collective over the process group.
+
+        Returns:
+            ``[numel]`` elements of ``dtype``, zero.
+        """
+        transport = self._transport(group)
+        return transport.symmetric_memory(numel, dtype) if isinstance(transport, InPlaceTransport) else None
+
+    def _discard_reductions(self) -> None:
+        """Forget the gradients of a backward pass that ended in an exception: half of them are missing anyway."""
+        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self._pending))
+        while self._pending:
+            self._pending.popleft().discard()
+        self.wgrad_pool.write_off()
+        self._local_sums.clear()
+        self.replicated.discard()
+        self._backward_token = None
+
+    # Plumbing ------------------------------------------------------------------------------------------------
+
+    def _transport(self, group: WeightGroup) -> Transport:
+        transport = self._transports.get(group.process_group)
+        if transport is None:
+            device = group.specs[0].device
+            transport = select_transport(self.config, group.process_group, device)
+            logger.info("%s moves the shards of %s and the like", type(transport).__name__, group.name)
+            self._transports[group.process_group] = transport
+        return transport
+
+    def _lane(self, direction: str, group: WeightGroup) -> Lane:
+        key = (direction, group.process_group, group.specs[0].device)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(key[2])
+        return lane
+
+    def release_buffers(self) -> None:
+        """Free gather slots and idle gradient buffers, e.g. before generation; they come back on demand.
+
+        Raises:
+            EtpStateError: while a backward pass is under way.
+        """
+        if self._backward_token is not None and self._backward_token() is not None:
+            raise EtpStateError("release_buffers inside a backward pass; call it between steps")
+        self.wait()
+        for group in self.groups:
+            group.abandon_gather()
+        self._in_use = None
+        self.cache.clear()
+        self.wgrad_pool.clear()
+
+    def describe_chain(self) -> str:
+        """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
+        order = self.chain.forward.learned or self.chain.forward.visits
+        lines = [f"chain of {len(order)} weight groups, prefetch depth {self.config.prefetch_depth}"]
+        slots = {id(slot): number for number, slot in enumerate(self.cache.slots())}
+        for group in order:
+            shapes = " ".join(str(list(shard.layout.shape)) for shard in group.shards[:1])
+            lines.append(
+                f"  {group.name}: {shapes} over {group.size} ranks, slot {slots[id(group.slot)]}, {group.nbytes} bytes"
+            )
+        return "\n".join(lines)
+
+
+class TrafficCounters:
+    """How often each group was gathered and reduced, and the bytes that this rank received and sent for it."""
+
+    def __init__(self) -> None:
+        self.gathers: dict[str, int] = {}
+        self.gather_bytes: dict[str, int] = {}
+        self.reductions: dict[str, int] = {}
+        self.reduce_bytes: dict[str, int] = {}
+
+    def gathered(self, group: WeightGroup) -> None:
+        """Count one gather: (N - 1) / N of the gathered bytes come from peers."""
+        self._add(self.gathers, self.gather_bytes, group, group.nbytes)
+
+    def reduced(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+        """Count one reduction: (N - 1) / N of the gradient's bytes go to peers."""
+        self._add(self.reductions, self.reduce_bytes, group, sum(w.numel() * w.dtype.itemsize for w in wgrads))
+
+    def reset(self) -> None:
+        """Start from zero."""
+        for counts in (self.gathers, self.gather_bytes, self.reductions, self.reduce_bytes):
+            counts.clear()
+
+    @staticmethod
+    def _add(counts: dict[str, int], nbytes: dict[str, int], group: WeightGroup, total: int) -> None:
+        counts[group.name] = counts.get(group.name, 0) + 1
+        nbytes[group.name] = nbytes.get(group.name, 0) + total * (group.size - 1) // group.size
+
+
+def _announce_optimizer_steps(runtime: EtpRuntime) -> None:
+    """Let every optimizer step announce a change of weights: PyTorch does not count what fused optimizers write."""
+    reference = weakref.ref(runtime)
+
+    def announce(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        stepped = reference()
+        if stepped is not None:
+            stepped.mark_weights_changed()
+
+    handle = register_optimizer_step_post_hook(announce)
+    weakref.finalize(runtime, handle.remove)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

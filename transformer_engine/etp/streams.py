@@ -1,0 +1,100 @@
+"""Where communication runs: one side stream for each direction, and a plain call on devices without streams.
+
+[Note: lanes] A collective is *started* on a lane and later *waited for* by whoever needs its result. With CUDA
+the lane is a side stream: starting enqueues the work there and records an event, waiting makes the caller's
+stream wait for that event, and the host never blocks. Without streams (CPU and gloo) starting hands the work to
+the backend's threads and waiting blocks the host. Both are behind :class:`Lane`, so nothing above it asks which
+device it runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+class InFlight(Protocol):
+    """Work that a transport has started."""
+
+    def join(self) -> None:
+        """Order the calling stream after the work, or block until it is done where there are no streams."""
+
+
+@runtime_checkable
+class SplitInFlight(Protocol):
+    """Work of which a part need not hold up the stream that it was started on: only who reads the result waits for it.
+
+    Attributes:
+        beside: events after that part.
+    """
+
+    beside: Sequence[Any]
+
+
+class Ready:
+    """The promise that some started work is done once :meth:`wait` returns (or, on a stream, by then)."""
+
+    def __init__(self, in_flight: InFlight | None, events: Sequence[Any], device_module: Any) -> None:
+        self._in_flight = in_flight
+        self._events = events
+        self._device_module = device_module
+
+    def wait(self) -> None:
+        """Order the current stream after the work; without streams, block. Idempotent."""
+        if self._events:
+            stream = self._device_module.current_stream()
+            for event in self._events:
+                stream.wait_event(event)
+            return
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.join()
+
+
+class Lane:
+    """One direction of traffic (gathers, or reductions) of one runtime on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._device_module: Any = None
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._device_module = torch.get_device_module(device)
+            # High priority: a copy or collective that is ready should not queue behind a wave of GEMM blocks.
+            self._stream = self._device_module.Stream(device=device, priority=-1)
+
+    def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None) -> Ready:
+        """Start ``work`` on the lane.
+
+        Args:
+            work: starts the collective and returns a handle to it.
+            waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
+                it overwrites. None: all that the current stream has been given so far.
+        """
+        if self._stream is None:
+            return Ready(work(), (), None)
+        if waits is None:
+            self._stream.wait_stream(self._device_module.current_stream(self.device))
+        for event in waits or ():
+            self._stream.wait_event(event)
+        with self._device_module.stream(self._stream):
+            started = work()
+            started.join()
+            event = self._device_module.Event()
+            event.record(self._stream)
+        beside = started.beside if isinstance(started, SplitInFlight) else ()
+        return Ready(None, (event, *beside), self._device_module)
+
+    def mark(self, stream: Any = None) -> Any:
+        """An event after all that ``stream`` (the current one if None) was given so far; None without streams."""
+        if self._stream is None:
+            return None
+        event = self._device_module.Event()
+        event.record(self._device_module.current_stream(self.device) if stream is None else stream)
+        return event
+
+    def current_stream(self) -> Any:
+        """The caller's stream on this lane's device, or None where there are no streams."""
+        return None if self._stream is None else self._device_module.current_stream(self.device)

@@ -1,0 +1,64 @@
+"""What the engine knows of Transformer Engine's modules. TE is imported only where a TE module is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def te_available() -> bool:
+    """Whether Transformer Engine is installed and has a device to run on."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        # Not find_spec: in this repository's root that finds the folder that holds this engine's source.
+        import transformer_engine  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def te_pytorch() -> Any:
+    """The module ``transformer_engine.pytorch``."""
+    import transformer_engine.pytorch as te  # heavy, and absent without the extra
+
+    return te
+
+
+def _is_te(module: nn.Module, *names: str) -> bool:
+    return any(
+        cls.__name__ in names and cls.__module__.startswith("transformer_engine.pytorch.module")
+        for cls in type(module).__mro__
+    )
+
+
+def is_te_linear(module: nn.Module) -> bool:
+    """Whether it is TE's Linear or LayerNormLinear (or derives from them)."""
+    return _is_te(module, "Linear", "LayerNormLinear")
+
+
+def is_te_grouped_linear(module: nn.Module) -> bool:
+    """Whether it is TE's GroupedLinear (or derives from it)."""
+    return _is_te(module, "GroupedLinear")
+
+
+def refuse_unsupported_te(path: str, module: nn.Module) -> None:
+    """Raise ValueError, naming module and option, for a TE module whose sharded form would be wrong.
+
+    TE's ``LayerNormMLP`` does not know ``DistributedWeight``. A delayed weight gradient is computed after the
+    hook that reduces it. A split weight and a single grouped weight hold several weights in one parameter.
+    """
+    if _is_te(module, "LayerNormMLP"):
+        raise ValueError(f"{path}: LayerNormMLP cannot be sharded; use LayerNormLinear followed by Linear")
+    if not (is_te_linear(module) or is_te_grouped_linear(module)):
+        return
+    store = getattr(module, "wgrad_store", None)
+    if store is not None and store.delay_wgrad_compute():
+        raise ValueError(f"{path}: delay_wgrad_compute loses a sharded weight's gradient; build it without")
+    if getattr(module, "single_grouped_weight", False):
+        raise ValueError(f"{path}: single_grouped_weight cannot be sharded; build it with single_grouped_weight=False")
+    names = getattr(module, "weight_names", ["weight"])
+    if is_te_linear(module) and names != ["weight"]:
+        raise ValueError(f"{path}: parameters_split gives {names}; a sharded module needs one weight, without a split")

@@ -1,0 +1,227 @@
+"""Sharding a plain PyTorch or Transformer Engine model in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from etp.config import EtpConfig
+from etp.digest import check_peers_agree
+from etp.group import WeightGroup
+from etp.layout import ShardLayout
+from etp.modules import GroupedLinear
+from etp.param import ETPShardedParam
+from etp.runtime import EtpRuntime
+from etp.te import is_te_grouped_linear, is_te_linear, refuse_unsupported_te
+
+logger = logging.getLogger(__name__)
+
+
+def shard_module(
+    module: nn.Module,
+    etp_group: dist.ProcessGroup,
+    expert_group: dist.ProcessGroup | None = None,
+    config: EtpConfig | None = None,
+) -> EtpRuntime:
+    """Shard the linear and embedding weights under ``module`` over a group, in place. Collective.
+
+    Every ``nn.Linear``, ``nn.Embedding``, Transformer Engine ``Linear``, ``LayerNormLinear`` and ``GroupedLinear``
+    at any depth keeps its place and its behaviour; its weight becomes an :class:`etp.ETPShardedParam`. Weights that
+    modules share stay shared. Everything else stays replicated, and its gradients are combined over ``etp_group``.
+    The projections inside ``nn.MultiheadAttention`` stay replicated, because it reads their weights directly.
+
+    When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
+    afterwards: one that was built before holds the full weights, which are no longer the module's.
+
+    Args:
+        module: the model; every rank of the group holds the same weights.
+        etp_group: the ranks to shard over. They see different data.
+        expert_group: the ranks to shard grouped linears over; ``etp_group`` if None.
+        config: options.
+
+    Returns:
+        The runtime that now drives the weights. It lives as long as they do; keeping it is optional.
+
+    Raises:
+        ValueError: if this rank is in no such group, or a weight cannot be cut; nothing is changed then.
+        PeerMismatchError: if the ranks hold different weights; nothing is changed then.
+    """
+    config = config or EtpConfig()
+    expert_group = expert_group or etp_group
+    for label, group in (("etp_group", etp_group), ("expert_group", expert_group)):
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
+                "rank its own"
+            )
+    sites = list(_weight_sites(module))
+    layouts = _check(module, sites, etp_group, expert_group, config)
+    runtime = EtpRuntime(config)
+    _replace(module, sites, layouts, etp_group, expert_group)
+    runtime.adopt(module)
+    _register_replicated(module, runtime, etp_group, expert_group)
+    logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
+    return runtime
+
+
+class _Site:
+    """One module's weights that are gathered together."""
+
+    def __init__(self, path: str, module: nn.Module, names: list[str]) -> None:
+        self.path = path
+        self.module = module
+        self.names = names
+        self.grouped = _is_grouped(module)
+
+    def params(self) -> list[nn.Parameter]:
+        return [getattr(self.module, name) for name in self.names]
+
+    def full_names(self) -> list[str]:
+        return [f"{self.path}.{name}".lstrip(".") for name in self.names]
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    return isinstance(module, GroupedLinear) or is_te_grouped_linear(module)
+
+
+def _weight_sites(root: nn.Module) -> Iterator[_Site]:
+    for path, module in root.named_modules():
+        refuse_unsupported_te(path, module)
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            continue
+        if _is_grouped(module):
+            names = [f"weight{index}" for index in range(module.num_gemms)]
+        elif isinstance(module, nn.Linear | nn.Embedding) or is_te_linear(module):
+            names = ["weight"]
+        else:
+            continue
+        if not any(isinstance(getattr(module, name), ETPShardedParam) for name in names):
+            yield _Site(path, module, names)
+
+
+def _check(
+    root: nn.Module,
+    sites: list[_Site],
+    etp_group: dist.ProcessGroup,
+    expert_group: dist.ProcessGroup,
+    config: EtpConfig,
+) -> dict[int, ShardLayout]:
+    """Everything that can be refused is refused here, before the first weight is cut."""
+    # First of all, and together: a rank that raised alone would leave its peers waiting for it.
+    plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
+    experts = {name for site in sites if site.grouped for name in site.full_names()}
+    check_peers_agree({n: p for n, p in plain.items() if n not in experts}, etp_group, "shard_module")
+    if experts:
+        check_peers_agree({n: p for n, p in plain.items() if n in experts}, expert_group, "shard_module")
+    layouts: dict[int, ShardLayout] = {}
+    for site in sites:
+        size = dist.get_world_size(expert_group if site.grouped else etp_group)
+        for name, attribute in zip(site.full_names(), site.names, strict=True):
+            param = _checked_param(name, site.module, attribute)
+            try:
+                layouts[id(param)] = ShardLayout(tuple(param.shape), size, config.pad_for_alignment)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return layouts
+
+
+def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter:
+    """The parameter, unless cutting it would silently lose something."""
+    if getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False):
+        raise ValueError(f"{name}: an embedding with max_norm or sparse gradients cannot be sharded")
+    param = module._parameters.get(attribute)
+    if param is None:
+        raise ValueError(
+            f"{name} is computed from other parameters (a parametrization, such as weight norm) and cannot be "
+            "sharded; remove the parametrization first"
+        )
+    if param.grad is not None:
+        raise ValueError(f"{name} has a gradient already, of the full size; call zero_grad() before sharding")
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"{name} has gradient hooks, which its shard would not have; register them after sharding")
+    return param
+
+
+def _replace(
+    root: nn.Module,
+    sites: list[_Site],
+    layouts: dict[int, ShardLayout],
+    etp_group: dist.ProcessGroup,
+    expert_group: dist.ProcessGroup,
+) -> None:
+    # Holds the originals too: an id may be used again as soon as its object is gone.
+    done: dict[int, tuple[nn.Parameter, ETPShardedParam]] = {}
+    for site in sites:
+        group = expert_group if site.grouped else etp_group
+        fresh: list[ETPShardedParam] = []
+        for param in site.params():
+            if id(param) not in done:
+                fresh.append(ETPShardedParam.from_full(param, group, layouts[id(param)].pad_for_alignment))
+                # What a user noted on the parameter, such as a flag for the optimizer, goes with it.
+                fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
+                done[id(param)] = (param, fresh[-1])
+        if fresh:
+            WeightGroup(fresh, group)
+    # Everywhere, not only at the sites: a module of the user's own may hold one of these weights too.
+    for module in root.modules():
+        for name, held in module._parameters.items():
+            if id(held) in done:
+                module._parameters[name] = done[id(held)][1]
+
+
+def _register_replicated(
+    root: nn.Module, runtime: EtpRuntime, etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup
+) -> None:
+    if runtime.config.reduce_once_per_iteration:
+        logger.info("replicated gradients are still combined at every backward; only sharded weights wait")
+    for module in root.modules():
+        group = expert_group if _is_grouped(module) else etp_group
+        for param in module.parameters(recurse=False):
+            if not isinstance(param, ETPShardedParam):
+                runtime.replicated.register(param, group)
+
+
+def runtimes_of(module: nn.Module) -> list[EtpRuntime]:
+    """The runtimes that drive sharded weights under ``module``, each once."""
+    found: dict[int, EtpRuntime] = {}
+    for param in module.parameters():
+        if isinstance(param, ETPShardedParam) and isinstance(param.driver, EtpRuntime):
+            found[id(param.driver)] = param.driver
+    return list(found.values())
+
+
+def wait_async_comms(module: nn.Module) -> None:
+    """Finish all of ``module``'s communication: every shard's gradient is complete, every hook has run.
+
+    Needed only where reductions outlive ``backward()``: with ``reduce_once_per_iteration``, and under Megatron,
+    which calls it itself.
+    """
+    for runtime in runtimes_of(module):
+        runtime.wait()
+
+
+def resident_nbytes(module: nn.Module) -> dict[str, int]:
+    """Bytes that this rank holds for ``module``'s sharded weights, by purpose.
+
+    Returns:
+        ``shards``, ``gradients``, ``gather_slots`` and ``gradient_buffers``; see docs/design.md for the closed form.
+    """
+    totals = {"shards": 0, "gradients": 0, "gather_slots": 0, "gradient_buffers": 0}
+    for param in module.parameters():
+        if isinstance(param, ETPShardedParam):
+            totals["shards"] += _nbytes(param.local_shard())
+            grad = param.grad if getattr(param, "main_grad", None) is None else param.main_grad  # type: ignore[attr-defined]
+            totals["gradients"] += 0 if grad is None else _nbytes(grad)
+    for runtime in runtimes_of(module):
+        totals["gather_slots"] += runtime.cache.nbytes()
+        totals["gradient_buffers"] += runtime.wgrad_pool.nbytes()
+    return totals
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
