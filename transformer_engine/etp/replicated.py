@@ -8,7 +8,6 @@ the shards' do. A tensor hook takes the incoming gradient away (autograd adds ze
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from etp.collectives.works import WorkLine, free_bytes
 from etp.config import GradReduction
 from etp.errors import EtpCommunicationError
 
@@ -38,6 +38,7 @@ class ReplicatedGrads:
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._collected: dict[nn.Parameter, torch.Tensor] = {}
+        self._line = WorkLine()
 
     @property
     def groups(self) -> Mapping[nn.Parameter, dist.ProcessGroup]:
@@ -91,6 +92,7 @@ class ReplicatedGrads:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
                 param.grad.add_(total.view(param.shape))
+            free_bytes(flat)
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """What to sum gradients of ``dtype`` in."""
@@ -103,10 +105,7 @@ class ReplicatedGrads:
     def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, timeout_s: float | None) -> None:
         try:
             work = dist.all_reduce(flat, group=group, async_op=True)
-            if timeout_s is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=timeout_s))
+            self._line.wait(work, timeout_s, keep=flat.device.type == "cpu")
         except RuntimeError as error:
             raise EtpCommunicationError(
                 f"all-reduce of replicated gradients failed on rank {dist.get_rank()} (shard group: ranks "

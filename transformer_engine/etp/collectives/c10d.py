@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from etp.collectives.base import GradSink
 from etp.collectives.sums import accumulate_parts
+from etp.collectives.works import WorkLine, free_bytes
 from etp.errors import EtpCommunicationError
 from etp.streams import InFlight
 
@@ -44,11 +45,13 @@ class C10dTransport:
         self._group = self._reduce_group = group
         self._size = dist.get_world_size(group)
         self._fp32_accumulation = fp32_accumulation
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        self._line = WorkLine()
         ranks = dist.get_process_group_ranks(group)
         # new_group sorts its ranks; in another order the chunks would go to the wrong peers.
         if device is not None and device.type == "cuda" and ranks == sorted(ranks):
-            self._reduce_group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+            self._reduce_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
@@ -60,7 +63,7 @@ class C10dTransport:
                     for output, shard in zip(outputs, shards, strict=True)
                 ],
             )
-        return _Collective(self, works, label)
+        return _Collective(self, works, label, outputs[0].device)
 
     def reduce_scatter(
         self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
@@ -91,14 +94,11 @@ class C10dTransport:
             return [manager]
         return [collective(output, source, group=group, async_op=True) for collective, output, source in calls]
 
-    def wait(self, works: Sequence[dist.Work], label: str) -> None:
-        """Wait for started work, turning a failure into one error that names it."""
+    def wait(self, works: Sequence[dist.Work], label: str, device: torch.device) -> None:
+        """Wait for started work on ``device``, turning a failure into one error that names it."""
         with self._reported(label):
             for work in works:
-                if self._timeout is None or not hasattr(work, "is_completed"):
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
+                self._line.wait(work, self._timeout_s, keep=device.type == "cpu")
 
     @contextlib.contextmanager
     def _reported(self, label: str) -> Iterator[None]:
@@ -113,13 +113,14 @@ class C10dTransport:
 
 
 class _Collective:
-    def __init__(self, transport: C10dTransport, works: Sequence[dist.Work], label: str) -> None:
+    def __init__(self, transport: C10dTransport, works: Sequence[dist.Work], label: str, device: torch.device) -> None:
         self._transport = transport
         self._works = works
         self._label = label
+        self._device = device
 
     def join(self) -> None:
-        self._transport.wait(self._works, self._label)
+        self._transport.wait(self._works, self._label, self._device)
         # A finished NCCL Work keeps its tensors alive; let go of them now, not when this object goes.
         self._works = ()
 
@@ -135,7 +136,7 @@ class _Reduction(_Collective):
         sinks: list[GradSink],
         divisor: int,
     ) -> None:
-        super().__init__(transport, works, label)
+        super().__init__(transport, works, label, sent[0].device)
         self._received = received
         self._sent = sent
         self._sinks = sinks
@@ -145,4 +146,5 @@ class _Reduction(_Collective):
         super().join()
         for parts, sink in zip(self._received, self._sinks, strict=True):
             accumulate_parts(parts, sink, self._divisor)
+            free_bytes(parts)
         self._received, self._sent = [], []
