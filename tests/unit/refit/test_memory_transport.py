@@ -19,9 +19,10 @@ from megatron_patches.refit.errors import (
     TransferError,
 )
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.packets import Bits, Packet, Part, Sender
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.proof import prove
-from megatron_patches.refit.transports.memory import Bits, Packet, Part, Receiver, Sender, refit
+from megatron_patches.refit.transports.memory import Receiver, refit
 from tests.support.refit_cases import Case, elements, random_case, random_options, region
 
 
@@ -170,8 +171,8 @@ def shifted_read(packets: list[Packet], scene: Scene) -> list[Packet]:
 
 def shifted_write(packets: list[Packet], scene: Scene) -> list[Packet]:
     """The receiver's own transfers point one element too far, behind the plan's back."""
-    for key, items in scene.receiver._expected.items():
-        scene.receiver._expected[key] = [
+    for key, items in scene.receiver._unpacker._expected.items():
+        scene.receiver._unpacker._expected[key] = [
             replace(item, write=replace(item.write, offset=item.write.offset + 1)) for item in items
         ]
     return packets
@@ -272,8 +273,8 @@ def test_one_receiver_that_fails_keeps_all_on_the_old_version() -> None:
     memory = [random_memory(manifest, rng) for manifest in wanted]
     old = [held["c"].copy() for held in memory]
     receivers = {rank: Receiver(plan, manifest, memory[rank]) for rank, manifest in enumerate(wanted)}
-    receivers[1]._expected[0, 0] = [
-        replace(item, write=replace(item.write, offset=1)) for item in receivers[1]._expected[0, 0]
+    receivers[1]._unpacker._expected[0, 0] = [
+        replace(item, write=replace(item.write, offset=1)) for item in receivers[1]._unpacker._expected[0, 0]
     ]
     with pytest.raises(DigestError, match="destination rank 1"):
         refit(plan, [Sender(plan, 0, random_memory(sources[0], rng))], receivers, 1)
