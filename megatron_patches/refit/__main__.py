@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit export --load CHECKPOINT --output DIRECTORY``, alone or under torchrun."""
+"""``python -m megatron_patches.refit``: ``export`` (alone or under torchrun), ``plan`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
+from megatron_patches.refit import plan_command
 from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
 from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
 from megatron_patches.refit.megatron_checkpoint import (
@@ -72,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--etp-size", type=int, default=1, help="extended-tensor-parallel size (not expert tensor parallelism)"
     )
     export.add_argument("--timeout-minutes", type=float, default=30.0, help="longest wait for another process")
+    plan_command.add_commands(commands, parse_size)
     return parser
 
 
@@ -129,6 +131,8 @@ def _silence_imports() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     options = build_parser().parse_args(arguments)
+    if options.command in {"plan", "verify"}:
+        return plan_command.main(options)
     first = int(os.environ.get("RANK", "0")) == 0
     _silence_imports()
     try:

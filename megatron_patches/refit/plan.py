@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View, coalesce, overlapping_pair, subtract
+from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.dtypes import itemsize
-from megatron_patches.refit.errors import CoverageError
-from megatron_patches.refit.manifest import Manifest, Placement
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.pairing import Pair, deal_rounds, pair_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,29 +88,66 @@ class Transfer:
         return self.box.volume * itemsize(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """The rank that a part of a plan is made for.
+
+    Attributes:
+        side: ``source`` or ``destination``.
+        rank: the rank, on that side.
+    """
+
+    side: Literal["source", "destination"]
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.side} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """Which part of which plan.
+
+    Attributes:
+        of: the rank that it is for.
+        whole_digest: digest of the whole plan.
+        whole_rounds: rounds of the whole plan.
+    """
+
+    of: PartOf
+    whole_digest: str
+    whole_rounds: int
+
+
 @dataclass(frozen=True)
 class Plan:
-    """All transfers of one refit, in canonical order: by tensor, box, destination and place."""
+    """All transfers of one refit, or those of one rank, in canonical order: by tensor, box, destination and place.
+
+    Attributes:
+        tensors: all tensors of the model.
+        transfers: the transfers.
+        part: None for a whole plan.
+    """
 
     tensors: tuple[TensorSpec, ...]
     transfers: tuple[Transfer, ...]
+    part: PartInfo | None = None
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over everything in the plan, as hexadecimal digits."""
-        content = hashlib.sha256()
-        for spec in self.tensors:
-            content.update(f"T|{spec.name}|{spec.shape}|{spec.dtype}\n".encode())
+        """sha256 over everything in the whole plan, as hexadecimal digits."""
+        if self.part is not None:
+            return self.part.whole_digest
+        content = _PlanHash(self.tensors)
         for item in self.transfers:
-            content.update(
-                f"X|{item.round}|{item.source}|{item.destination}|{item.box}|{_view_text(item.read)}|"
-                f"{_view_text(item.write)}|{item.source_dtype}|{item.dtype}\n".encode()
-            )
-        return content.hexdigest()
+            content.add(item)
+        return content.result()
 
     @property
     def rounds(self) -> int:
-        """Number of rounds."""
+        """Number of rounds of the whole plan."""
+        if self.part is not None:
+            return self.part.whole_rounds
         return max((item.round for item in self.transfers), default=-1) + 1
 
     @property
@@ -133,27 +171,26 @@ class Plan:
         return dict(total)
 
 
+class _PlanHash:
+    """Hashes a plan, transfer by transfer."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        self._content = hashlib.sha256()
+        for spec in tensors:
+            self._content.update(f"T|{spec.name}|{spec.shape}|{spec.dtype}\n".encode())
+
+    def add(self, item: Transfer) -> None:
+        self._content.update(
+            f"X|{item.round}|{item.source}|{item.destination}|{item.box.tensor}{item.box.start}{item.box.stop}|"
+            f"{_view_text(item.read)}|{_view_text(item.write)}|{item.source_dtype}|{item.dtype}\n".encode()
+        )
+
+    def result(self) -> str:
+        return self._content.hexdigest()
+
+
 def _view_text(view: View) -> str:
     return f"{view.storage}@{view.offset}{view.shape}{view.strides}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """A rank that holds a box, where, and as what."""
-
-    rank: int
-    host: str
-    placement: Placement
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of a wanted box that is not yet given to one of its holders."""
-
-    box: Box
-    wanted: _Holder
-    holders: tuple[_Holder, ...]
 
 
 def make_plan(
@@ -176,133 +213,59 @@ def make_plan(
     Raises:
         CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
     """
-    held, wanted = _by_tensor(sources), _by_tensor(destinations)
-    parts: list[_Part] = []
-    for name in sorted(wanted):
-        parts.extend(_parts_of_tensor(held.get(name, []), wanted[name], options))
-    chosen = _choose(parts)
-    return Plan(tuple(sorted(tensors)), tuple(_into_rounds(_join(chosen), options)))
+    return Plan(tuple(sorted(tensors)), tuple(_transfer(*item) for item in _dealt(sources, destinations, options)))
 
 
-def _by_tensor(manifests: Sequence[Manifest]) -> Mapping[str, list[_Holder]]:
-    found: dict[str, list[_Holder]] = defaultdict(list)
-    for manifest in sorted(manifests, key=lambda item: item.rank):
-        for placement in manifest.placements:
-            dtype = manifest.storage[placement.view.storage].dtype
-            found[placement.box.tensor].append(_Holder(manifest.rank, manifest.host, placement, dtype))
-    return found
+def make_part(
+    tensors: Sequence[TensorSpec],
+    sources: Sequence[Manifest],
+    destinations: Sequence[Manifest],
+    of: PartOf,
+    options: PlanOptions = DEFAULT_OPTIONS,
+) -> Plan:
+    """What :func:`make_plan` plans for one rank, with the digest of the whole; arguments and errors are the same.
 
+    Who sends what is decided for all ranks, as it has to be where loads are balanced; the transfers, which are most
+    of the work and of the memory, are made for this rank alone.
 
-def _parts_of_tensor(held: list[_Holder], wanted: list[_Holder], options: PlanOptions) -> list[_Part]:
-    """Cells of every wanted box of one tensor, the large ones cut among their holders."""
-    replicas: dict[Box, list[_Holder]] = defaultdict(list)
-    for holder in held:
-        replicas[holder.placement.box].append(holder)
-    boxes = sorted(replicas)
-    refine = overlapping_pair(boxes) is not None
-    cells_of: dict[Box, list[tuple[Box, tuple[_Holder, ...]]]] = {}
-    parts: list[_Part] = []
-    for want in sorted(wanted, key=lambda item: (item.placement.box, item.rank, item.placement.view)):
-        box = want.placement.box
-        if box not in cells_of:
-            cells_of[box] = _cells(box, boxes, replicas, refine)
-            missing = subtract(box, (cell for cell, _ in cells_of[box]))
-            if missing:
-                raise CoverageError(
-                    f"no source holds {missing[0]}, which destination rank {want.rank} wants in "
-                    f"{want.placement.view.storage} as part of {box}"
-                )
-        for cell, holders in cells_of[box]:
-            size = cell.volume * itemsize(want.dtype)
-            dim = next((index for index, extent in enumerate(cell.shape) if extent > 1), 0)
-            count = min(len({holder.rank for holder in holders}), size // options.split_bytes)
-            pieces = cell.split(count, dim) if cell.shape else [cell]
-            parts.extend(_Part(piece, want, holders) for piece in pieces)
-    return parts
-
-
-def _cells(
-    wanted: Box, boxes: Sequence[Box], replicas: Mapping[Box, list[_Holder]], refine: bool
-) -> list[tuple[Box, tuple[_Holder, ...]]]:
-    """Disjoint pieces of ``wanted``, each with all holders that have it whole."""
-    near = [(box, common) for box in boxes if (common := box.intersect(wanted)) is not None]
-    if not refine:
-        return [(common, tuple(replicas[box])) for box, common in near]
-    pieces: list[Box] = []
-    for _, common in near:
-        fresh: list[Box] = subtract(common, pieces)
-        old = [part for piece in pieces for part in _cut_by(piece, common)]
-        pieces = old + fresh
-    by_holders: dict[tuple[Box, ...], list[Box]] = defaultdict(list)
-    for piece in pieces:
-        by_holders[tuple(box for box, _ in near if box.contains(piece))].append(piece)
-    return [
-        (piece, tuple(holder for box in owners for holder in replicas[box]))
-        for owners, same in sorted(by_holders.items())
-        for piece in coalesce(same)
-    ]
-
-
-def _cut_by(piece: Box, knife: Box) -> list[Box]:
-    """``piece`` cut into its part inside ``knife`` and the rest."""
-    common = piece.intersect(knife)
-    return [piece] if common is None else [common, *subtract(piece, [common])]
-
-
-def _choose(parts: Sequence[_Part]) -> Mapping[tuple[_Holder, _Holder], list[Box]]:
-    """Gives each part to its least loaded holder, the largest first, those on the receiver's host preferred.
-
-    Returns:
-        What each held placement (first of the key) gives to each wanted one (second).
+    Args:
+        tensors: all tensors of the model.
+        sources: what each source rank holds, in any order.
+        destinations: what each destination rank wants, in any order.
+        of: the rank.
+        options: budgets and allowed conversions.
     """
-    load: dict[int, int] = defaultdict(int)
-    chosen: dict[tuple[_Holder, _Holder], list[Box]] = defaultdict(list)
-    for part in sorted(parts, key=lambda p: (-p.box.volume, p.box, p.wanted.rank, p.wanted.placement.view)):
-        best = min(
-            part.holders,
-            key=lambda h: (h.host != part.wanted.host, load[h.rank], h.rank, h.placement.view),
-        )
-        load[best.rank] += part.box.volume * itemsize(part.wanted.dtype)
-        chosen[best, part.wanted].append(part.box)
-    return chosen
+    ordered = tuple(sorted(tensors))
+    content = _PlanHash(ordered)
+    mine: list[Transfer] = []
+    rounds = 0
+    for number, pair in _dealt(sources, destinations, options):
+        transfer = _transfer(number, pair)
+        content.add(transfer)
+        rounds = max(rounds, number + 1)
+        if of.rank == (transfer.source if of.side == "source" else transfer.destination):
+            mine.append(transfer)
+    return Plan(ordered, tuple(mine), PartInfo(of, content.result(), rounds))
 
 
-def _join(chosen: Mapping[tuple[_Holder, _Holder], list[Box]]) -> list[Transfer]:
-    """Joins what one placement gives to another into the largest boxes, and sorts all canonically."""
-    joined = [
-        Transfer(
-            round=0,
-            source=holder.rank,
-            destination=wanted.rank,
-            box=box,
-            read=holder.placement.view.cut(holder.placement.box, box),
-            write=wanted.placement.view.cut(wanted.placement.box, box),
-            source_dtype=holder.dtype,
-            dtype=wanted.dtype,
-        )
-        for (holder, wanted), boxes in chosen.items()
-        for box in coalesce(boxes)
-    ]
-    return sorted(joined, key=lambda item: (item.box, item.destination, item.write, item.source, item.read))
+def _dealt(
+    sources: Sequence[Manifest], destinations: Sequence[Manifest], options: PlanOptions
+) -> Iterator[tuple[int, Pair]]:
+    """Every pair, with its round, in canonical order."""
+    pairs = pair_up(sources, destinations, options.split_bytes)
+    for tensor in deal_rounds(pairs, options.staging_bytes, options.bound_destinations):
+        yield from tensor
 
 
-def _into_rounds(transfers: Sequence[Transfer], options: PlanOptions) -> list[Transfer]:
-    """Cuts transfers to the staging budget and deals them, in order, into rounds."""
-    filled: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))  # side and rank -> round, bytes in it
-    result = []
-    for whole in transfers:
-        width = max(itemsize(whole.source_dtype), itemsize(whole.dtype))
-        sides = [("source", whole.source)]
-        if options.bound_destinations:
-            sides.append(("destination", whole.destination))
-        for box in whole.box.chunks(options.staging_bytes // width):
-            size = box.volume * width
-            at = max(filled[side][0] for side in sides)
-            if any(filled[side][0] == at and filled[side][1] + size > options.staging_bytes for side in sides):
-                at += 1
-            for side in sides:
-                before = filled[side][1] if filled[side][0] == at else 0
-                filled[side] = (at, before + size)
-            read, write = whole.read.cut(whole.box, box), whole.write.cut(whole.box, box)
-            result.append(replace(whole, round=at, box=box, read=read, write=write))
-    return result
+def _transfer(number: int, pair: Pair) -> Transfer:
+    held, wanted = pair.source.placement, pair.destination.placement
+    return Transfer(
+        round=number,
+        source=pair.source.rank,
+        destination=pair.destination.rank,
+        box=pair.box,
+        read=held.view.cut(held.box, pair.box),
+        write=wanted.view.cut(wanted.box, pair.box),
+        source_dtype=pair.source.dtype,
+        dtype=pair.destination.dtype,
+    )

@@ -16,12 +16,12 @@ import numpy as np
 from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, overlapping_pair, subtract
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, Plan, PlanOptions, Transfer
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was proved, in numbers.
+    """What was proved, in numbers; of a source's part the first two are 0.
 
     Attributes:
         elements: elements written, each exactly once.
@@ -49,6 +49,9 @@ def prove(
     transfer, at the place where it is wanted; wanted boxes do not share memory; dtypes are equal, or converted by
     a pair listed in ``options.conversions``; no round exceeds the staging budget.
 
+    Of the part that ``make_part`` makes, the same is shown as far as it concerns its rank: of a destination all that
+    it wants, of a source all that it sends. A whole plan is proved when every destination has proved its part.
+
     Raises:
         ProofError: naming tensor, box and rank.
     """
@@ -59,11 +62,31 @@ def prove(
                 _check_placement(side, manifest.rank, placement, manifest.storage[placement.view.storage], specs)
     _check_reads(plan.transfers, sources)
     _check_dtypes(plan.transfers, sources, destinations, options)
-    for manifest in destinations:
+    _check_owner(plan)
+    covered = [manifest for manifest in destinations if _is_covered(plan, manifest.rank)]
+    for manifest in covered:
         _check_no_aliases(manifest)
-    boxes, elements = _check_writes(plan.transfers, destinations)
+    boxes, elements = _check_writes(plan.transfers, destinations, covered)
     _check_rounds(plan.transfers, options)
     return Verdict(elements, boxes, len(plan.transfers), plan.digest)
+
+
+def _check_owner(plan: Plan) -> None:
+    """A part holds transfers of its rank only."""
+    if plan.part is None:
+        return
+    of = plan.part.of
+    for item in plan.transfers:
+        if of.rank != (item.source if of.side == "source" else item.destination):
+            raise ProofError(
+                f"{item.box} goes from source rank {item.source} to destination rank {item.destination} in the part of "
+                f"{of}"
+            )
+
+
+def _is_covered(plan: Plan, rank: int) -> bool:
+    """Whether the plan, or the part of it, has all transfers to this destination."""
+    return plan.part is None or plan.part.of == PartOf("destination", rank)
 
 
 def _check_placement(
@@ -149,8 +172,10 @@ def _check_no_aliases(manifest: Manifest) -> None:
             )
 
 
-def _check_writes(transfers: Sequence[Transfer], destinations: Sequence[Manifest]) -> tuple[int, int]:
-    """Every wanted box is covered exactly once; returns how many boxes and elements that is."""
+def _check_writes(
+    transfers: Sequence[Transfer], destinations: Sequence[Manifest], covered: Sequence[Manifest]
+) -> tuple[int, int]:
+    """Every write is wanted, and every box of ``covered`` covered exactly once; returns how many boxes and elements."""
     wanted: dict[tuple[int, str, str], list[Placement]] = defaultdict(list)
     for manifest in destinations:
         for placement in manifest.placements:
@@ -163,9 +188,9 @@ def _check_writes(transfers: Sequence[Transfer], destinations: Sequence[Manifest
             raise ProofError(f"destination rank {item.destination} does not want {item.box} at {item.write}")
         written[item.destination, home].append(item)
     count = elements = 0
-    for (rank, _, _), placements in wanted.items():
-        for placement in placements:
-            _check_cover(rank, placement, written.get((rank, placement), []))
+    for manifest in covered:
+        for placement in manifest.placements:
+            _check_cover(manifest.rank, placement, written.get((manifest.rank, placement), []))
             count += 1
             elements += placement.box.volume
     return count, elements

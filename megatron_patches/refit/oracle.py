@@ -1,0 +1,136 @@
+"""Carries a plan out in memory and compares every byte with a dense model of random bits, cut without the plan's code.
+
+What a destination must hold is derived from its manifest alone, by index arithmetic of its own: neither the pairing,
+nor the views that the plan cuts, nor the transport takes part. Padding starts as random bits and must stay as it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_patches.refit.boxes import Box, TensorSpec
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.manifest import Manifest, Placement
+from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.transports.memory import Bits, Receiver, Sender, refit
+
+
+class OracleError(RefitError):
+    """A destination holds another byte than the dense model has there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared.
+
+    Attributes:
+        elements: elements of wanted boxes, each equal to the dense model's.
+        untouched: elements of destinations outside all boxes, each as it was.
+        peak_staged_bytes: most bytes that one rank had staged in a round.
+    """
+
+    elements: int
+    untouched: int
+    peak_staged_bytes: int
+
+
+def memory_needed(tensors: Sequence[TensorSpec], sources: Sequence[Manifest], destinations: Sequence[Manifest]) -> int:
+    """Bytes that :func:`verify_in_memory` allocates at its peak, about."""
+    held, wanted = (
+        sum(storage.numel * itemsize(storage.dtype) for manifest in side for storage in manifest.storages)
+        for side in (sources, destinations)
+    )
+    return sum(spec.nbytes for spec in tensors) + held + 4 * wanted  # serving, incoming, as it was, what is expected
+
+
+def verify_in_memory(
+    plan: Plan, sources: Sequence[Manifest], destinations: Sequence[Manifest], seed: int = 0
+) -> Verification:
+    """Fills the sources from a random dense model, moves it by ``plan``, and compares the destinations with it.
+
+    Raises:
+        OracleError: naming the first element that differs, its tensor, box and rank.
+        RefitError: if the transfer itself fails.
+    """
+    dense = {spec.name: _random_bits(spec.numel, spec.dtype, f"{seed}|{spec.name}") for spec in plan.tensors}
+    shapes = {spec.name: spec.shape for spec in plan.tensors}
+    senders = []
+    for manifest in sources:
+        memory = _noise(manifest, f"{seed}|source")
+        for placement in manifest.placements:
+            memory[placement.view.storage][_positions(placement)] = dense[placement.box.tensor][
+                _indices(placement.box, shapes[placement.box.tensor])
+            ]
+        senders.append(Sender(plan, manifest.rank, memory))
+    serving = {manifest.rank: _noise(manifest, f"{seed}|destination") for manifest in destinations}
+    before = {rank: {name: bits.copy() for name, bits in held.items()} for rank, held in serving.items()}
+    receivers = {manifest.rank: Receiver(plan, manifest, serving[manifest.rank]) for manifest in destinations}
+    peak = refit(plan, senders, receivers, 1)
+    elements = untouched = 0
+    for manifest in destinations:
+        expected = before[manifest.rank]
+        inside = 0
+        for placement in manifest.placements:
+            positions = _positions(placement)
+            expected[placement.view.storage][positions] = dense[placement.box.tensor][
+                _indices(placement.box, shapes[placement.box.tensor])
+            ]
+            inside += positions.size
+        _compare(manifest, serving[manifest.rank], expected)
+        elements += inside
+        untouched += sum(storage.numel for storage in manifest.storages) - inside
+    return Verification(elements, untouched, peak)
+
+
+def _compare(manifest: Manifest, found: Mapping[str, Bits], expected: Mapping[str, Bits]) -> None:
+    for name, bits in expected.items():
+        wrong = np.flatnonzero(found[name] != bits)
+        if wrong.size:
+            at = int(wrong[0])
+            owner = next(
+                (
+                    str(placement.box)
+                    for placement in manifest.placements
+                    if placement.view.storage == name and bool((_positions(placement) == at).any())
+                ),
+                "padding",
+            )
+            raise OracleError(
+                f"destination rank {manifest.rank} holds {int(found[name][at]):#x} in element {at} of {name} "
+                f"({owner}); the dense model has {int(bits[at]):#x}; {wrong.size} elements differ"
+            )
+
+
+def _positions(placement: Placement) -> NDArray[np.int64]:
+    """Index in the storage of every element of a placement, in row-major order of its box."""
+    index = np.full(1, placement.view.offset, dtype=np.int64)
+    for extent, step in zip(placement.view.shape, placement.view.strides, strict=True):
+        index = (index[:, None] + np.arange(extent, dtype=np.int64) * step).reshape(-1)
+    return index
+
+
+def _indices(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Index in the flat dense tensor of every element of a box, in row-major order."""
+    index = np.zeros(1, dtype=np.int64)
+    for low, high, extent in zip(box.start, box.stop, shape, strict=True):
+        index = (index[:, None] * extent + np.arange(low, high, dtype=np.int64)).reshape(-1)
+    return index
+
+
+def _noise(manifest: Manifest, seed: str) -> dict[str, Bits]:
+    return {
+        storage.name: _random_bits(storage.numel, storage.dtype, f"{seed}|{manifest.rank}|{storage.name}")
+        for storage in manifest.storages
+    }
+
+
+def _random_bits(count: int, dtype: str, seed: str) -> Bits:
+    width = itemsize(dtype)
+    generator = np.random.default_rng(zlib.crc32(seed.encode()))
+    return np.frombuffer(generator.bytes(count * width), dtype=f"u{width}").copy()

@@ -1,0 +1,268 @@
+"""``python -m megatron_patches.refit plan`` and ``verify``: plans for clusters that are not here, and their proof."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.oracle import memory_needed, verify_in_memory
+from megatron_patches.refit.plan import PartOf, Plan, PlanOptions
+from megatron_patches.refit.proof import Verdict, prove
+from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
+from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
+from megatron_patches.refit.source.offline import TrainerOptions
+
+ROWS = 16
+"""Most rows of a table; all are in the JSON."""
+
+
+def add_commands(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], parse_size: Callable[[str], int]
+) -> None:
+    """Adds ``plan`` and ``verify`` to the command line."""
+    plan = commands.add_parser(
+        "plan",
+        help="plan a refit from a config.json and the sizes of both meshes, and prove the plan",
+        description="Plans a refit between clusters that need not exist: prints what moves, over which links, in how "
+        "many rounds and in what time at best, and whether every byte is proved to be written exactly once.",
+    )
+    which = plan.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, help="plan only what this trainer rank sends")
+    which.add_argument("--engine-rank", type=int, help="plan only what this engine rank receives")
+    verify = commands.add_parser(
+        "verify",
+        help="carry a plan out in memory and compare every byte with a dense model of random bits",
+        description="Plans as the command plan does, then moves a random model by the plan within this process and "
+        "compares every element of every engine rank with the dense model.",
+    )
+    verify.add_argument("--seed", type=int, default=0, help="of the random bits")
+    verify.add_argument("--max-memory", type=parse_size, default=parse_size("4GiB"), help="most memory to use")
+    for command in (plan, verify):
+        command.add_argument("--model", type=Path, required=True, help="config.json, or the directory that has it")
+        command.add_argument("--from", dest="trainer", required=True, help="trainer's axes: tp=2,etp=2,pp=2,ep=2,dp=2")
+        command.add_argument("--to", dest="engine", required=True, help="engine's axes: tp=4,ep=4,dp=1")
+        command.add_argument("--staging", type=parse_size, default=parse_size("256MiB"), help="budget of a rank")
+        command.add_argument("--ranks-per-host", type=int, default=8, help="on both sides")
+        command.add_argument("--colocated", action="store_true", help="trainer and engine share their hosts")
+        command.add_argument("--within-host", type=parse_size, default=parse_size("450GB"), help="bytes/s of a rank")
+        command.add_argument("--between-hosts", type=parse_size, default=parse_size("50GB"), help="bytes/s of a rank")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the commands print.
+
+    Attributes:
+        architecture: class in ``transformers``.
+        trainer: the trainer's axes.
+        engine: the engine's axes.
+        cluster: both sides.
+        plan: the plan, or one rank's part.
+        traffic: its bytes and floors.
+        verdict: the proof's.
+        comparison: what ``verify`` compared; None for ``plan``.
+        seconds: duration of each phase.
+    """
+
+    architecture: str
+    trainer: Mapping[str, object]
+    engine: Mapping[str, object]
+    cluster: Cluster
+    plan: Plan
+    traffic: Traffic
+    verdict: Verdict
+    comparison: Mapping[str, int] | None
+    seconds: Mapping[str, float]
+
+    def as_json(self) -> Mapping[str, object]:
+        """Everything, for machines."""
+        part = self.plan.part
+        return {
+            "architecture": self.architecture,
+            "tensors": len(self.plan.tensors),
+            "model_bytes": sum(spec.nbytes for spec in self.plan.tensors),
+            "trainer": {"ranks": len(self.cluster.sources), **self.trainer},
+            "engine": {"ranks": len(self.cluster.destinations), **self.engine},
+            "part": None if part is None else {"side": part.of.side, "rank": part.of.rank},
+            "transfers": len(self.plan.transfers),
+            "rounds": self.plan.rounds,
+            "bytes": self.plan.nbytes,
+            "bytes_within_hosts": self.traffic.bytes_within_hosts,
+            "sent": {str(rank): nbytes for rank, nbytes in self.traffic.sent.items()},
+            "received": {str(rank): nbytes for rank, nbytes in self.traffic.received.items()},
+            "links": [asdict(link) for link in self.traffic.links],
+            "egress_seconds": self.traffic.egress_seconds,
+            "ingress_seconds": self.traffic.ingress_seconds,
+            "floor_seconds": self.traffic.floor_seconds,
+            "proof": {"verdict": "proved", "elements": self.verdict.elements, "boxes": self.verdict.boxes},
+            "comparison": self.comparison,
+            "plan_digest": self.plan.digest,
+            "seconds": self.seconds,
+        }
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Plans and proves; carries the plan out where the command is ``verify``.
+
+    Raises:
+        RefitError: on any mistake of the user's, with one line that says which.
+    """
+    seconds: dict[str, float] = {}
+    try:
+        trainer, engine = trainer_mesh(options.trainer), engine_mesh(options.engine)
+        hosts = Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
+        plan_options = PlanOptions(staging_bytes=options.staging)
+    except ValueError as error:
+        raise RefitError(str(error)) from error
+    speeds = LinkSpeeds(within_host=options.within_host, between_hosts=options.between_hosts)
+    config = read_config(options.model)
+    family = family_from_config(config)
+    started = time.perf_counter()
+    cluster = describe_cluster(family, trainer, engine, TrainerOptions(dtype=dtype_of(config)), hosts)
+    seconds["describe"] = time.perf_counter() - started
+    started = time.perf_counter()
+    plan = cluster.plan(plan_options, _part(options))
+    seconds["plan"] = time.perf_counter() - started
+    started = time.perf_counter()
+    verdict = prove(plan, cluster.sources, cluster.destinations, plan_options)
+    seconds["prove"] = time.perf_counter() - started
+    comparison = None
+    if options.command == "verify":
+        started = time.perf_counter()
+        comparison = _compare(options, cluster, plan)
+        seconds["verify"] = time.perf_counter() - started
+    return Outcome(
+        architecture=family.architecture,
+        trainer=asdict(trainer),
+        engine=asdict(engine),
+        cluster=cluster,
+        plan=plan,
+        traffic=traffic_of(plan, cluster.sources, cluster.destinations, speeds),
+        verdict=verdict,
+        comparison=comparison,
+        seconds=seconds,
+    )
+
+
+def _part(options: argparse.Namespace) -> PartOf | None:
+    for name, side in (("rank", "source"), ("engine_rank", "destination")):
+        rank = getattr(options, name, None)
+        if rank is not None:
+            if rank < 0:
+                raise RefitError(f"there is no rank {rank}; ranks are numbered from 0")
+            return PartOf("source" if side == "source" else "destination", rank)
+    return None
+
+
+def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mapping[str, int]:
+    needed = memory_needed(cluster.tensors, cluster.sources, cluster.destinations)
+    if needed > options.max_memory:
+        raise RefitError(
+            f"carrying this plan out in memory takes {needed / 1e9:.1f} GB and --max-memory is "
+            f"{options.max_memory / 1e9:.1f} GB; verify a smaller model of the same kind, or use the command plan"
+        )
+    return asdict(verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs ``plan`` or ``verify`` and prints what came of it; returns the exit status."""
+    try:
+        outcome = run(options)
+    except RefitError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    out = sys.stdout
+    if options.json:
+        out.write(json.dumps(outcome.as_json()) + "\n")
+    else:
+        print_outcome(outcome, out)
+    return 0
+
+
+def print_outcome(outcome: Outcome, out: TextIO) -> None:
+    """Tables for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=out, highlight=False, width=None if out.isatty() else 120)
+    plan, traffic = outcome.plan, outcome.traffic
+    summary = Table.grid(padding=(0, 2))
+    for name, value in _summary(outcome):
+        summary.add_row(name, value)
+    console.print(summary)
+    for title, totals in (("source", traffic.sent), ("destination", traffic.received)):
+        table = Table(title=f"bytes by {title} rank", title_justify="left")
+        table.add_column("rank", justify="right")
+        table.add_column("sent" if title == "source" else "received", justify="right")
+        table.add_column("of the mean", justify="right")
+        mean = plan.nbytes / max(1, len(totals))
+        for rank, nbytes in sorted(totals.items(), key=lambda item: (-item[1], item[0]))[:ROWS]:
+            table.add_row(str(rank), _size(nbytes), f"{nbytes / mean:.3f}")
+        table.caption = _left_out(len(totals))
+        console.print(table)
+    table = Table(title="bytes by link", title_justify="left", caption=_left_out(len(traffic.links)))
+    for name in ("source", "destination", "sent", "over"):
+        table.add_column(name, justify="right")
+    for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:ROWS]:
+        over = "host" if link.within_host else "network"
+        table.add_row(str(link.source), str(link.destination), _size(link.nbytes), over)
+    console.print(table)
+
+
+def _summary(outcome: Outcome) -> list[tuple[str, str]]:
+    plan, traffic = outcome.plan, outcome.traffic
+    trainer, engine = (len(side) for side in (outcome.cluster.sources, outcome.cluster.destinations))
+    model = _size(sum(spec.nbytes for spec in plan.tensors))
+    rows = [
+        ("model", f"{outcome.architecture}, {len(plan.tensors)} tensors, {model}"),
+        ("from", f"{_axes(outcome.trainer)}: {trainer} ranks"),
+        ("to", f"{_axes(outcome.engine)}: {engine} ranks"),
+        ("part", "all of the plan" if plan.part is None else str(plan.part.of)),
+        ("moved", f"{_size(plan.nbytes)} in {len(plan.transfers)} transfers and {plan.rounds} rounds"),
+        ("within hosts", _size(traffic.bytes_within_hosts)),
+        ("floor", f"egress {traffic.egress_seconds:.4g} s, ingress {traffic.ingress_seconds:.4g} s"),
+        ("proof", _proved(outcome)),
+    ]
+    if outcome.comparison is not None:
+        compared = outcome.comparison
+        rows.append(("compared", f"{compared['elements']} elements equal those of the dense model"))
+        rows.append(("padding", f"{compared['untouched']} elements are as they were"))
+        rows.append(("staged", f"{_size(compared['peak_staged_bytes'])} at most"))
+    rows.append(("digest", plan.digest))
+    rows.append(("took", ", ".join(f"{name} {value:.2f} s" for name, value in outcome.seconds.items())))
+    return rows
+
+
+def _axes(mesh: Mapping[str, object]) -> str:
+    named = [
+        name if value is True else f"{name}={value}"
+        for name, value in mesh.items()
+        if value not in {1, None} or value is True
+    ]
+    return ", ".join(name for name in named if not name.endswith("=False")) or "one rank"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} bytes"
+
+
+def _proved(outcome: Outcome) -> str:
+    if outcome.plan.part is not None and outcome.plan.part.of.side == "source":
+        return f"proved: {outcome.verdict.transfers} transfers read what is held and go where they are wanted"
+    return f"proved: {outcome.verdict.elements} elements of {outcome.verdict.boxes} boxes are each written exactly once"
+
+
+def _left_out(count: int) -> str | None:
+    return f"the largest {ROWS} of {count}; all with --json" if count > ROWS else None

@@ -1,0 +1,190 @@
+"""The commands plan and verify: what they print, that they agree with the planner, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.boxes import TensorSpec, View
+from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.oracle import OracleError, verify_in_memory
+from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_plan
+from megatron_patches.refit.report import Link, LinkSpeeds, traffic_of
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.offline import TrainerOptions
+
+CONFIG: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+TRAINER, ENGINE = "tp=2,etp=2,pp=2,ep=2,dp=2", "tp=4,ep=4,dp=1"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def cluster(engine: str = ENGINE) -> Cluster:
+    family = family_from_config(CONFIG)
+    return describe_cluster(family, trainer_mesh(TRAINER), engine_mesh(engine), TrainerOptions(), Hosts())
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_numbers_are_the_plans(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = cluster()
+    plan = sides.plan(PlanOptions())
+    found = printed(capsys, "plan", "--model", model, "--from", TRAINER, "--to", ENGINE)
+    assert found["plan_digest"] == plan.digest
+    assert found["sent"] == {str(rank): nbytes for rank, nbytes in sorted(plan.bytes_by_source().items())}
+    wanted = [place.box.volume for manifest in sides.destinations for place in manifest.placements]
+    assert found["bytes"] == 2 * sum(wanted)
+    assert found["proof"] == {"verdict": "proved", "elements": sum(wanted), "boxes": len(wanted)}
+    links = found["links"]
+    assert isinstance(links, list)
+    assert sum(link["nbytes"] for link in links) == found["bytes"]
+    assert found["bytes_within_hosts"] == 0
+
+
+def test_parts_have_the_wholes_digest_and_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("plan", "--model", model, "--from", TRAINER, "--to", ENGINE)
+    whole = printed(capsys, *arguments)
+    for flag, ranks in (("--rank", 16), ("--engine-rank", 4)):
+        parts = [printed(capsys, *arguments, flag, str(rank)) for rank in range(ranks)]
+        assert {part["plan_digest"] for part in parts} == {whole["plan_digest"]}
+        assert sum(int(str(part["bytes"])) for part in parts) == whole["bytes"]
+    assert printed(capsys, *arguments, "--rank", "3")["part"] == {"side": "source", "rank": 3}
+
+
+@pytest.mark.parametrize("engine", [ENGINE, "tp=2,dp=2", "tp=4,pp=2", ""])
+def test_verify_finds_every_byte_in_its_place(model: str, capsys: pytest.CaptureFixture[str], engine: str) -> None:
+    arguments = ("verify", "--model", model, "--from", TRAINER, "--to", engine, "--staging", "3000")
+    found = printed(capsys, *arguments)
+    comparison, proof = found["comparison"], found["proof"]
+    assert isinstance(comparison, dict)
+    assert isinstance(proof, dict)
+    assert comparison["elements"] == proof["elements"]
+    assert 2000 < comparison["peak_staged_bytes"] <= 3000
+    storages = [storage.numel for manifest in cluster(engine).destinations for storage in manifest.storages]
+    assert comparison["elements"] + comparison["untouched"] == sum(storages)
+
+
+def test_tables(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--model", model, "--from", TRAINER, "--to", ENGINE]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "tp=2, etp=2, pp=2, ep=2, dp=2: 16 ranks",
+        "tp=4, expert_parallel: 4 ranks",
+        "boxes are each written exactly once",
+        "elements equal those of the dense model",
+        "bytes by link",
+        "the largest 16 of",
+    ):
+        assert words in text
+    assert main(["plan", "--model", model, "--from", TRAINER, "--to", ENGINE, "--rank", "2"]) == 0
+    assert "transfers read what is held and go where they are wanted" in capsys.readouterr().out
+
+
+SPECS = [TensorSpec("a", (4, 6), "bfloat16"), TensorSpec("b", (4, 6), "bfloat16")]
+
+
+def two_tensors(rank: int, host: str = "") -> Manifest:
+    return Manifest(
+        rank,
+        host,
+        tuple(Storage(spec.name, "bfloat16", 26, 24) for spec in SPECS),
+        tuple(Placement(spec.box, View(spec.name, 0, (4, 6), (6, 1))) for spec in SPECS),
+    )
+
+
+def test_the_oracle_sees_a_box_that_went_to_the_wrong_place() -> None:
+    sources, wanted = [two_tensors(0)], [two_tensors(0)]
+    plan = make_plan(SPECS, sources, wanted)
+    assert verify_in_memory(plan, sources, wanted).untouched == 4
+    first, second = plan.transfers
+    crossed = Plan(plan.tensors, (replace(first, read=second.read), replace(second, read=first.read)))
+    with pytest.raises(OracleError, match=r"destination rank 0 holds 0x.* in element 0 of a \(a\[0:4, 0:6\]\)"):
+        verify_in_memory(crossed, sources, wanted)
+
+
+def test_floors_follow_the_busiest_rank_and_the_kind_of_link() -> None:
+    sources = [two_tensors(0, "x"), two_tensors(1, "y")]
+    wanted = [two_tensors(0, "x"), two_tensors(1, "z")]
+    plan = make_plan(SPECS, sources, wanted)
+    traffic = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=960.0, between_hosts=96.0))
+    # Rank 0 serves its neighbour (96 bytes at 960 B/s); the other destination takes from the idle source.
+    assert traffic.links == (Link(0, 0, 96, True), Link(1, 1, 96, False))
+    assert (traffic.egress_seconds, traffic.ingress_seconds, traffic.floor_seconds) == (1.0, 1.0, 1.0)
+    assert traffic.bytes_within_hosts == 96
+    near = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=9.6, between_hosts=96.0))
+    assert near.floor_seconds == 10.0
+    with pytest.raises(ValueError, match="must be positive"):
+        LinkSpeeds(within_host=0.0, between_hosts=1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"--from": "tp=2,etp"}, r"'etp' is not an axis and its size; write for example tp=2,pp=2 \(tp, etp, pp"),
+        ({"--from": "tp=2,cp=2"}, "'cp=2' is not an axis"),
+        ({"--from": "tp=2,tp=4"}, "tp is given twice"),
+        ({"--from": "tp=0"}, "tp is 0; it must be at least 1"),
+        ({"--from": "tp=8"}, r"tp of 8 does not divide attention heads \(4\)"),
+        ({"--to": "tp=4,ep=3"}, "ep is 3; the engine spreads experts over all tp x dp = 4 ranks"),
+        ({"--to": "tp=8"}, r"attention heads \(4\) cannot be cut into 8"),
+        ({"--model": "/nowhere/config.json"}, "cannot read /nowhere/config.json: No such file"),
+        ({"--ranks-per-host": "0"}, "ranks_per_host is 0"),
+        ({"--rank": "16"}, "there is no source rank 16; that side has 16 ranks"),
+        ({"--rank": "-1"}, "there is no rank -1"),
+        ({"--staging": "4"}, "staging_bytes is 4"),
+    ],
+)
+def test_mistakes_are_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], arguments: dict[str, str], message: str
+) -> None:
+    given = {"--model": model, "--from": TRAINER, "--to": ENGINE} | arguments
+    assert main(["plan", *(word for pair in given.items() for word in pair)]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(output.err)
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", "--model", model, "--from", TRAINER, "--to", ENGINE, "--max-memory", "1KB"]
+    assert main(arguments) == 1
+    assert "and --max-memory is 0.0 GB; verify a smaller model" in capsys.readouterr().err
+
+
+def test_the_trainers_dtype_is_the_engines_and_ranks_are_checked() -> None:
+    family = family_from_config(CONFIG)
+    sides = describe_cluster(family, trainer_mesh(""), engine_mesh(""), TrainerOptions(dtype="float16"), Hosts())
+    assert {spec.dtype for spec in sides.tensors} == {"float16"}
+    with pytest.raises(UnsupportedModelError, match="there is no destination rank 9"):
+        sides.plan(PlanOptions(), PartOf("destination", 9))

@@ -1,0 +1,85 @@
+"""Parts of plans: together they are the whole plan, each is proved alone, and mistakes in them are found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_patches.refit.boxes import TensorSpec, View
+from megatron_patches.refit.errors import ProofError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer, make_part, make_plan
+from megatron_patches.refit.proof import prove
+from tests.support.refit_cases import random_case, random_options
+
+RANDOM_CASES = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(RANDOM_CASES, max_examples=500)
+@given(st.integers(0, 2**32))
+def test_parts_are_the_whole_plan(seed: int) -> None:
+    case, options = random_case(seed), random_options(seed)
+    whole = make_plan(*case.sides, options)
+    sent: Counter[Transfer] = Counter()
+    received: Counter[Transfer] = Counter()
+    elements = 0
+    for side, manifests, found in (("source", case.sources, sent), ("destination", case.destinations, received)):
+        for manifest in manifests:
+            part = make_part(*case.sides, PartOf(side, manifest.rank), options)  # type: ignore[arg-type]
+            assert (part.digest, part.rounds) == (whole.digest, whole.rounds)
+            found.update(part.transfers)
+            elements += prove(part, case.sources, case.destinations, options).elements
+    assert sent == received == Counter(whole.transfers)
+    assert elements == prove(whole, case.sources, case.destinations, options).elements
+
+
+SPECS = [TensorSpec(name, (8, 4), "float32") for name in ("a", "b", "c", "d")]
+
+
+def rank_with(rank: int, specs: list[TensorSpec]) -> Manifest:
+    storages = tuple(Storage(spec.name, "float32", 32, 32) for spec in specs)
+    return Manifest(
+        rank, "", storages, tuple(Placement(spec.box, View(spec.name, 0, (8, 4), (4, 1))) for spec in specs)
+    )
+
+
+def part_for(of: PartOf, options: PlanOptions = DEFAULT_OPTIONS) -> tuple[Plan, list[Manifest], list[Manifest]]:
+    """Two stages of two tensors each, two destinations that want all."""
+    sources = [rank_with(0, SPECS[:2]), rank_with(1, SPECS[2:])]
+    wanted = [rank_with(0, SPECS), rank_with(1, SPECS)]
+    return make_part(SPECS, sources, wanted, of, options), sources, wanted
+
+
+def test_a_transfer_too_few_or_of_another_rank_is_found() -> None:
+    plan, sources, wanted = part_for(PartOf("destination", 1))
+    with pytest.raises(ProofError, match=r"destination rank 1 never receives d\[0:8, 0:4\]"):
+        prove(replace(plan, transfers=plan.transfers[:-1]), sources, wanted)
+    with pytest.raises(ProofError, match=r"a\[0:8, 0:4\] goes from .* in the part of destination rank 0"):
+        prove(replace(plan, part=replace(plan.part, of=PartOf("destination", 0))), sources, wanted)
+    plan, sources, wanted = part_for(PartOf("source", 0))
+    assert prove(plan, sources, wanted).transfers == 4
+    moved = replace(plan.transfers[0], write=replace(plan.transfers[0].write, offset=1))
+    with pytest.raises(ProofError, match=r"destination rank 0 does not want a\[0:8, 0:4\]"):
+        prove(replace(plan, transfers=(moved, *plan.transfers[1:])), sources, wanted)
+
+
+def test_stages_send_in_the_same_rounds() -> None:
+    options = PlanOptions(staging_bytes=256)  # two tensors a round for each party
+    busy = [{item.round for item in part_for(PartOf("source", rank), options)[0].transfers} for rank in range(2)]
+    assert busy == [{0, 1}, {0, 1}]
+
+
+def test_where_many_want_what_many_hold_nothing_is_cut() -> None:
+    spec = TensorSpec("w", (64, 64), "float32")
+    storage = Storage("w", "float32", 4096, 4096)
+    place = Placement(spec.box, View("w", 0, (64, 64), (64, 1)))
+    everyone = [Manifest(rank, "", (storage,), (place,)) for rank in range(4)]
+    options = PlanOptions(split_bytes=1024)
+    for wanters, each in ((1, 4), (2, 2), (4, 1)):
+        plan = make_plan([spec], everyone, everyone[:wanters], options)
+        assert len(plan.transfers) == wanters * each
+        assert set(plan.bytes_by_source().values()) == {spec.nbytes * wanters // 4}
