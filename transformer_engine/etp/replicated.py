@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from etp.collectives.failures import reported
 from etp.collectives.works import WorkLine, free_bytes
 from etp.config import GradReduction
-from etp.errors import EtpCommunicationError
 
 
 class ReplicatedGrads:
@@ -103,14 +103,9 @@ class ReplicatedGrads:
         self._collected.clear()
 
     def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, timeout_s: float | None) -> None:
-        try:
+        with reported("all-reduce of replicated gradients", group):
             work = dist.all_reduce(flat, group=group, async_op=True)
             self._line.wait(work, timeout_s, keep=flat.device.type == "cpu")
-        except RuntimeError as error:
-            raise EtpCommunicationError(
-                f"all-reduce of replicated gradients failed on rank {dist.get_rank()} (shard group: ranks "
-                f"{dist.get_process_group_ranks(group)}): {error}"
-            ) from error
         if self._reduction is GradReduction.MEAN:
             flat.div_(dist.get_world_size(group))
 

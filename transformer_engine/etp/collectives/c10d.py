@@ -8,8 +8,7 @@ it is the backend's ``reduce_scatter_tensor``.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.base import GradSink
+from etp.collectives.failures import reported
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.works import WorkLine, free_bytes
-from etp.errors import EtpCommunicationError
 from etp.streams import InFlight
 
 
@@ -55,7 +54,7 @@ class C10dTransport:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        with self._reported(label):
+        with reported(label, self._group):
             works = self._start_all(
                 self._group,
                 [
@@ -75,7 +74,7 @@ class C10dTransport:
         else:
             received = [wgrad.new_empty(wgrad.numel() // self._size) for wgrad in wgrads]
             collective = dist.reduce_scatter_tensor
-        with self._reported(label):
+        with reported(label, self._group):
             works = self._start_all(
                 self._reduce_group,
                 [(collective, parts.view(-1), wgrad.view(-1)) for parts, wgrad in zip(received, wgrads, strict=True)],
@@ -96,20 +95,9 @@ class C10dTransport:
 
     def wait(self, works: Sequence[dist.Work], label: str, device: torch.device) -> None:
         """Wait for started work on ``device``, turning a failure into one error that names it."""
-        with self._reported(label):
+        with reported(label, self._group):
             for work in works:
                 self._line.wait(work, self._timeout_s, keep=device.type == "cpu")
-
-    @contextlib.contextmanager
-    def _reported(self, label: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self._group)
-            raise EtpCommunicationError(
-                f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. "
-                "A peer has most likely ended or left the common order of layers; its own output has the cause"
-            ) from error
 
 
 class _Collective:

@@ -1,0 +1,79 @@
+"""What a failed collective most likely means, told from what gloo and NCCL say.
+
+A collective fails for one of a few reasons, and each has another way out. Neither backend has types for them, so they
+are told apart by words of the message; the message itself is always passed on. Words that are not known lead to no
+guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from etp.errors import EtpCommunicationError
+
+_LOST = (
+    "A peer has most likely ended, or the network to it failed: the connection is gone. That rank's own output has "
+    "the cause"
+)
+_LATE = (
+    "A peer did not come in time: it is slower than the time-out allows (raise EtpConfig.timeout_s or the process "
+    "group's), or it left the common order of layers. Compare where the ranks stand"
+)
+_WRONG = (
+    "The backend refused the tensors themselves, no peer is at fault: sizes, dtypes and devices must agree with the "
+    "process group and between the ranks"
+)
+_UNKNOWN = "The backend's own message is all that is known; if other ranks failed first, their output has the cause"
+
+_MEANINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    # First: NCCL words a lost peer and a late one in one message where a watchdog ended the communicator.
+    (_LATE, re.compile(r"timed? ?out|timeout|deadline", re.IGNORECASE)),
+    (
+        _LOST,
+        re.compile(
+            r"connection (closed|reset|refused|aborted)|broken pipe|socket closed|remote process exit|network error"
+            r"|exit of a remote peer|communicator was aborted|no route to host",
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        _WRONG,
+        re.compile(
+            r"invalid ?(tensor|argument|usage|value)|must (have|be)|\bexpected\b|mismatch|unsupported|not supported"
+            r"|does not (support|match)|no backend type associated",
+            re.IGNORECASE,
+        ),
+    ),
+)
+
+
+def meaning(message: str) -> str:
+    """What a backend's message most likely means, and the way out: one or two sentences without a final stop."""
+    return next((text for text, words in _MEANINGS if words.search(message)), _UNKNOWN)
+
+
+@contextlib.contextmanager
+def reported(label: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Turn a backend's failure into one error that names the collective, this rank and its peers.
+
+    Args:
+        label: what the message calls the collective.
+        group: the ranks that take part.
+
+    Raises:
+        EtpCommunicationError: for any RuntimeError but a lack of device memory.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise EtpCommunicationError(
+            f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. {meaning(str(error))}"
+        ) from error
