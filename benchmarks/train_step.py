@@ -187,7 +187,7 @@ class System:
             return {}
         param = next(p for p in self.model.parameters() if hasattr(p, "driver"))
         sizes: dict[str, float] = {}
-        for transport in param.driver._transports.values():
+        for transport in param.driver.transports.values():
             for what, nbytes in transport.nbytes().items():
                 sizes[what] = sizes.get(what, 0.0) + nbytes / GIB
         return sizes

@@ -111,7 +111,7 @@ def training_equals_unsharded(
     full = etp.full_state_dict(model)
     assert all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
     gathers = runtime.counters.gathers
-    names = {type(t).__name__ for t in runtime._transports.values()}
+    names = {type(t).__name__ for t in runtime.transports.values()}
     return {"worst": worst, "bytes": etp.resident_nbytes(model), "gathers": dict(gathers), "transports": names}
 
 

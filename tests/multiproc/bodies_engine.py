@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import tempfile
@@ -86,10 +87,10 @@ class RecordingTransport:
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
     """The events of all runtimes whose first collective comes within this context."""
-    from etp import runtime
+    from etp import routes
 
     log: list[str] = []
-    select, take = runtime.select_transport, WeightGroup.take
+    select, take = routes.select_transport, WeightGroup.take
 
     def recording_select(*args: Any, **kwargs: Any) -> RecordingTransport:
         return RecordingTransport(select(*args, **kwargs), log)
@@ -100,7 +101,7 @@ def recorded() -> Iterator[list[str]]:
         return weights
 
     with (
-        mock.patch.object(runtime, "select_transport", recording_select),
+        mock.patch.object(routes, "select_transport", recording_select),
         mock.patch.object(WeightGroup, "take", recording_take),
     ):
         yield log
@@ -390,23 +391,52 @@ def a_hook_that_raises(rank: int, world_size: int) -> int:
     return failures
 
 
-def hook_counts(rank: int, world_size: int) -> dict[str, int]:
-    """How often each parameter's hook ran in one backward pass of a model with a tied weight and a repeated block."""
-    torch.manual_seed(7)
-    model = Tiny(tied=True).to(device())
-    etp.shard_module(model, dist.group.WORLD)
+def _count_hooks(model: nn.Module) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Counts of each parameter's hook, and the gradient that it last saw; both are filled as hooks run."""
     counts: dict[str, int] = {}
+    seen: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         counts[name] = 0
 
         def count(param: torch.Tensor, name: str = name) -> None:
             assert param.grad is not None
             counts[name] += 1
+            seen[name] = param.grad.clone()
 
         param.register_post_accumulate_grad_hook(count)
+    return counts, seen
+
+
+def hook_counts(rank: int, world_size: int) -> dict[str, int]:
+    """How often each parameter's hook ran in one backward pass of a model with a tied weight and a repeated block."""
+    torch.manual_seed(7)
+    model = Tiny(tied=True).to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    counts, _ = _count_hooks(model)
     tokens, targets = batch(0, rank, device())
     loss_of(model(tokens, order=[0, 1, 1, 2]), targets).backward()
     return counts
+
+
+def hooks_of_two_forwards(rank: int, world_size: int, ways: dict[str, Any]) -> None:
+    """One loss of two calls of the model: hooks run as often as those of the unsharded one, and see the whole sum."""
+    for options in ({}, {"prefetch_depth": 3}, {"reduce_once_per_iteration": True}):
+        torch.manual_seed(7)
+        model = Tiny(**ways).to(device())
+        plain = copy.deepcopy(model)
+        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(**options))
+        counts, seen = _count_hooks(model)
+        expected, _ = _count_hooks(plain)
+        for step in range(3):
+            for side in (model, plain):
+                side.zero_grad()
+                first, targets = batch(step, rank, device())
+                second, _ = batch(step + 9, rank, device())
+                loss_of(side(first) * torch.sigmoid(side(second)), targets).backward()
+                etp.wait_async_comms(side)
+            assert counts == expected == dict.fromkeys(counts, step + 1), (options, counts)
+            for name, param in model.named_parameters():
+                assert torch.equal(seen[name], param.grad), f"{options}: the hook of {name} saw part of its gradient"
 
 
 # Staleness ----------------------------------------------------------------------------------------------------
@@ -426,7 +456,7 @@ def stale_reads(rank: int, world_size: int) -> dict[str, str]:
         messages["autograd"] = str(error)
     group = model.layers[0].weight.weight_group
     try:
-        group.take(runtime._lane("gather", group))
+        group.take(runtime._routes.gather_lane(group))
     except etp.StaleWeightError as error:
         messages["slot"] = str(error)
     out = model(x).sum()

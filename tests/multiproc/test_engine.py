@@ -144,6 +144,11 @@ def test_hooks_run_once_a_backward_even_for_weights_used_twice() -> None:
         assert set(counts.values()) == {1}
 
 
+@pytest.mark.parametrize("ways", [{}, {"tied": True}], ids=str)
+def test_hooks_run_once_a_backward_through_two_forwards(ways: dict[str, Any]) -> None:
+    run_distributed(bodies.hooks_of_two_forwards, 2, args=(ways,))
+
+
 def test_stale_reads_and_changed_weights_are_errors() -> None:
     for messages in run_distributed(bodies.stale_reads, 2):
         assert "modified by an inplace operation" in messages["autograd"]
@@ -208,6 +213,8 @@ def test_the_chain_can_be_read() -> None:
 def test_a_peer_that_does_not_come_is_named_within_the_time_out() -> None:
     message, seconds = run_distributed(bodies.a_peer_does_not_come, 2)[0]
     assert message.startswith("all-gather of layers.0.weight failed on rank 0 (shard group: ranks [0, 1])")
+    assert "A peer did not come in time" in message
+    assert "EtpConfig.timeout_s" in message
     assert 1.0 < seconds < 5.0
 
 
@@ -226,3 +233,4 @@ def test_a_peer_that_dies_ends_the_others_with_the_weights_name(where: str) -> N
         assert any(f"{what} of " in last for what in ("all-gather", "reduce-scatter")), last
         assert f"failed on rank {rank} (shard group: ranks [0, 1, 2])" in last
         assert ".weight" in last
+        assert "the connection is gone" in last

@@ -18,8 +18,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"layout", "config"}),
     frozenset({"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te"}),
-    frozenset({"group", "grads", "versions"}),
-    frozenset({"param", "replicated"}),
+    frozenset({"group", "grads", "versions", "traffic", "routes"}),
+    frozenset({"param", "replicated", "reductions"}),
     frozenset({"runtime"}),
     frozenset({"modules", "wrap", "graphs", "state"}),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache
 from etp.collectives.base import GradSink
@@ -34,6 +35,9 @@ class FakeShard:
 
     def join_group(self, group: WeightGroup, index: int) -> None:
         self.joined.append((group, index))
+
+    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
+        raise NotImplementedError
 
     def run_reduce_hooks(self) -> None:
         """Nobody waits here."""

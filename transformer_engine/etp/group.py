@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache, BufferSpec, Slot, Ticket
 from etp.collectives.base import Transport
@@ -66,6 +67,9 @@ class Shard(Protocol):
 
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Learn which group this shard is gathered with, and its place there."""
+
+    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
+        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph."""
 
     def run_reduce_hooks(self) -> None:
         """Tell whoever waits for this shard's gradient that it is complete."""

@@ -221,6 +221,21 @@ class ETPShardedParam(torch.nn.Parameter):
             "register_post_accumulate_grad_hook and change param.grad there"
         )
 
+    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
+        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
+
+        Autograd runs a tensor's own hooks then, also where all uses gave it None; see [Note: once a backward] in
+        ``etp/reductions.py``.
+        """
+
+        def visited(grad: torch.Tensor | None) -> None:
+            del grad
+            done()
+
+        with torch._C.DisableTorchFunctionSubclass():
+            handle: RemovableHandle = torch.Tensor.register_hook(self, visited)
+        return handle
+
     def run_reduce_hooks(self) -> None:
         """Run the hooks, those of ``register_post_accumulate_grad_hook`` included."""
         for hook in self._reduce_hooks:

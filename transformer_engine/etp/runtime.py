@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,17 +28,19 @@ from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache
 from etp.chain import Chain, Timeline
-from etp.collectives import select_transport
-from etp.collectives.base import GradSink, Transport
+from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
-from etp.config import EtpConfig, GradReduction
+from etp.config import EtpConfig
 from etp.errors import EtpStateError
-from etp.grads import PendingReduction, WgradPool, gradient_is_absent, gradient_sink, padded_wgrad
-from etp.group import ReduceState, WeightGroup
+from etp.grads import WgradPool
+from etp.group import WeightGroup
 from etp.param import ETPShardedParam
+from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
+from etp.routes import Routes
 from etp.streams import Lane
-from etp.versions import InPlaceTransport, WeightVersions, enqueue
+from etp.traffic import TrafficCounters
+from etp.versions import InPlaceTransport, WeightVersions
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +74,29 @@ class EtpRuntime:
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self.cache = BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes)
-        self.wgrad_pool = WgradPool()
-        self._transports: dict[dist.ProcessGroup, Transport] = {}
-        self._lanes: dict[tuple[str, dist.ProcessGroup, torch.device], Lane] = {}
-        self._pending: deque[PendingReduction] = deque()
-        self._local_sums: dict[WeightGroup, list[torch.Tensor]] = {}
+        self.counters = TrafficCounters()
+        self._routes = Routes(self.config)
+        self._reductions = Reductions(self.config, self._routes, self.counters)
         self._in_use: WeightGroup | None = None
         self._pass_number = 0
         self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
         self._largest_group = 0
-        self._largest_reduction = 0
         self._backward_token: weakref.ref[_BackwardToken] | None = None
         self._in_backward_run = False
         self._root: weakref.ref[nn.Module] | None = None
         self._hooks: list[RemovableHandle] = []
-        self.counters = TrafficCounters()
         if self.config.reuse_across_forwards:
             _announce_optimizer_steps(self)
+
+    @property
+    def wgrad_pool(self) -> WgradPool:
+        """Where buffers for full gradients come from."""
+        return self._reductions.pool
+
+    @property
+    def transports(self) -> Mapping[dist.ProcessGroup, Transport]:
+        """What moves shards, for each process group that was used so far."""
+        return self._routes.transports
 
     # Adoption ------------------------------------------------------------------------------------------------
 
@@ -134,6 +141,7 @@ class EtpRuntime:
                 group.detach()
         self.groups[:] = kept
         self.chain = Chain()
+        self._reductions.release(groups)
         if not kept:
             self.replicated.release()
             while self._hooks:
@@ -155,10 +163,11 @@ class EtpRuntime:
         timeline = self._enter(group)
         timeline.visit(group)
         group.attach(self.cache)
-        lane = self._lane("gather", group)
+        self._reductions.watch(group)
+        lane = self._routes.gather_lane(group)
         if self._in_use is not None:
             self._in_use.read_until_here(lane)
-        self._weights.observe(group, lane, self._transport(group), in_backward=self._in_backward_run)
+        self._weights.observe(group, lane, self._routes.transport(group), in_backward=self._in_backward_run)
         if not self._usable(group):
             self._make_room(group)
             self._issue(group, lane)
@@ -176,7 +185,7 @@ class EtpRuntime:
         # Not by the group's own transport: that may move shards as they were when they were last published.
         transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self.config.timeout_s)
         label = f"all-gather of {shard.fqn} (full tensor)"
-        self._lane("gather", group).start(lambda: transport.all_gather([full], [local], label)).wait()
+        self._routes.gather_lane(group).start(lambda: transport.all_gather([full], [local], label)).wait()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
     def _enter(self, group: WeightGroup) -> Timeline[WeightGroup]:
@@ -230,8 +239,7 @@ class EtpRuntime:
 
     def _end_backward(self, token: _BackwardToken) -> None:
         del token
-        if not self.config.reduce_once_per_iteration:
-            self._reduce_local_sums()
+        self._reductions.end_backward()
         if self.finish_with_backward:
             self.finish_reductions()
         # Last: if a hook raised above, the pass counts as abandoned and the rest of its gradients are dropped.
@@ -252,9 +260,9 @@ class EtpRuntime:
     def _issue(self, group: WeightGroup, lane: Lane) -> None:
         self._largest_group = max(self._largest_group, group.nbytes)
         self.counters.gathered(group)
-        waits = self._weights.gather_waits(group, lane, self._transport(group))
+        waits = self._weights.gather_waits(group, lane, self._routes.transport(group))
         group.issue_gather(
-            self._transport(group), lane, pass_number=self._pass_number, epoch=self._weights.epoch, waits=waits
+            self._routes.transport(group), lane, pass_number=self._pass_number, epoch=self._weights.epoch, waits=waits
         )
 
     def _prefetch(self, timeline: Timeline[WeightGroup]) -> None:
@@ -271,11 +279,11 @@ class EtpRuntime:
             slot = id(group.slot)
             if self._usable(group):
                 in_flight += group.nbytes if group.pending else 0
-            elif slot in spoken_for or not self._weights.is_observed(group, self._transport(group)):
+            elif slot in spoken_for or not self._weights.is_observed(group, self._routes.transport(group)):
                 return
             else:
                 self._make_room(group)
-                self._issue(group, self._lane("gather", group))
+                self._issue(group, self._routes.gather_lane(group))
                 in_flight += group.nbytes
             spoken_for.add(slot)
 
@@ -283,120 +291,26 @@ class EtpRuntime:
 
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         """See :class:`etp.param.ShardDriver`. Of the weight's logical shape; arbitrary content."""
-        layout, device = group.shards[index].layout, group.specs[index].device
-        self._recycle(layout.padded_shape, dtype, device)
-        return self.wgrad_pool.lease(layout.padded_shape, dtype, device)[: layout.rows]
+        return self._reductions.buffer(group, index, dtype)
 
     def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
         """See :class:`etp.param.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`."""
         self._enter_backward()
-        padded = [
-            padded_wgrad(wgrad, shard.layout.padded_shape, self.wgrad_pool)
-            for shard, wgrad in zip(group.shards, wgrads, strict=True)
-        ]
-        if self.config.reduce_once_per_iteration or group.used_more_than_once:
-            # A weight with several uses (tied embeddings) is reduced once, when the backward pass has them all.
-            self._add_locally(group, padded)
-        else:
-            self._start_reduction(group, padded)
-
-    def _start_reduction(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
-        if group.reduce_state is not ReduceState.NONE:
-            self._finish_pending()
-        trained = [shard for shard in group.shards if shard.requires_grad]
-        wgrads = [wgrad for shard, wgrad in zip(group.shards, padded, strict=True) if shard.requires_grad]
-        sinks = [gradient_sink(shard) for shard in trained]  # type: ignore[arg-type]
-        divisor = group.size if self.config.grad_reduction is GradReduction.MEAN else 1
-        transport, label = self._transport(group), f"reduce-scatter of {group.name}'s gradient"
-        group.set_reduce_state(ReduceState.ISSUED)
-        self.counters.reduced(group, wgrads)
-        ready = self._lane("reduce", group).start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
-        self._pending.append(
-            PendingReduction(group, ready, padded, self.wgrad_pool, partial(self._publish, trained, sinks))
-        )
-        # See [Note: deferred accumulation] in etp/grads.py.
-        self._largest_reduction = max(self._largest_reduction, self._pending[-1].nbytes)
-        while len(self._pending) > 1 and sum(p.nbytes for p in self._pending) > 2 * self._largest_reduction:
-            self._pending.popleft().finish()
-
-    def _recycle(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Finish reductions that keep a buffer of this shape, except the newest, rather than allocate another."""
-        if self.wgrad_pool.has_free(shape, dtype, device):
-            return
-        older = list(self._pending)[:-1]
-        oldest_holder = next((i for i, p in enumerate(older) if p.holds(shape, dtype, device)), -1)
-        for _ in range(oldest_holder + 1):
-            self._pending.popleft().finish()
-
-    @staticmethod
-    def _publish(params: Sequence[Any], sinks: Sequence[GradSink]) -> None:
-        for param, sink in zip(params, sinks, strict=True):
-            if not sink.accumulate:
-                if param.grad is None:
-                    param.grad = sink.tensor
-                else:
-                    # Autograd put a gradient there meanwhile: that of a penalty on the shard itself, for instance.
-                    param.grad.add_(sink.tensor)
-            if hasattr(param, "grad_added_to_main_grad"):
-                param.grad_added_to_main_grad = True
-            param.run_reduce_hooks()
-
-    def _add_locally(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
-        sums = self._local_sums.get(group)
-        if sums is None or self._was_zeroed(group):
-            self._expect_gradients(group)
-            wide = torch.float32 if self.config.fp32_accumulation else padded[0].dtype
-            dtype = torch.promote_types(padded[0].dtype, wide)
-            self._local_sums[group] = [wgrad.to(dtype, copy=True) for wgrad in padded]
-        else:
-            for total, wgrad in zip(sums, padded, strict=True):
-                total.add_(wgrad)
-        for wgrad in padded:
-            if self.wgrad_pool.owns(wgrad):
-                self.wgrad_pool.restore(wgrad)
-
-    def _expect_gradients(self, group: WeightGroup) -> None:
-        """Give shards whose gradient comes only at the iteration's end one of zeros, so that it can be seen to go."""
-        if self.config.reduce_once_per_iteration:
-            for param in group.shards:
-                if gradient_is_absent(param):
-                    param.grad = torch.zeros_like(param.local_shard())  # type: ignore[attr-defined]
-
-    def _was_zeroed(self, group: WeightGroup) -> bool:
-        """Whether ``zero_grad()`` came after the first microbatch: the iteration was given up, an exception maybe."""
-        return self.config.reduce_once_per_iteration and any(gradient_is_absent(param) for param in group.shards)
-
-    def _reduce_local_sums(self) -> None:
-        sums, self._local_sums = self._local_sums, {}
-        for group, totals in sums.items():
-            if not self._was_zeroed(group):
-                self._start_reduction(group, totals)
+        self._reductions.add(group, wgrads)
 
     def finish_reductions(self) -> None:
         """Finish all reductions under way; every shard's gradient is complete and its hooks have run."""
-        self._finish_pending()
+        self._reductions.finish()
         self.replicated.reduce(self.config.timeout_s)
-
-    def _finish_pending(self) -> None:
-        while self._pending:
-            self._pending.popleft().finish()
 
     def wait(self) -> None:
         """Finish all communication; with ``reduce_once_per_iteration``, reduce what the microbatches added up."""
         if self._backward_is_abandoned():
             self._discard_reductions()
             self._backward_token = None
-        self._reduce_local_sums()
+        self._reductions.reduce_local_sums()
         self.finish_reductions()
-        self._finish_reading()
-
-    def _finish_reading(self) -> None:
-        """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""
-        for process_group, transport in self._transports.items():
-            if isinstance(transport, InPlaceTransport) and transport.reads_in_place:
-                for (direction, group, _), lane in self._lanes.items():
-                    if direction == "gather" and group == process_group:
-                        lane.start(enqueue(transport.finish_reading)).wait()
+        self._routes.finish_reading()
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for shards of ``group``'s process group that its transport reads in place; None if it reads none.
@@ -406,36 +320,17 @@ class EtpRuntime:
         Returns:
             ``[numel]`` elements of ``dtype``, zero.
         """
-        transport = self._transport(group)
+        transport = self._routes.transport(group)
         return transport.symmetric_memory(numel, dtype) if isinstance(transport, InPlaceTransport) else None
 
     def _discard_reductions(self) -> None:
         """Forget the gradients of a backward pass that ended in an exception: half of them are missing anyway."""
-        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self._pending))
-        while self._pending:
-            self._pending.popleft().discard()
-        self.wgrad_pool.write_off()
-        self._local_sums.clear()
+        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self._reductions))
+        self._reductions.discard()
         self.replicated.discard()
         self._backward_token = None
 
-    # Plumbing ------------------------------------------------------------------------------------------------
-
-    def _transport(self, group: WeightGroup) -> Transport:
-        transport = self._transports.get(group.process_group)
-        if transport is None:
-            device = group.specs[0].device
-            transport = select_transport(self.config, group.process_group, device)
-            logger.info("%s moves the shards of %s and the like", type(transport).__name__, group.name)
-            self._transports[group.process_group] = transport
-        return transport
-
-    def _lane(self, direction: str, group: WeightGroup) -> Lane:
-        key = (direction, group.process_group, group.specs[0].device)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane(key[2])
-        return lane
+    # Memory and description ----------------------------------------------------------------------------------
 
     def release_buffers(self) -> None:
         """Free gather slots and idle gradient buffers, e.g. before generation; they come back on demand.
@@ -463,34 +358,6 @@ class EtpRuntime:
                 f"  {group.name}: {shapes} over {group.size} ranks, slot {slots[id(group.slot)]}, {group.nbytes} bytes"
             )
         return "\n".join(lines)
-
-
-class TrafficCounters:
-    """How often each group was gathered and reduced, and the bytes that this rank received and sent for it."""
-
-    def __init__(self) -> None:
-        self.gathers: dict[str, int] = {}
-        self.gather_bytes: dict[str, int] = {}
-        self.reductions: dict[str, int] = {}
-        self.reduce_bytes: dict[str, int] = {}
-
-    def gathered(self, group: WeightGroup) -> None:
-        """Count one gather: (N - 1) / N of the gathered bytes come from peers."""
-        self._add(self.gathers, self.gather_bytes, group, group.nbytes)
-
-    def reduced(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Count one reduction: (N - 1) / N of the gradient's bytes go to peers."""
-        self._add(self.reductions, self.reduce_bytes, group, sum(w.numel() * w.dtype.itemsize for w in wgrads))
-
-    def reset(self) -> None:
-        """Start from zero."""
-        for counts in (self.gathers, self.gather_bytes, self.reductions, self.reduce_bytes):
-            counts.clear()
-
-    @staticmethod
-    def _add(counts: dict[str, int], nbytes: dict[str, int], group: WeightGroup, total: int) -> None:
-        counts[group.name] = counts.get(group.name, 0) + 1
-        nbytes[group.name] = nbytes.get(group.name, 0) + total * (group.size - 1) // group.size
 
 
 def _announce_optimizer_steps(runtime: EtpRuntime) -> None:

@@ -1,0 +1,210 @@
+"""The gradient half of a runtime: what is added up locally, what is being reduced, and when hooks may run.
+
+[Note: once a backward] A weight can be used several times in one backward pass. Whether another use is still to come
+is known to autograd alone: it visits the shard's own node once all uses in its graph have been differentiated, even
+though they all gave it None. Hooks wait for that visit, so that they run once and see the whole gradient, as those of
+an unsharded parameter do. Uses that one forward pass can see (tied weights) are added up first and reduced once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from etp.collectives.base import GradSink
+from etp.config import EtpConfig, GradReduction
+from etp.grads import PendingReduction, WgradPool, gradient_is_absent, gradient_sink, padded_wgrad
+from etp.group import ReduceState, Shard, WeightGroup
+from etp.routes import Routes
+from etp.traffic import TrafficCounters
+
+
+class Reductions:
+    """Reduces the gradients of one runtime's weight groups.
+
+    Args:
+        config: options of the runtime.
+        routes: transports and lanes.
+        counters: where traffic is counted.
+    """
+
+    def __init__(self, config: EtpConfig, routes: Routes, counters: TrafficCounters) -> None:
+        self.pool = WgradPool()
+        self._config = config
+        self._routes = routes
+        self._counters = counters
+        self._pending: deque[PendingReduction] = deque()
+        self._local_sums: dict[WeightGroup, list[torch.Tensor]] = {}
+        self._largest = 0
+        self._watched: dict[int, RemovableHandle] = {}
+        # By id, since tensors do not compare to a bool. See [Note: once a backward].
+        self._used_further: set[int] = set()
+        self._hooks_owed: dict[int, Shard] = {}
+
+    def __len__(self) -> int:
+        """Reductions under way."""
+        return len(self._pending)
+
+    def incomplete(self) -> WeightGroup | None:
+        """A group whose gradient is not, or not wholly, on its shards yet; None if there is none."""
+        return next(iter([*(pending.group for pending in self._pending), *self._local_sums]), None)
+
+    # One group's gradient ------------------------------------------------------------------------------------
+
+    def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer for one full gradient, of the weight's logical shape; arbitrary content."""
+        layout, device = group.shards[index].layout, group.specs[index].device
+        self._recycle(layout.padded_shape, dtype, device)
+        return self.pool.lease(layout.padded_shape, dtype, device)[: layout.rows]
+
+    def add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
+        """Take the group's full gradients of one use (logical shapes). Collective, unless they are only added up."""
+        padded = [
+            padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
+            for shard, wgrad in zip(group.shards, wgrads, strict=True)
+        ]
+        if self._config.reduce_once_per_iteration or group.used_more_than_once:
+            # A weight with several uses (tied embeddings) is reduced once, when the backward pass has them all.
+            self._add_locally(group, padded)
+        else:
+            self._start(group, padded)
+            self._used_further.update(id(shard) for shard in group.shards if id(shard) in self._watched)
+
+    def _start(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
+        if group.reduce_state is not ReduceState.NONE:
+            self._finish_pending()
+        trained = [shard for shard in group.shards if shard.requires_grad]
+        wgrads = [wgrad for shard, wgrad in zip(group.shards, padded, strict=True) if shard.requires_grad]
+        sinks = [gradient_sink(shard) for shard in trained]  # type: ignore[arg-type]
+        divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
+        transport, label = self._routes.transport(group), f"reduce-scatter of {group.name}'s gradient"
+        group.set_reduce_state(ReduceState.ISSUED)
+        self._counters.reduced(group, wgrads)
+        ready = self._routes.reduce_lane(group).start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
+        self._pending.append(PendingReduction(group, ready, padded, self.pool, partial(self._publish, trained, sinks)))
+        # See [Note: deferred accumulation] in etp/grads.py.
+        self._largest = max(self._largest, self._pending[-1].nbytes)
+        while len(self._pending) > 1 and sum(p.nbytes for p in self._pending) > 2 * self._largest:
+            self._pending.popleft().finish()
+
+    def _recycle(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Finish reductions that keep a buffer of this shape, except the newest, rather than allocate another."""
+        if self.pool.has_free(shape, dtype, device):
+            return
+        older = list(self._pending)[:-1]
+        oldest_holder = next((i for i, p in enumerate(older) if p.holds(shape, dtype, device)), -1)
+        for _ in range(oldest_holder + 1):
+            self._pending.popleft().finish()
+
+    def _publish(self, shards: Sequence[Any], sinks: Sequence[GradSink]) -> None:
+        for shard, sink in zip(shards, sinks, strict=True):
+            if not sink.accumulate:
+                if shard.grad is None:
+                    shard.grad = sink.tensor
+                else:
+                    # Autograd put a gradient there meanwhile: that of a penalty on the shard itself, for instance.
+                    shard.grad.add_(sink.tensor)
+            if hasattr(shard, "grad_added_to_main_grad"):
+                shard.grad_added_to_main_grad = True
+            if id(shard) in self._used_further:
+                self._hooks_owed[id(shard)] = shard
+            else:
+                self._hooks_owed.pop(id(shard), None)
+                shard.run_reduce_hooks()
+
+    # Uses in one backward pass -------------------------------------------------------------------------------
+
+    def watch(self, group: WeightGroup) -> None:
+        """Learn from autograd when all uses of the group's shards are differentiated; at every visit of the group."""
+        for shard in group.shards:
+            if shard.requires_grad and id(shard) not in self._watched:
+                self._watched[id(shard)] = shard.watch_uses(partial(self._all_uses_done, id(shard)))
+
+    def release(self, groups: Sequence[WeightGroup]) -> None:
+        """Stop watching these groups."""
+        for shard in (shard for group in groups for shard in group.shards):
+            handle = self._watched.pop(id(shard), None)
+            if handle is not None:
+                handle.remove()
+
+    def _all_uses_done(self, shard_id: int) -> None:
+        self._used_further.discard(shard_id)
+        self._run_owed_hooks()
+
+    def end_backward(self) -> None:
+        """The graph has no more uses of any weight."""
+        self._used_further.clear()
+        if not self._config.reduce_once_per_iteration:
+            self.reduce_local_sums()
+        self._run_owed_hooks()
+
+    def _run_owed_hooks(self) -> None:
+        """Run the hooks of shards whose last use has been published; publishing a later one runs them otherwise."""
+        if not self._hooks_owed:
+            return
+        pending = {id(shard) for reduction in self._pending for shard in reduction.group.shards}
+        for shard_id in [key for key in self._hooks_owed if key not in self._used_further and key not in pending]:
+            self._hooks_owed.pop(shard_id).run_reduce_hooks()
+
+    # Local sums ----------------------------------------------------------------------------------------------
+
+    def _add_locally(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
+        sums = self._local_sums.get(group)
+        if sums is None or self._was_dropped(group):
+            self._expect_gradients(group)
+            wide = torch.float32 if self._config.fp32_accumulation else padded[0].dtype
+            dtype = torch.promote_types(padded[0].dtype, wide)
+            self._local_sums[group] = [wgrad.to(dtype, copy=True) for wgrad in padded]
+        else:
+            for total, wgrad in zip(sums, padded, strict=True):
+                total.add_(wgrad)
+        for wgrad in padded:
+            if self.pool.owns(wgrad):
+                self.pool.restore(wgrad)
+
+    def _expect_gradients(self, group: WeightGroup) -> None:
+        """Give shards whose gradient comes only at the iteration's end one of zeros, so that it can be seen to go."""
+        if self._config.reduce_once_per_iteration:
+            for param in group.shards:
+                if gradient_is_absent(param):
+                    param.grad = torch.zeros_like(param.local_shard())  # type: ignore[attr-defined]
+
+    def _was_dropped(self, group: WeightGroup) -> bool:
+        """Whether ``zero_grad()`` came after the first microbatch: the iteration was given up, an exception maybe."""
+        return self._config.reduce_once_per_iteration and any(gradient_is_absent(param) for param in group.shards)
+
+    def forget_sums(self, group: WeightGroup) -> None:
+        """Drop what microbatches added up for ``group``: its gradient was set to zero, the iteration was given up."""
+        self._local_sums.pop(group, None)
+
+    def reduce_local_sums(self) -> None:
+        """Start reducing what was added up. Collective."""
+        sums, self._local_sums = self._local_sums, {}
+        for group, totals in sums.items():
+            if not self._was_dropped(group):
+                self._start(group, totals)
+
+    # Ends ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Finish all reductions under way; every gradient that was started is complete and its hooks have run."""
+        self._finish_pending()
+        self._run_owed_hooks()
+
+    def _finish_pending(self) -> None:
+        while self._pending:
+            self._pending.popleft().finish()
+
+    def discard(self) -> None:
+        """Forget the gradients of a backward pass that ended in an exception: half of them are missing anyway."""
+        while self._pending:
+            self._pending.popleft().discard()
+        self.pool.write_off()
+        self._local_sums.clear()
+        self._used_further.clear()
+        self._hooks_owed.clear()
