@@ -15,6 +15,7 @@ from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import LlamaFamily
 from megatron_patches.refit.source.qwen2 import Qwen2Family
 from megatron_patches.refit.source.qwen3 import Qwen3Family
+from megatron_patches.refit.source.qwen3_moe import Qwen3MoeFamily
 from megatron_patches.refit.source.traits import ModelTraits
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
     if refused:
         raise UnsupportedModelError("cannot export this model: " + "; ".join(refused))
     config: Any = model.config
+    experts = config.num_moe_experts or 0
     return ModelTraits(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -51,6 +53,11 @@ def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         qkv_bias=bool(config.add_bias_linear or config.add_qkv_bias),
         linear_bias=bool(config.add_bias_linear),
         qk_norm=bool(config.qk_layernorm),
+        num_experts=experts,
+        experts_per_token=config.moe_router_topk if experts else 0,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
+        # Scores are made to add up to one where the softmax comes after the choice of experts.
+        norm_topk_prob=not (experts and config.moe_router_pre_softmax),
         norm_eps=config.layernorm_epsilon,
         rope_base=float(model.rotary_base),  # type: ignore[arg-type]
         rope_scaling_factor=_rope_scaling_factor(model, config),
@@ -70,7 +77,14 @@ def family_for(traits: ModelTraits) -> ModelFamily:
                 "cannot export this model: no architecture has both the norms of --qk-layernorm and biases on linear "
                 "layers; train with --disable-bias-linear and without --add-qkv-bias, or without --qk-layernorm"
             )
+        if traits.num_experts:
+            return Qwen3MoeFamily(traits)
         return Qwen3Family(traits)
+    if traits.num_experts:
+        raise UnsupportedModelError(
+            f"cannot export this model: no architecture has its {traits.num_experts} experts without norms on query "
+            "and key; train with --qk-layernorm"
+        )
     if traits.qkv_bias and not traits.linear_bias:
         return Qwen2Family(traits)
     return LlamaFamily(traits)
@@ -104,7 +118,7 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
         yield f"{type(model).__name__} is not a GPTModel"
         return
     if config.num_moe_experts:
-        yield f"it has {config.num_moe_experts} experts (--num-experts), and only dense models can be exported"
+        yield from _expert_refusals(config)
     if config.multi_latent_attention:
         yield "it uses multi-latent attention (--multi-latent-attention)"
     if config.mtp_num_layers:
@@ -122,6 +136,37 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
     yield from _attention_refusals(config)
     if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
         yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"
+
+
+def _expert_refusals(config: Any) -> Iterator[str]:
+    """Experts are exported as Qwen3-MoE has them: in every layer, gated, chosen by a softmax, none shared."""
+    frequency = config.moe_layer_freq
+    if frequency != 1 and not (isinstance(frequency, list) and all(value == 1 for value in frequency)):
+        yield f"only some of its layers have experts (--moe-layer-freq {frequency})"
+    if config.moe_router_score_function != "softmax":
+        yield f"its router scores by {config.moe_router_score_function} (--moe-router-score-function)"
+    kinds = config.moe_router_load_balancing_type
+    balancing = {kinds} if isinstance(kinds, str) else set(kinds)
+    if not balancing <= {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}:
+        yield f"its router chooses experts by --moe-router-load-balancing-type {kinds}"
+    if config.moe_router_topk_scaling_factor not in {None, 1.0}:
+        yield f"it scales its experts (--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor})"
+    if not isinstance(getattr(config, "moe_router_pre_softmax", None), bool):
+        yield "whether its experts' scores add up to one cannot be told (--moe-router-pre-softmax)"
+    unsupported = (
+        ("moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
+        ("moe_router_enable_expert_bias", "--moe-router-enable-expert-bias"),
+        ("moe_router_num_groups", "--moe-router-num-groups"),
+        ("moe_expert_capacity_factor", "--moe-expert-capacity-factor"),
+        ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
+        ("moe_latent_size", "--moe-latent-size"),
+        ("moe_mlp_glu_interleave_size", "--moe-mlp-glu-interleave-size"),
+        ("moe_router_force_load_balancing", "--moe-router-force-load-balancing"),
+        ("moe_router_force_biased", "--moe-router-force-biased"),
+    )
+    for name, flag in unsupported:
+        if getattr(config, name, None):
+            yield f"it sets {flag} ({getattr(config, name)})"
 
 
 def _attention_refusals(config: Any) -> Iterator[str]:

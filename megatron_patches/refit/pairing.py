@@ -224,12 +224,15 @@ def _cut_by(piece: Box, knife: Box) -> list[Box]:
 def _choose(parts: Iterable[_Part]) -> Mapping[str, Mapping[tuple[Party, Party], list[Box]]]:
     """Gives each part to its least loaded holder, the largest first, those on the receiver's host preferred.
 
+    Parts without a choice come before all, so that what can be chosen evens them out.
+
     Returns:
         By tensor, what each held placement (first of the key) gives to each wanted one (second).
     """
     load: dict[int, int] = defaultdict(int)
     chosen: dict[str, dict[tuple[Party, Party], list[Box]]] = defaultdict(lambda: defaultdict(list))
-    for part in sorted(parts, key=lambda item: -item.nbytes):  # stable: equal sizes stay in canonical order
+    # The sort is stable: equal parts stay in canonical order.
+    for part in sorted(parts, key=lambda item: (len(item.holders.by_rank) > 1, -item.nbytes)):
         rank = min(part.holders.candidates(part.wanted.host), key=load.__getitem__)
         load[rank] += part.nbytes
         chosen[part.box.tensor][part.holders.by_rank[rank], part.wanted].append(part.box)

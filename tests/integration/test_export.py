@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support.launch import run_distributed
 
 VOCABULARY = 251  # odd; Megatron pads it to 256
-TOKENS = torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))  # TP cuts the length
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,28 @@ class Case:
     tied: bool = False
     rope_scaling: bool = False
     qk_norm: bool = False
+    experts: int = 0
+    ep: int = 1
+    expert_tp: int = 1
+    expert_etp: int = 1
+    pre_softmax: bool = False
 
     @property
     def architecture(self) -> str:
         """The class in transformers that has this model's biases and norms."""
+        if self.experts:
+            return "Qwen3MoeForCausalLM"
         if self.qk_norm:
             return "Qwen3ForCausalLM"
         return "Qwen2ForCausalLM" if self.qkv_bias else "LlamaForCausalLM"
 
 
-ON_1_RANK = (Case("qwen3", qk_norm=True), Case("qwen3_scaled_tied", qk_norm=True, rope_scaling=True, tied=True))
+ON_1_RANK = (
+    Case("qwen3", qk_norm=True),
+    Case("qwen3_scaled_tied", qk_norm=True, rope_scaling=True, tied=True),
+    Case("qwen3_moe", qk_norm=True, experts=4),
+    Case("qwen3_moe_scores_as_they_are", qk_norm=True, experts=4, pre_softmax=True),
+)
 ON_2_RANKS = (
     Case("dp2"),
     Case("tp2"),
@@ -50,6 +62,11 @@ ON_2_RANKS = (
     Case("etp2_biases_tied", etp=2, bias=True, tied=True),
     Case("etp2_qwen2_scaled", etp=2, qkv_bias=True, rope_scaling=True),
     Case("pp2_tied", pp=2, tied=True),
+    Case("qwen3_etp2", etp=2, qk_norm=True),
+    Case("qwen3_tp2_above_kv_heads", tp=2, kv_heads=1, qk_norm=True),
+    Case("qwen3_moe_ep2", qk_norm=True, experts=4, ep=2),
+    Case("qwen3_moe_etp2_expert_etp2", etp=2, qk_norm=True, experts=4, expert_etp=2),
+    Case("qwen3_moe_tp2_expert_tp2", tp=2, qk_norm=True, experts=4, expert_tp=2),
 )
 ON_4_RANKS = (
     Case("tp2_etp2", tp=2, etp=2),
@@ -57,6 +74,10 @@ ON_4_RANKS = (
     Case("etp4", etp=4, kv_heads=4),
     Case("pp2_etp2_tied", pp=2, etp=2, tied=True),
     Case("pp2_etp2_interleaved", pp=2, etp=2, chunks=2),
+    Case("qwen3_tp2_etp2_tied", tp=2, etp=2, qk_norm=True, tied=True),
+    Case("qwen3_moe_etp2_ep2_expert_etp2", etp=2, qk_norm=True, experts=4, ep=2, expert_etp=2),
+    Case("qwen3_moe_tp2_etp2_ep2", tp=2, etp=2, qk_norm=True, experts=6, ep=2),
+    Case("qwen3_moe_pp2_ep2", pp=2, qk_norm=True, experts=4, ep=2, pre_softmax=True),
 )
 
 
@@ -70,6 +91,9 @@ def start_megatron(case: Case, rank: int, world_size: int) -> None:
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.chunks,
         gtp_remat_size=case.etp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.expert_tp,
+        expert_gtp_remat_size=case.expert_etp,
     )
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
@@ -83,6 +107,18 @@ def build(case: Case) -> list[Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     sharded = {"gtp_weight_remat_size": case.etp, "tensor_parallel_num_weight_shards": case.etp * case.tp}
+    experts: dict[str, Any] = {}
+    if case.experts:
+        experts = {
+            "num_moe_experts": case.experts,
+            "moe_ffn_hidden_size": 48,
+            "moe_router_topk": 2,
+            "moe_router_pre_softmax": case.pre_softmax,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "sequence_parallel": case.tp > 1,
+            "expert_gtp_weight_remat_size": case.expert_etp,
+        }
     config = TransformerConfig(
         num_layers=4,
         hidden_size=64,
@@ -108,14 +144,19 @@ def build(case: Case) -> list[Any]:
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.chunks,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.expert_tp,
         **(sharded if case.etp > 1 else {}),
+        **experts,
     )
     chunks = []
     for stage in range(case.chunks or 1):
         where = {"ignore_virtual": False, "vp_stage": stage if case.chunks else None}
         model = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=case.qk_norm),
+            transformer_layer_spec=get_gpt_layer_local_spec(
+                normalization="RMSNorm", qk_layernorm=case.qk_norm, num_experts=case.experts or None
+            ),
             vocab_size=256,
             max_sequence_length=64,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -137,8 +178,23 @@ def build(case: Case) -> list[Any]:
                 place = f"{name} {stage} {parallel_state.get_pipeline_model_parallel_rank()} {cut}"
                 generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
                 param.data.uniform_(0.3, 1.7, generator=generator)
+        fill_experts(case, model, stage)
         chunks.append(model.eval())
     return chunks
+
+
+def fill_experts(case: Case, model: Any, stage: int) -> None:
+    """Other values for each expert: Megatron starts those of all expert-parallel ranks alike."""
+    from megatron.core import parallel_state
+
+    for name, param in model.named_parameters():
+        if ".experts." in name:
+            groups = model.pg_collection
+            shard = param.group.rank() if hasattr(param, "group") else 0
+            stage_rank = parallel_state.get_pipeline_model_parallel_rank()
+            place = f"{name} {stage} {stage_rank} {groups.ep.rank()} {groups.expt_tp.rank()} {shard}"
+            generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+            param.data.normal_(0.0, 0.2, generator=generator)
 
 
 def forward(case: Case, chunks: list[Any]) -> torch.Tensor | None:

@@ -104,6 +104,7 @@ def _traits(architecture: str, config: Mapping[str, object]) -> ModelTraits:
         num_experts=_integer(config, "num_experts") if experts else 0,
         experts_per_token=_integer(config, "num_experts_per_tok") if experts else 0,
         moe_ffn_hidden_size=_integer(config, "moe_intermediate_size") if experts else 0,
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)) if experts else True,  # False is transformers' own
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_base=_number(config, "rope_theta", 10000.0),
     )

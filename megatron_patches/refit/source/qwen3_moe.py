@@ -33,7 +33,7 @@ class Qwen3MoeFamily(Qwen3Family):
             "num_experts": self.traits.num_experts,
             "num_experts_per_tok": self.traits.experts_per_token,
             "moe_intermediate_size": self.traits.moe_ffn_hidden_size,
-            "norm_topk_prob": True,
+            "norm_topk_prob": self.traits.norm_topk_prob,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }

@@ -25,6 +25,7 @@ class ModelTraits:
         num_experts: routed experts in each layer; 0 for a dense feed-forward.
         experts_per_token: experts that the router picks.
         moe_ffn_hidden_size: width of an expert's gate and up projection each.
+        norm_topk_prob: whether the scores of the experts that a token gets are made to add up to one.
         norm_eps: epsilon of RMSNorm.
         rope_base: base of the rotary frequencies.
         rope_scaling_factor: factor of Llama 3's frequency scaling; None for plain rotary positions.
@@ -46,6 +47,7 @@ class ModelTraits:
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
+    norm_topk_prob: bool = True
     norm_eps: float
     rope_base: float
     rope_scaling_factor: float | None = None

@@ -28,6 +28,13 @@ def fake_model(**changes: Any) -> Any:
         layernorm_epsilon=1e-6,
         init_method_std=0.01,
         num_moe_experts=None,
+        moe_layer_freq=1,
+        moe_ffn_hidden_size=32,
+        moe_router_topk=2,
+        moe_router_pre_softmax=False,
+        moe_router_score_function="softmax",
+        moe_router_load_balancing_type="aux_loss",
+        moe_router_topk_scaling_factor=None,
         multi_latent_attention=False,
         mtp_num_layers=None,
         normalization="RMSNorm",
@@ -71,7 +78,6 @@ def test_a_plain_model_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_moe_experts": 8}, r"8 experts \(--num-experts\)"),
         ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"normalization": "LayerNorm"}, "--normalization RMSNorm"),
@@ -94,8 +100,50 @@ def test_what_llama_cannot_express_is_refused_by_its_flag(changes: dict[str, Any
 
 
 def test_every_refused_feature_is_listed() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"--num-experts.*; .*--qk-l2-norm"):
-        read_traits(fake_model(num_moe_experts=8, qk_l2_norm=True), 251)
+    with pytest.raises(UnsupportedModelError, match=r"--multi-latent-attention.*; .*--qk-l2-norm"):
+        read_traits(fake_model(multi_latent_attention=True, qk_l2_norm=True), 251)
+
+
+@pytest.mark.parametrize("pre_softmax", [False, True])
+def test_whether_scores_add_up_to_one_is_the_models_own(pre_softmax: bool) -> None:
+    from transformers import Qwen3MoeConfig
+
+    model = fake_model(num_moe_experts=8, qk_layernorm=True, moe_router_pre_softmax=pre_softmax)
+    config = build_config(family_for(read_traits(model, 251)), "bfloat16")
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    read = Qwen3MoeConfig(**config)
+    assert read.norm_topk_prob is not pre_softmax
+    assert (read.num_experts, read.num_experts_per_tok, read.moe_intermediate_size) == (8, 2, 32)
+
+
+def test_experts_without_norms_on_query_and_key_are_refused() -> None:
+    traits = read_traits(fake_model(num_moe_experts=8), 251)
+    with pytest.raises(UnsupportedModelError, match=r"has its 8 experts without norms .* train with --qk-layernorm"):
+        family_for(traits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_layer_freq": [0, 1, 1, 1]}, "--moe-layer-freq"),
+        ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type sinkhorn"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "--moe-router-load-balancing-type"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor 2.5"),
+        ({"moe_router_pre_softmax": None}, "cannot be told .--moe-router-pre-softmax"),
+        ({"moe_shared_expert_intermediate_size": 64}, "--moe-shared-expert-intermediate-size"),
+        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
+        ({"moe_router_num_groups": 2}, "--moe-router-num-groups"),
+        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor"),
+        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
+        ({"moe_latent_size": 16}, "--moe-latent-size"),
+        ({"moe_mlp_glu_interleave_size": 32}, "--moe-mlp-glu-interleave-size"),
+        ({"moe_router_force_biased": 0.5}, "--moe-router-force-biased"),
+    ],
+)
+def test_what_qwen3_moe_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_traits(fake_model(num_moe_experts=8, qk_layernorm=True, **changes), 251)
 
 
 def test_interpolated_and_unknown_frequencies_are_refused() -> None:

@@ -83,3 +83,18 @@ def test_where_many_want_what_many_hold_nothing_is_cut() -> None:
         plan = make_plan([spec], everyone, everyone[:wanters], options)
         assert len(plan.transfers) == wanters * each
         assert set(plan.bytes_by_source().values()) == {spec.nbytes * wanters // 4}
+
+
+def test_what_only_one_rank_has_counts_before_anything_is_shared() -> None:
+    """Rank 1 alone has three small tensors; of four larger ones that both have, it is given fewer."""
+    large = [TensorSpec(f"large{index}", (10,), "float32") for index in range(4)]
+    small = [TensorSpec(f"small{index}", (7,), "float32") for index in range(3)]
+
+    def having(rank: int, specs: list[TensorSpec]) -> Manifest:
+        storages = tuple(Storage(spec.name, "float32", spec.numel, spec.numel) for spec in specs)
+        places = tuple(Placement(spec.box, View(spec.name, 0, spec.shape, (1,))) for spec in specs)
+        return Manifest(rank, "", storages, places)
+
+    sources = [having(0, large), having(1, large + small)]
+    plan = make_plan(large + small, sources, [having(0, large + small)])
+    assert plan.bytes_by_source() == {0: 120, 1: 124}
