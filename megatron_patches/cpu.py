@@ -247,6 +247,25 @@ def _tensor_records() -> tuple[PatchRecord, ...]:
     )
 
 
+def _start_adam(distributed_optimizer: Any) -> None:
+    """Let Adam allocate its state as of before the first step.
+
+    Megatron's own helper takes a step with gradients of zero, in which weight decay would shrink the weights.
+    """
+    adam = distributed_optimizer.optimizer
+    rates = [group["lr"] for group in adam.param_groups]
+    try:
+        for group in adam.param_groups:
+            group["lr"] = 0.0
+        distributed_optimizer._init_optimizer_states_with_dummy_values()
+    finally:
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = rate
+    for state in adam.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
+
+
 def _megatron_records() -> tuple[PatchRecord, ...]:
     def allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -266,7 +285,7 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
         @functools.wraps(original)
         def replacement(self: Any) -> Any:
             if not self.optimizer.state:
-                self._init_optimizer_states_with_dummy_values()
+                _start_adam(self)
             return original(self)
 
         return replacement

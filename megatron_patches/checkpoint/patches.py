@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,11 @@ def _deferred(module: str, name: str) -> Callable[[Any], Any]:
     return replace
 
 
+def _in_turn(*replacements: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """All of ``replacements`` as one, the first one innermost."""
+    return lambda original: functools.reduce(lambda wrapped, replace: replace(wrapped), replacements, original)
+
+
 def records() -> tuple[PatchRecord, ...]:
     """The replacements that checkpoints need. Importing this module and calling this imports nothing of Megatron."""
     return (*_state_records(), *_file_records())
@@ -102,8 +108,9 @@ def _file_records() -> tuple[PatchRecord, ...]:
     return (
         PatchRecord(
             target="megatron.core.dist_checkpointing.serialization:load",
-            replace=_deferred("verify", "wrap_load"),
-            reason="loads into the weights file by file, and stops half-way at one that is missing or short",
+            replace=_in_turn(_deferred("optimizer_groups", "wrap_load"), _deferred("verify", "wrap_load")),
+            reason="loads into the weights file by file, and stops half-way at one that is missing or short, or where "
+            "experts had an optimizer of their own and have none now",
             sha256="3ccee57a8ab08fb7",
         ),
         PatchRecord(

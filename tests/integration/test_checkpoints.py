@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,30 @@ CASES = (
         common=DISTRIBUTED,
     ),
     Case("from_moe_ep2", f"--etp-size 2 --expert-etp-size 2 {EP2} {PAD}", (f"--expert-etp-size 4 {PAD}",), model=MOE),
+    # Experts that are parallel in no way share the optimizer of the dense weights.
+    Case(
+        "from_moe_ep2_distributed_to_no_expert_parallelism",
+        f"--etp-size 2 --expert-etp-size 2 {EP2} {PAD}",
+        ("", PP2),
+        model=MOE,
+        common=f"{DISTRIBUTED} --ckpt-fully-parallel-load",
+    ),
+    Case(
+        "from_moe_distributed_to_expert_parallelism",
+        "",
+        (f"--etp-size 2 --expert-etp-size 2 {EP2} {PAD}", f"--expert-etp-size 4 {PAD}"),
+        model=MOE,
+        common=DISTRIBUTED,
+    ),
+    Case("from_moe_ep2_to_no_expert_parallelism", f"--etp-size 2 {EP2} {PAD}", ("",), model=MOE),
+    Case(
+        "from_moe_bf16_to_expert_parallelism",
+        "",
+        (f"--etp-size 4 --expert-etp-size 2 {EP2} {PAD}",),
+        model=MOE,
+        common="--bf16",
+        tolerance=BF16_TOLERANCE,
+    ),
 )
 
 
@@ -185,6 +210,22 @@ def test_optimizer_state_that_cannot_be_resharded_is_refused(megatron: MegatronP
     for message, unchanged in answers:
         assert "'dp_reshardable'" in message
         assert "--dist-ckpt-optim-fully-reshardable" in message
+        assert unchanged
+
+
+def test_optimizer_state_without_a_group_of_this_run_is_refused(megatron: MegatronPool, tmp_path: Path) -> None:
+    """Experts get an optimizer of their own, and each group of parameters its own maximal learning rate; both new."""
+    _save(megatron, tmp_path, MOE, DISTRIBUTED)
+    arguments = (
+        f"{SCHEDULE} {MOE} {DISTRIBUTED} --etp-size 2 {EP2} --decoupled-lr 1e-3 "
+        f"--load {tmp_path} --ckpt-step {SAVED_STEP}"
+    )
+    answers = megatron.run(checkpoint_runs.run_refused, RANKS, 280.0, (tuple(arguments.split()),))
+    for message, unchanged in answers:
+        assert str(tmp_path) in message
+        assert re.search(r"no group of its optimizer state has this run.s .*max_lr 0\.00[15]", message), message
+        assert "--no-load-optim" in message
+        assert "\n" not in message
         assert unchanged
 
 

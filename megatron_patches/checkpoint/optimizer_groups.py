@@ -1,0 +1,136 @@
+"""Loads optimizer state into a run whose experts are divided otherwise than in the run that saved it.
+
+Megatron gives experts an optimizer of their own as soon as they are parallel in any way (EP, their own TP, or shards),
+and otherwise keeps them in the one that the dense weights have. Each tensor lies in a checkpoint under its weight's
+name either way, but the rest (learning rates, steps, loss scale) is stored optimizer by optimizer: a run that has two
+does not find its second, and Megatron notices when the weights have been loaded.
+
+Here the tensors are asked for as this run's optimizers want them, and what is not a tensor is looked up among all
+groups of the checkpoint, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+State = dict[Any, Any]
+
+_KEY = "optimizer"
+_REQUESTED = "optimizer of this run"
+_EXPERTS = "is_expert_parallel"
+_MODEL_SPACE = "fully_reshardable"
+
+
+class OptimizerStateMismatchError(ValueError):
+    """The checkpoint lacks settings that an optimizer of this run needs. Nothing of it has been loaded."""
+
+
+def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``megatron.core.dist_checkpointing.serialization.load``."""
+
+    @functools.wraps(original)
+    def load(sharded_state_dict: State, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        requested = sharded_state_dict.get(_KEY)
+        if not _is_known(requested):
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from megatron.core.dist_checkpointing import serialization
+
+        saved = serialization.load_common_state_dict(checkpoint_dir).get(_KEY)
+        if not _is_known(saved) or len(_parts(saved)) == len(_parts(requested)):
+            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        settings = [_settings(part, _parts(saved), checkpoint_dir) for part in _parts(requested)]
+        renamed = {_REQUESTED if key == _KEY else key: value for key, value in sharded_state_dict.items()}
+        answer = original(renamed, checkpoint_dir, *args, **kwargs)
+        loaded = answer[0] if isinstance(answer, tuple) else answer
+        tensors = loaded.pop(_REQUESTED)
+        for part, values in zip(_parts(tensors), settings, strict=True):
+            _add(part, values)
+        loaded[_KEY] = tensors
+        return answer
+
+    return load
+
+
+def _is_known(state: object) -> TypeGuard[State]:
+    """Whether ``state`` is of Megatron's Adam or SGD, with tensors stored weight by weight."""
+    return isinstance(state, dict) and all(
+        isinstance(part, dict)
+        and part.get("param_state_sharding_type", _MODEL_SPACE) == _MODEL_SPACE
+        and isinstance(_torch_state(part).get("param_groups"), list)
+        for part in _parts(state)
+    )
+
+
+def _parts(state: State) -> list[State]:
+    """The states of a chain of optimizers, in order; of one optimizer, its state."""
+    return [state[number] for number in sorted(state)] if _is_chain(state) else [state]
+
+
+def _is_chain(state: State) -> bool:
+    return bool(state) and all(isinstance(key, int) for key in state)
+
+
+def _torch_state(part: State) -> State:
+    """What torch's optimizer takes: Megatron's fp32 optimizer stores just that, the others store it inside."""
+    inner = part.get(_KEY, part)
+    return inner if isinstance(inner, dict) else part
+
+
+def _settings(part: State, saved: list[State], checkpoint: str) -> State:
+    """What is no tensor in the state of one optimizer of this run, from the checkpoint's."""
+    groups = [group for other in saved for group in _torch_state(other)["param_groups"]]
+    values = {
+        key: value for key, value in saved[0].items() if key not in (_KEY, "state", "param_groups", "param_state")
+    }
+    inner: State = {"param_groups": [_counterpart(group, groups, checkpoint) for group in _groups(part)]}
+    steps = [step for other in saved if (step := _torch_state(other).get("state", {}).get("common_step")) is not None]
+    if steps:
+        inner["state"] = {"common_step": steps[0]}
+    return {**values, _KEY: inner} if _KEY in part else {**values, **inner}
+
+
+def _groups(part: State) -> Iterator[State]:
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    for group in _torch_state(part)["param_groups"]:
+        yield {
+            key: value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
+            for key, value in group.items()
+        }
+
+
+def _counterpart(group: State, saved: list[State], checkpoint: str) -> State:
+    """``group`` of this run with the values that it, or the same weights' group, has in the checkpoint."""
+    by_experts = {_identity(other): other for other in saved}
+    anyway = {_identity(other, without=_EXPERTS): other for other in reversed(saved)}
+    found = by_experts.get(_identity(group)) or anyway.get(_identity(group, without=_EXPERTS))
+    if found is None:
+        settings = ", ".join(f"{name} {value}" for name, value in _named_identity(group) if value is not None)
+        raise OptimizerStateMismatchError(
+            f"checkpoint {checkpoint}: experts are divided otherwise than in this run, and no group of its optimizer "
+            f"state has this run's {settings}; load the weights alone with --no-load-optim"
+        )
+    kept = {name: group[name] for name in (_EXPERTS, "params") if name in group}
+    return {**found, **kept}
+
+
+def _identity(group: State, without: str | None = None) -> tuple[Any, ...]:
+    return tuple(value for name, value in _named_identity(group) if name != without)
+
+
+def _named_identity(group: State) -> list[tuple[str, Any]]:
+    """By what Megatron recognises a group of parameters, with NeMo's names for the same."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    return [(name, group.get(name, group.get(f"pre_{name}"))) for name in param_group_identifier_keys]
+
+
+def _add(target: State, values: State) -> None:
+    """Merge ``values`` into the nested dictionaries of ``target``; lists are replaced."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _add(target[key], value)
+        else:
+            target[key] = value
