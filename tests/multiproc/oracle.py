@@ -18,6 +18,7 @@ from torch import nn
 import etp
 from etp.cache import Slot
 from etp.grads import WgradPool
+from etp.shard_grad import ShardGrad
 
 Scenario = Callable[[nn.Module, int, int], Iterator[Any]]
 """``scenario(model, step, data_rank)`` yields each loss to be differentiated, or ``(loss, backward_kwargs)``."""
@@ -126,7 +127,8 @@ class Twins:
             assert (param.grad is None) == (expected is None), f"{where}: {name} has a gradient on one side only"
             if expected is None or param.grad is None:
                 continue
-            assert type(param.grad) is torch.Tensor, f"{where}: {name}'s gradient is a {type(param.grad).__name__}"
+            kind = ShardGrad if isinstance(param, etp.ETPShardedParam) else torch.Tensor
+            assert type(param.grad) is kind, f"{where}: {name}'s gradient is a {type(param.grad).__name__}"
             if isinstance(param, etp.ETPShardedParam):
                 shard = rows_of_shard(expected, self.rank, self.world_size, self.config.pad_for_alignment)
                 self._same(f"{where}: gradient of {name}", param.grad, shard)

@@ -17,11 +17,11 @@ PACKAGES = {"etp": ROOT / "transformer_engine" / "etp", "megatron_patches": ROOT
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"layout", "config"}),
-    frozenset({"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te"}),
-    frozenset({"group", "grads", "versions", "traffic", "routes"}),
+    frozenset({"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te", "scalars"}),
+    frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
     frozenset({"param", "replicated", "reductions"}),
     frozenset({"runtime"}),
-    frozenset({"modules", "wrap", "graphs", "state"}),
+    frozenset({"modules", "wrap", "graphs", "state", "clip"}),
 )
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etp.clip import clip_grad_norm_
 from etp.config import EtpConfig, GradReduction, TransportName
 from etp.errors import EtpCommunicationError, EtpError, EtpStateError, PeerMismatchError, StaleWeightError
 from etp.layout import ShardLayout
@@ -28,6 +29,7 @@ __all__ = [
     "ShardLayout",
     "StaleWeightError",
     "TransportName",
+    "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
     "resident_nbytes",

@@ -19,6 +19,7 @@ import torch
 from etp.collectives.base import GradSink
 from etp.errors import EtpStateError
 from etp.group import ReduceState, WeightGroup
+from etp.shard_grad import plain
 from etp.streams import Ready
 
 
@@ -161,7 +162,7 @@ def gradient_sink(param: torch.nn.Parameter) -> GradSink:
     if target is None:
         target = param.grad
     if target is not None:
-        return GradSink(target, accumulate=True)
+        return GradSink(plain(target), accumulate=True)
     # Preserve-format would keep a view's strides; a gradient is contiguous like its shard.
     fresh = torch.empty_like(param, memory_format=torch.contiguous_format, requires_grad=False)
     return GradSink(fresh, accumulate=False)

@@ -10,6 +10,7 @@ gathered with it, and to its :class:`ShardDriver` (the runtime) for when. Three 
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol, Self
@@ -23,9 +24,10 @@ from etp import functional
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.shard_grad import GradDriver, owned_grad
 
 
-class ShardDriver(Protocol):
+class ShardDriver(GradDriver, Protocol):
     """Decides when a group's collectives run (:class:`etp.runtime.EtpRuntime`)."""
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
@@ -39,6 +41,9 @@ class ShardDriver(Protocol):
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
         """One full weight in memory of its own."""
+
+    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
+        """``[ranks, n]``: what every rank has in ``own``, ``[n]``."""
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
@@ -81,8 +86,12 @@ _REFUSED_FUNCTIONS = frozenset(
 _READ_TENSOR_LAYOUT = frozenset({torch.norm, torch.Tensor.norm})
 
 
+# What reading ``param.grad`` calls.
+_READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+
 class ETPShardedParam(torch.nn.Parameter):
-    """One rank's shard of a weight.
+    """One rank's shard of a weight. Its ``grad`` is a :class:`etp.shard_grad.ShardGrad`.
 
     Attributes:
         group: the process group whose rank r holds shard r.
@@ -123,6 +132,7 @@ class ETPShardedParam(torch.nn.Parameter):
         param._driver = None
         param._reduce_hooks = []
         param._accumulate_hooks = OrderedDict()
+        param._reference = weakref.ref(param)
         return param
 
     # Assigned in __new__; declared here for readers and type checkers.
@@ -132,6 +142,7 @@ class ETPShardedParam(torch.nn.Parameter):
     _driver: ShardDriver | None
     _reduce_hooks: list[Callable[[], None]]
     _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
+    _reference: weakref.ref[Self]
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -284,6 +295,8 @@ class ETPShardedParam(torch.nn.Parameter):
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Route ``linear`` and ``embedding`` to their sharded forms; refuse products with a shard."""
+        if func == _READ_GRAD:
+            return owned_grad(args[0], args[0]._reference)
         kwargs = kwargs or {}
         sharded = _SHARDED_FUNCTIONS.get(func)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)

@@ -50,9 +50,9 @@ class Reductions:
         """Reductions under way."""
         return len(self._pending)
 
-    def incomplete(self) -> WeightGroup | None:
-        """A group whose gradient is not, or not wholly, on its shards yet; None if there is none."""
-        return next(iter([*(pending.group for pending in self._pending), *self._local_sums]), None)
+    def is_incomplete(self, group: WeightGroup) -> bool:
+        """Whether a gradient of ``group`` is not, or not wholly, on its shards yet."""
+        return group in self._local_sums or any(pending.group is group for pending in self._pending)
 
     # One group's gradient ------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from etp.param import ETPShardedParam
 from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
+from etp.scalars import GroupScalars
 from etp.streams import Lane
 from etp.traffic import TrafficCounters
 from etp.versions import InPlaceTransport, WeightVersions
@@ -77,6 +78,7 @@ class EtpRuntime:
         self.counters = TrafficCounters()
         self._routes = Routes(self.config)
         self._reductions = Reductions(self.config, self._routes, self.counters)
+        self._scalars = GroupScalars(self.config.timeout_s)
         self._in_use: WeightGroup | None = None
         self._pass_number = 0
         self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
@@ -297,6 +299,37 @@ class EtpRuntime:
         """See :class:`etp.param.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`."""
         self._enter_backward()
         self._reductions.add(group, wgrads)
+
+    def gradient_norms(
+        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
+    ) -> list[torch.Tensor]:
+        """See :class:`etp.shard_grad.GradDriver`. Collective over the process group."""
+        return self._scalars.norms(parts, process_group, norm_type)
+
+    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
+        """See :class:`etp.param.ShardDriver`. Collective over the process group."""
+        return self._scalars.gathered(own, process_group, "all-gather of total norms")
+
+    def spread_overflow(self, found: torch.Tensor) -> None:
+        """See :class:`etp.shard_grad.GradDriver`. Collective over all process groups of this runtime."""
+        # All of them, whichever weights overflowed: experts in a group of their own must not skip a step alone.
+        self._scalars.spread(found, list(dict.fromkeys(group.process_group for group in self.groups)))
+
+    def require_complete(self, group: WeightGroup) -> None:
+        """See :class:`etp.shard_grad.GradDriver`.
+
+        Raises:
+            EtpStateError: if the group's gradient is still on its way.
+        """
+        if self._reductions.is_incomplete(group):
+            raise EtpStateError(
+                f"the gradient of {group.name} is not complete yet, so neither is its norm; call "
+                "etp.wait_async_comms(module) after the last backward pass of the iteration"
+            )
+
+    def gradient_zeroed(self, group: WeightGroup) -> None:
+        """See :class:`etp.shard_grad.GradDriver`."""
+        self._reductions.forget_sums(group)
 
     def finish_reductions(self) -> None:
         """Finish all reductions under way; every shard's gradient is complete and its hooks have run."""

@@ -38,6 +38,10 @@ def shard_module(
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
     afterwards: one that was built before holds the full weights, which are no longer the module's.
 
+    ``torch.nn.utils.clip_grad_norm_`` (or :func:`etp.clip_grad_norm_`, with fewer collectives) and
+    ``torch.amp.GradScaler`` see whole gradients and are collective. Norms that are computed otherwise see this rank's
+    part; optimizers that look at a whole matrix take a shard for one. See docs/numerics.md.
+
     Args:
         module: the model; every rank of the group holds the same weights.
         etp_group: the ranks to shard over. They see different data.

@@ -1,0 +1,87 @@
+"""Clipping gradients by their total norm, over the shard groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from etp.errors import PeerMismatchError
+from etp.param import ETPShardedParam
+
+# Totals of ranks that should agree may differ by the rounding of sums in another order.
+_SAME = 1e-5
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients down so that their total norm is at most ``max_norm``: as the unsharded model's would be.
+
+    ``torch.nn.utils.clip_grad_norm_`` gives the same, with one small collective for each weight; this one needs one for
+    each shard group and dtype, and refuses what that one cannot see. Padding counts nothing, replicated parameters
+    count once, and a parameter that is named twice counts once. Collective over the shard groups.
+
+    Args:
+        parameters: a module, or parameters of one, in the same order on all ranks. Those without gradient are left out.
+        max_norm: what the total norm is brought down to.
+        norm_type: p of the p-norm, ``float("inf")`` included.
+        error_if_nonfinite: whether a total that is not finite is an error; else gradients are scaled by it.
+        foreach: as in ``torch.nn.utils.clip_grad_norm_``; None means True here.
+
+    Returns:
+        The total norm before clipping, 0-dim, equal on all ranks of the shard groups.
+
+    Raises:
+        ValueError: for a parameter whose gradient is in ``main_grad``, which Megatron clips itself.
+        EtpStateError: if a gradient is not complete; see :func:`etp.wait_async_comms`.
+        PeerMismatchError: if ranks that share weights get other totals, because they hold other experts; nothing is
+            scaled then.
+        RuntimeError: see ``error_if_nonfinite``.
+    """
+    params = _unique(parameters)
+    for param in params:
+        if isinstance(param, ETPShardedParam) and getattr(param, "main_grad", None) is not None:
+            raise ValueError(
+                f"{param.fqn} has its gradient in main_grad, which clip_grad_norm_ does not look at; Megatron clips "
+                "it: --clip-grad"
+            )
+    foreach = True if foreach is None else foreach
+    grads = [param.grad for param in params if param.grad is not None]
+    total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    _check_peers_agree(total, [p for p in params if isinstance(p, ETPShardedParam) and p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
+    return total
+
+
+def _unique(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    return list({id(param): param for param in parameters}.values())
+
+
+def _check_peers_agree(total: torch.Tensor, shards: list[ETPShardedParam]) -> None:
+    """Where weights have other shard groups than others (experts), ranks may hold other weights, so other totals."""
+    by_ranks: dict[tuple[int, ...], ETPShardedParam] = {}
+    for shard in shards:
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(shard.group)), shard)
+    if len(by_ranks) < 2:
+        return
+    for ranks, shard in by_ranks.items():
+        totals = shard.driver.gathered(total.to(shard.device, torch.float64).view(1), shard.group).view(-1)
+        if not torch.allclose(totals, totals[0].expand_as(totals), rtol=_SAME, atol=0.0, equal_nan=True):
+            raise PeerMismatchError(
+                f"clip_grad_norm_: ranks {list(ranks)} share {shard.fqn} but have total norms {totals.tolist()}, so "
+                "they would clip it differently: they hold different experts, or experts that saw different data. "
+                "Combine the norm yourself: torch.nn.utils.get_total_norm of the gradients of the experts and of the "
+                "others apart, reduce the experts' over all of these ranks, and give the total to "
+                "torch.nn.utils.clip_grads_with_norm_"
+            )

@@ -1,0 +1,64 @@
+"""Single numbers about gradients that the ranks of a shard group must share: norms, and whether one overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from etp.collectives.failures import reported
+from etp.collectives.works import WorkLine
+
+
+class GroupScalars:
+    """Combines numbers over shard groups.
+
+    Args:
+        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._line = WorkLine()
+
+    def norms(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, norm_type: float) -> list[torch.Tensor]:
+        """Norms of tensors that the ranks of ``group`` hold in parts, each equal on all ranks. Collective.
+
+        Args:
+            parts: this rank's parts, one of each tensor, on one device; without padding, so possibly empty.
+            group: the ranks that hold the other parts.
+            norm_type: p of the p-norm; inf and -inf for the largest and the smallest magnitude, 0 for a count.
+
+        Returns:
+            As many 0-dim tensors, in fp64 if a part is, else in fp32.
+        """
+        wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+        filled = [part for part in parts if part.numel()]
+        found = iter(torch._foreach_norm(filled, norm_type, dtype=wide) if filled else ())
+        # What an empty part adds: nothing to a sum or a maximum, and nothing to a minimum.
+        nothing = parts[0].new_full((), 0.0 if norm_type >= 0 else float("inf"), dtype=wide)
+        own = torch.stack([next(found) if part.numel() else nothing for part in parts])
+        everyone = self.gathered(own, group, "all-gather of gradient norms")
+        if norm_type == 0:
+            return list(everyone.sum(dim=0).unbind())
+        return list(torch.linalg.vector_norm(everyone, norm_type, dim=0).unbind())
+
+    def gathered(self, own: torch.Tensor, group: dist.ProcessGroup, label: str) -> torch.Tensor:
+        """``[ranks, n]``: what every rank of ``group`` has in ``own``, ``[n]``. Collective."""
+        size = dist.get_world_size(group)
+        everyone = own.new_empty(size * own.numel())
+        with reported(label, group):
+            work = dist.all_gather_into_tensor(everyone, own.contiguous(), group=group, async_op=True)
+            self._line.wait(work, self._timeout_s, keep=own.device.type == "cpu")
+        return everyone.view(size, own.numel())
+
+    def spread(self, flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Raise ``flag`` (one element, not 0 where raised) on every rank that shares a group with one that raised it.
+
+        Through one group after the other, so also on ranks that are connected by two of them. Collective.
+        """
+        for group in groups:
+            with reported("all-reduce of the overflow flag", group):
+                work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+                self._line.wait(work, self._timeout_s, keep=flag.device.type == "cpu")

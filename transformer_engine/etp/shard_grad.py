@@ -1,0 +1,237 @@
+"""The gradient of a shard: a plain tensor to whoever computes with it, the whole weight's where PyTorch asks for that.
+
+[Note: whole-gradient functions] Nearly all that is done with a gradient is done to each element alone, and is right on
+a shard: an optimizer step, a scaling, ``clip_grad_value_``. Three things that PyTorch itself does are not, and each
+goes through one function that a tensor subclass is asked about:
+
+- ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take ``torch.linalg.vector_norm`` of each gradient, or
+  ``torch._foreach_norm`` of all of them: here the norm of the whole gradient, over the shard group, without padding;
+- ``torch.amp.GradScaler`` looks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: here on all
+  ranks that share a shard group, so that all of them skip the step or none;
+- ``zero_grad(set_to_none=False)`` writes zeros: here also over what microbatches have added up so far.
+
+``norm`` as a method, and norms along a dimension, are left alone: optimizers take those of a gradient and of its
+weight together (Adafactor, LAMB), and both must be of the same part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from etp.errors import EtpStateError
+from etp.group import WeightGroup
+from etp.layout import ShardLayout
+
+
+class GradDriver(Protocol):
+    """What combines numbers over shard groups (:class:`etp.runtime.EtpRuntime`)."""
+
+    def gradient_norms(
+        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
+    ) -> list[torch.Tensor]:
+        """Norms of tensors that are held in parts. Collective."""
+
+    def spread_overflow(self, found: torch.Tensor) -> None:
+        """Raise the flag on all ranks that share a shard group with one that raised it. Collective."""
+
+    def require_complete(self, group: WeightGroup) -> None:
+        """Raise EtpStateError unless the group's gradients are complete."""
+
+    def gradient_zeroed(self, group: WeightGroup) -> None:
+        """A gradient of this group was set to zero."""
+
+
+class GradOwner(Protocol):
+    """The sharded parameter that a gradient belongs to (:class:`etp.param.ETPShardedParam`)."""
+
+    fqn: str
+    group: dist.ProcessGroup
+    grad: Any
+
+    @property
+    def layout(self) -> ShardLayout:
+        """How the weight is cut."""
+
+    @property
+    def weight_group(self) -> WeightGroup:
+        """The group that it is gathered and reduced with."""
+
+    @property
+    def has_driver(self) -> bool:
+        """Whether a runtime drives it."""
+
+    @property
+    def driver(self) -> GradDriver:
+        """The runtime that drives it."""
+
+
+class ShardGrad(torch.Tensor):
+    """A shard's ``grad``; see [Note: whole-gradient functions]. Results of computations with it are plain tensors."""
+
+    # Weak: a gradient is reachable from its parameter through C++, where Python's collector sees no cycle.
+    _owner: Callable[[], GradOwner | None]
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, owner: Callable[[], GradOwner | None]) -> Self:
+        """``grad`` as the gradient of a parameter: the same memory and version counter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = grad.as_subclass(cls)
+        made._owner = owner
+        return made
+
+    @property
+    def owner(self) -> GradOwner:
+        """The parameter.
+
+        Raises:
+            EtpStateError: if it is gone.
+        """
+        owner = self._owner()
+        if owner is None:
+            raise EtpStateError("this gradient's sharded parameter is gone; keep the module, or clone the gradient")
+        return owner
+
+    def belongs_to(self, owner: GradOwner) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self._owner() is owner
+
+    def local_part(self) -> torch.Tensor:
+        """This rank's rows as a plain tensor, without padding."""
+        return plain(self)[: self.owner.layout.logical_rows(dist.get_rank(self.owner.group))]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See [Note: whole-gradient functions]."""
+        kwargs = kwargs or {}
+        whole = _WHOLE_GRADIENT_FUNCTIONS.get(func)
+        if whole is not None:
+            return whole(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if func in _ALIASES:
+            return cls.of(result, args[0]._owner)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain tensor: a copy is nobody's gradient."""
+        copied = plain(self).detach().clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor, which loads where this package is not installed."""
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient as a plain tensor that shares memory and version counter; other tensors as they are."""
+    if not isinstance(tensor, ShardGrad):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def owned_grad(owner: GradOwner, reference: Callable[[], GradOwner | None]) -> ShardGrad | None:
+    """``owner.grad``, made a :class:`ShardGrad` now if whoever put it there did not; read again, it is the same object.
+
+    Args:
+        owner: the parameter.
+        reference: a weak reference to it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = owner.grad
+        if grad is None or (isinstance(grad, ShardGrad) and grad.belongs_to(owner)):
+            return grad
+        owner.grad = ShardGrad.of(grad, reference)
+        made: ShardGrad = owner.grad
+        return made
+
+
+def _foreach_norm(
+    tensors: Sequence[torch.Tensor],
+    ord: Any = 2,  # noqa: A002
+    dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """``torch._foreach_norm``; one collective for each shard group."""
+    norms: dict[int, torch.Tensor] = {}
+    others = [index for index, tensor in enumerate(tensors) if not isinstance(tensor, ShardGrad)]
+    if others:
+        found = torch._foreach_norm([tensors[index] for index in others], ord, dtype=dtype)
+        norms.update(zip(others, found, strict=True))
+    buckets: dict[tuple[int, dist.ProcessGroup, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, ShardGrad):
+            tensor.owner.driver.require_complete(tensor.owner.weight_group)
+            key = (id(tensor.owner.driver), tensor.owner.group, tensor.device)
+            buckets.setdefault(key, []).append(index)
+    for (_, process_group, _), indices in buckets.items():
+        grads = [grad for grad in (tensors[index] for index in indices) if isinstance(grad, ShardGrad)]
+        driver = grads[0].owner.driver
+        whole = driver.gradient_norms([grad.local_part() for grad in grads], process_group, float(ord))
+        norms.update(
+            (index, norm.to(dtype or tensors[index].dtype)) for index, norm in zip(indices, whole, strict=True)
+        )
+    return [norms[index] for index in range(len(tensors))]
+
+
+def _vector_norm(
+    x: torch.Tensor,
+    ord: Any = 2,  # noqa: A002
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``torch.linalg.vector_norm``: over all elements that of the whole gradient, along a dimension this shard's."""
+    if dim is None and out is None and isinstance(x, ShardGrad):
+        (norm,) = _foreach_norm([x], ord, dtype)
+        return norm.view([1] * x.dim()) if keepdim else norm
+    if dim is None and out is not None:
+        raise TypeError("torch.linalg.vector_norm of a sharded gradient takes no out=; use its result")
+    with torch._C.DisableTorchFunctionSubclass():
+        result: torch.Tensor = torch.linalg.vector_norm(x, ord, dim, keepdim, dtype=dtype, out=out)
+    return result
+
+
+def _check_and_unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """``torch._amp_foreach_non_finite_check_and_unscale_``: the same ``found_inf`` on all ranks of the shard groups."""
+    owners = [grad.owner for grad in grads if isinstance(grad, ShardGrad)]
+    for owner in owners:
+        owner.driver.require_complete(owner.weight_group)
+    with torch._C.DisableTorchFunctionSubclass():
+        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+    for driver in {id(owner.driver): owner.driver for owner in owners}.values():
+        driver.spread_overflow(found_inf)
+
+
+def _zero(grad: torch.Tensor) -> torch.Tensor:
+    _foreach_zero([grad])
+    return grad
+
+
+def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        torch._foreach_zero_(list(grads))
+    for grad in grads:
+        if isinstance(grad, ShardGrad) and grad.owner.has_driver:
+            grad.owner.driver.gradient_zeroed(grad.owner.weight_group)
+
+
+_WHOLE_GRADIENT_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _check_and_unscale,
+    torch.Tensor.zero_: _zero,
+    torch.zero_: _zero,
+    torch._foreach_zero_: _foreach_zero,
+}
+
+# Still the gradient itself under another name.
+_ALIASES = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
