@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
 
 # Sums of gradients are taken in another order with shards than without, one ulp (1e-7) apart. 20 steps of Adam carry
 # that to a few 1e-6 in the loss, and to ten times as much in the norm of the gradient, which is no mean. In bf16 one
@@ -44,6 +47,8 @@ class Case:
         sharded: flags of the sharded run, in place of ``stock``.
         model: the model's flags.
         common: further flags of both runs.
+        freeze: parameters whose names match are frozen, by the training script; none if empty.
+        falls_to: the last step's loss is below this part of the first's.
         tolerance: relative, on each step's loss and gradient norm and each evaluation; 0.0 asks for equal bits of the
             losses, and of the norm only up to ``EXACT_NORM_TOLERANCE``.
     """
@@ -53,6 +58,8 @@ class Case:
     sharded: str
     model: str = LLAMA
     common: str = ""
+    freeze: str = ""
+    falls_to: float = 0.8
     tolerance: float = FP32_TOLERANCE
 
     @property
@@ -61,9 +68,15 @@ class Case:
         return NORM_FACTOR * self.tolerance or EXACT_NORM_TOLERANCE
 
     @property
+    def script(self) -> Path:
+        """The training script."""
+        return PRETRAIN_FROZEN if self.freeze else PRETRAIN_GPT
+
+    @property
     def stock_arguments(self) -> tuple[str, ...]:
         """Command line of the run without shards."""
-        return tuple(f"{self.model} {SCHEDULE} {self.common}".split())
+        freeze = ("--freeze", self.freeze) if self.freeze else ()
+        return (*f"{self.model} {SCHEDULE} {self.common}".split(), *freeze)
 
     @property
     def sharded_arguments(self) -> tuple[str, ...]:
@@ -156,5 +169,45 @@ CASES = (
         4,
         "--etp-size 4 --expert-etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2 --calculate-per-token-loss",
+    ),
+    # Frozen: nothing is reduced for them, and below the first trained layer there is no backward pass at all.
+    Case(
+        "frozen_first_layer_exact",
+        2,
+        "--etp-size 2",
+        common=ONE_MICROBATCH,
+        freeze=r"^embedding\.|layers\.0\.",
+        tolerance=0.0,
+    ),
+    # In between, backward passes through frozen weights to trained ones.
+    Case("frozen_last_layer", 4, "--etp-size 2", model=GPT2, common="--overlap-grad-reduce", freeze=r"layers\.1\."),
+    Case("frozen_tied_embedding", 4, "--etp-size 2", model=GPT2, freeze=r"word_embeddings", falls_to=0.95),
+    Case(
+        "frozen_layers_distributed_optimizer",
+        4,
+        "--etp-size 2",
+        common="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
+        freeze=r"^embedding\.|layers\.0\.|layers\.1\.mlp\.linear_fc1",
+    ),
+    Case(
+        "frozen_layer_recomputed",
+        4,
+        "--etp-size 4",
+        common="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        freeze=r"layers\.1\.",
+    ),
+    Case(
+        "frozen_expert",
+        4,
+        "--etp-size 2 --expert-etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2",
+        freeze=r"layers\.1\..*local_experts\.0\.",
+    ),
+    Case(
+        "frozen_expert_distributed_optimizer",
+        4,
+        "--etp-size 4 --expert-etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
+        freeze=r"^embedding\.|layers\.0\..*local_experts\.1\.",
     ),
 )

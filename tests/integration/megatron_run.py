@@ -27,6 +27,7 @@ from tests.support.launch import WorkerPool
 T = TypeVar("T")
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+PRETRAIN_FROZEN = Path(__file__).with_name("pretrain_frozen.py")
 
 
 @dataclass
@@ -58,13 +59,15 @@ class MegatronPool:
     def __init__(self) -> None:
         self._workers = WorkerPool()
         self._runs = 0
-        self._known: dict[tuple[int, tuple[str, ...]], list[Trajectory]] = {}
+        self._known: dict[tuple[int, tuple[str, ...], Path], list[Trajectory]] = {}
 
-    def train(self, ranks: int, arguments: Sequence[str], timeout_s: float = 240.0) -> list[Trajectory]:
-        """What each of ``ranks`` ranks saw in a training with these arguments; run once for each."""
-        key = (ranks, tuple(arguments))
+    def train(
+        self, ranks: int, arguments: Sequence[str], script: Path = PRETRAIN_GPT, timeout_s: float = 240.0
+    ) -> list[Trajectory]:
+        """What each of ``ranks`` ranks saw in a training by ``script`` with these arguments; run once for each."""
+        key = (ranks, tuple(arguments), script)
         if key not in self._known:
-            self._known[key] = self.run(train, ranks, timeout_s, (key[1],))
+            self._known[key] = self.run(train, ranks, timeout_s, (key[1], script))
         return self._known[key]
 
     def run(self, body: Callable[..., T], ranks: int, timeout_s: float, args: tuple[Any, ...]) -> list[T]:
@@ -80,8 +83,8 @@ class MegatronPool:
         self._workers.close()
 
 
-def train(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
-    """Run ``examples/pretrain_gpt.py`` with ``arguments`` as one of ``world_size`` ranks.
+def train(rank: int, world_size: int, arguments: Sequence[str], script: Path = PRETRAIN_GPT) -> Trajectory:
+    """Run ``script`` with ``arguments`` as one of ``world_size`` ranks.
 
     A body for :mod:`tests.support.launch`: the default process group exists.
 
@@ -89,7 +92,7 @@ def train(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
         What this rank saw.
     """
     megatron_patches.apply()
-    return _train(rank, world_size, arguments)
+    return _train(rank, world_size, arguments, script)
 
 
 def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
@@ -102,21 +105,21 @@ def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) 
         cpu.prepare_environment()
         registry.install(cpu.records())
     registry.install([dataset_build.RECORD])
-    return _train(rank, world_size, arguments)
+    return _train(rank, world_size, arguments, PRETRAIN_GPT)
 
 
-def _train(rank: int, world_size: int, arguments: Sequence[str]) -> Trajectory:
+def _train(rank: int, world_size: int, arguments: Sequence[str], script: Path) -> Trajectory:
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     trajectory = Trajectory()
     output = io.StringIO()
     try:
         with (
             _environment({name: str(value) for name, value in environment.items()}),
-            _arguments([str(PRETRAIN_GPT), *arguments]),
+            _arguments([str(script), *arguments]),
             _recorded(trajectory),
             contextlib.redirect_stdout(output),
         ):
-            runpy.run_path(str(PRETRAIN_GPT), run_name="__main__")
+            runpy.run_path(str(script), run_name="__main__")
     finally:
         trajectory.log = output.getvalue()
         _take_down()

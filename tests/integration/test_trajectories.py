@@ -14,8 +14,8 @@ STEPS = 20
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sharded_training_follows_stock(megatron: MegatronPool, case: Case) -> None:
-    stock = megatron.train(case.ranks, case.stock_arguments)
-    sharded = megatron.train(case.ranks, case.sharded_arguments)
+    stock = megatron.train(case.ranks, case.stock_arguments, case.script)
+    sharded = megatron.train(case.ranks, case.sharded_arguments, case.script)
     assert any(trajectory.losses for trajectory in stock)
     for rank, (expected, found) in enumerate(zip(stock, sharded, strict=True)):
         _check_lengths(expected)
@@ -27,10 +27,10 @@ def test_sharded_training_follows_stock(megatron: MegatronPool, case: Case) -> N
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_learns(megatron: MegatronPool, case: Case) -> None:
     """Two runs that do nothing would be equal too."""
-    for trajectory in megatron.train(case.ranks, case.sharded_arguments):
+    for trajectory in megatron.train(case.ranks, case.sharded_arguments, case.script):
         if trajectory.losses:
-            assert trajectory.losses[-1] < 0.8 * trajectory.losses[0]
-            assert max(trajectory.evaluations) < 0.8 * trajectory.losses[0]
+            assert trajectory.losses[-1] < case.falls_to * trajectory.losses[0]
+            assert max(trajectory.evaluations) < case.falls_to * trajectory.losses[0]
 
 
 def _check_lengths(trajectory: Trajectory) -> None:
