@@ -29,6 +29,7 @@ setup(
     install_requires=[
         PYTORCH,
         "megatron-core==0.19.2",  # patched by name and by source hash, so exactly this one
+        "msgspec",
         "numpy",
         "psutil",  # megatron-core's checkpoint writer fails without it
         "rich",
@@ -47,6 +48,7 @@ setup(
             "transformers",  # loads what is exported, and compares
         ],
     },
+    entry_points={"vllm.general_plugins": ["etp = megatron_patches.refit.vllm.plugin:register"]},
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

@@ -45,3 +45,7 @@ class ExportError(RefitError):
 
 class CheckpointReadError(ExportError):
     """A Megatron checkpoint is damaged or incomplete, as one rank found; others may not know."""
+
+
+class PartyFailedError(RefitError):
+    """Another party of the refit failed, left, or did not answer in time; carries its reason."""

@@ -25,6 +25,7 @@ from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.progress import Progress, Quiet
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source.describe import describe_model, unwrapped
+from megatron_patches.refit.source.live import finish_parameter_gather
 from megatron_patches.refit.source.shard import placements
 from megatron_patches.refit.source.traits import ModelTraits
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
@@ -158,7 +159,7 @@ class _Job:
     def run(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> ExportReport:
         """Plans, writes, verifies and commits."""
         with self._phase("plan", 0):
-            _finish_parameter_gather(chunks)
+            finish_parameter_gather(chunks)
             held: list[tuple[ModelTraits, Manifest]] = self._together(
                 partial(self._describe, chunks, vocab_size, tp_group)
             )
@@ -281,11 +282,3 @@ def _check_traits(found: Sequence[ModelTraits]) -> None:
                 raise ExportError(
                     f"rank {rank} describes another model than rank 0: {item.name} {mine} instead of {first}"
                 )
-
-
-def _finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
-    """Completes the distributed optimizer's parameter gather, which otherwise waits for the next forward."""
-    for chunk in chunks:
-        settings = getattr(chunk, "ddp_config", None)
-        if settings is not None and settings.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]

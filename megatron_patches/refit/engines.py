@@ -1,0 +1,140 @@
+"""How the trainer reaches an inference engine: the calls that make its workers take part in a refit."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from enum import StrEnum
+from typing import Any, Protocol
+
+from megatron_patches.refit.errors import RefitError
+
+
+class PauseMode(StrEnum):
+    """What becomes of requests that are under way when new weights are committed."""
+
+    WAIT = "wait"
+    """They end on the old weights first."""
+    ABORT = "abort"
+    """They are ended at once."""
+    KEEP = "keep"
+    """They go on, on the new weights, with what the old ones left in the KV cache."""
+
+
+class EngineClient(Protocol):
+    """One engine. Calls block until all of its workers have done their part; errors carry the engine's reason."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    def world_size(self) -> int:
+        """Number of its workers."""
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """Makes its workers join the rendezvous and agree on a plan."""
+
+    def receive(self, update_info: dict[str, Any]) -> None:
+        """Makes its workers receive a version beside the one that serves."""
+
+    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+        """Lets the received version serve, with empty prefix caches."""
+
+
+class HttpEngine:
+    """A vLLM server that was started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config``.
+
+    Args:
+        url: its base, such as ``http://10.0.0.5:8000``.
+        timeout_s: seconds that one call may take.
+
+    Raises:
+        ValueError: if it is no HTTP URL.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"engine URL {url!r} must begin with http:// or https://")
+        self.name = url.rstrip("/")
+        self._timeout_s = timeout_s
+
+    def world_size(self) -> int:
+        """See :class:`EngineClient`."""
+        return int(self._call("GET", "get_world_size")["world_size"])
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """See :class:`EngineClient`."""
+        self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
+
+    def receive(self, update_info: dict[str, Any]) -> None:
+        """See :class:`EngineClient`."""
+        self._call("POST", "start_weight_update")
+        self._call("POST", "update_weights", {"update_info": update_info})
+
+    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+        """See :class:`EngineClient`."""
+        self._call("POST", f"pause?{urllib.parse.urlencode({'mode': pause.value})}")
+        try:
+            self._call("POST", "update_weights", {"update_info": update_info})
+            self._call("POST", "finish_weight_update")
+            if pause is not PauseMode.KEEP:
+                self._call("POST", "reset_prefix_cache")
+        finally:
+            self._call("POST", "resume")
+
+    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+            f"{self.name}/{route}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:  # noqa: S310 - as above
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            raise RefitError(f"{self.name}/{route} answered {error.code}: {_shown(error.read())}") from error
+        except OSError as error:
+            raise RefitError(f"cannot reach {self.name}/{route}: {error}") from error
+        found = json.loads(content) if content else {}
+        return found if isinstance(found, dict) else {}
+
+
+class LocalEngine:
+    """A vLLM ``LLM`` object in this process, made with ``weight_transfer_config={"backend": "etp"}``.
+
+    Args:
+        llm: the object.
+    """
+
+    name = "the engine in this process"
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def world_size(self) -> int:
+        """See :class:`EngineClient`."""
+        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """See :class:`EngineClient`."""
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def receive(self, update_info: dict[str, Any]) -> None:
+        """See :class:`EngineClient`."""
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": update_info})
+
+    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+        """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""
+        del pause
+        self._llm.update_weights({"update_info": update_info})
+        self._llm.finish_weight_update()
+        self._llm.reset_prefix_cache()
+
+
+def _shown(content: bytes) -> str:
+    text = " ".join(content.decode(errors="replace").split())
+    return text[:500] or "no reason given"

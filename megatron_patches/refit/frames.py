@@ -1,0 +1,100 @@
+"""Messages of known length over a stream socket, with waits that end: at a deadline, or when a peer has failed."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Buffer, Callable
+
+from megatron_patches.refit.errors import PartyFailedError
+
+_LENGTH = struct.Struct("<Q")
+_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
+
+
+class Patience:
+    """How long one wait may take.
+
+    Args:
+        timeout_s: seconds from now.
+        what: what is waited for, for the message.
+        check: called now and then while waiting; raises if the wait has become pointless.
+    """
+
+    def __init__(self, timeout_s: float, what: str, check: Callable[[], None] = lambda: None) -> None:
+        self._timeout_s, self._what, self._check = timeout_s, what, check
+        self._deadline = time.monotonic() + timeout_s
+
+    def tick(self) -> None:
+        """Ends the wait if it is time.
+
+        Raises:
+            PartyFailedError: at the deadline, or whatever the check raises.
+        """
+        self._check()
+        if time.monotonic() > self._deadline:
+            raise PartyFailedError(f"waited {self._timeout_s:.0f} s for {self._what}; a longer time-out is an option")
+
+    def lost(self, reason: str) -> PartyFailedError:
+        """The error for a connection that ended during this wait; the peer's own reason if it is known."""
+        self._check()
+        return PartyFailedError(f"lost the connection while waiting for {self._what}: {reason}")
+
+
+def prepare(connection: socket.socket) -> socket.socket:
+    """Makes reads and writes return now and then, and small messages leave at once."""
+    connection.settimeout(_LOOK_AROUND_S)
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def send(connection: socket.socket, message: Buffer, patience: Patience) -> None:
+    """Sends one message.
+
+    Raises:
+        PartyFailedError: at the deadline, or if the peer has closed the connection.
+    """
+    send_all(connection, _LENGTH.pack(memoryview(message).nbytes), patience)
+    send_all(connection, message, patience)
+
+
+def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> None:
+    """Sends bytes without their length; raises as :func:`send` does."""
+    rest = memoryview(content)
+    while rest:
+        try:
+            rest = rest[connection.send(rest) :]
+        except TimeoutError:
+            patience.tick()
+        except OSError as error:
+            raise patience.lost(str(error)) from error
+
+
+def receive(connection: socket.socket, patience: Patience) -> bytearray:
+    """The next message.
+
+    Raises:
+        PartyFailedError: at the deadline, or if the peer has closed the connection.
+    """
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size, patience))
+    return receive_exactly(connection, length, patience)
+
+
+def receive_exactly(connection: socket.socket, length: int, patience: Patience) -> bytearray:
+    """The next ``length`` bytes; raises as :func:`receive` does."""
+    buffer = bytearray(length)
+    view = memoryview(buffer)
+    while view:
+        try:
+            count = connection.recv_into(view)
+        except TimeoutError:
+            patience.tick()
+            continue
+        except OSError as error:
+            raise patience.lost(str(error)) from error
+        if not count:
+            raise patience.lost("the peer closed it")
+        view = view[count:]
+    return buffer

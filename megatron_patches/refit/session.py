@@ -1,0 +1,275 @@
+"""Pushes a training run's weights into running engines, version after version."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.engines import EngineClient, PauseMode
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.exchange import default_exchange, describe_error
+from megatron_patches.refit.hf_config import family_for, read_traits
+from megatron_patches.refit.joint import Held, LinkOptions, SourceParty
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
+from megatron_patches.refit.source.describe import describe_model, unwrapped
+from megatron_patches.refit.source.live import bits_of, finish_parameter_gather
+from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.transports.base import TransportName
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitOptions:
+    """How to push.
+
+    Attributes:
+        transport: how bytes travel; shared memory needs trainer and engines on one host.
+        staging_bytes: most bytes that one process stages for packets.
+        timeout_s: seconds that a step may take after its first party has finished.
+        pause: what becomes of requests under way at a commit.
+        host: address of this process that engines reach; also that of their links to each other.
+    """
+
+    transport: TransportName = TransportName.SHM
+    staging_bytes: int = 256 << 20
+    timeout_s: float = 300.0
+    pause: PauseMode = PauseMode.WAIT
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes < 16:
+            raise ValueError(f"staging_bytes is {self.staging_bytes}; two packets of 8 bytes must fit")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushReport:
+    """What a push did.
+
+    Attributes:
+        version: number of the weights that now serve.
+        nbytes: bytes that all destinations together were sent.
+        seconds: duration of each phase on this rank: ``send`` until every byte was verified, ``commit`` until all
+            engines serve the new weights (0 on ranks other than the first).
+    """
+
+    version: int
+    nbytes: int
+    seconds: Mapping[str, float]
+
+
+class RefitSession:
+    """One training run and the engines that it feeds. Every method is collective over the trainer's ranks.
+
+    Args:
+        model_chunks: this rank's part: a GPTModel a virtual pipeline stage, wrapped or not.
+        engines: on the first rank, the engines; elsewhere anything, such as an empty list.
+        vocab_size: number of tokens; rows of the embedding beyond it are padding and are left out.
+        options: how to push; the same on all ranks.
+        group: ranks that hold the model, replicas included; None for all processes.
+        tp_group: tensor-parallel group; None for Megatron's own.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        engines: Sequence[EngineClient],
+        *,
+        vocab_size: int,
+        options: RefitOptions = RefitOptions(),
+        group: ProcessGroup | None = None,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        self._chunks, self._engines, self._vocab_size = model_chunks, engines, vocab_size
+        self._options, self._tp_group = options, tp_group
+        self._exchange = default_exchange(group)
+        self._rendezvous: Rendezvous | None = None
+        self._party: SourceParty | None = None
+        self._assembly: Assembly | None = None
+        self._manifest: Manifest | None = None
+        self.version = 0
+
+    @property
+    def _first(self) -> bool:
+        return self._exchange.rank == 0
+
+    def prepare(self) -> str:
+        """Meets the engines and agrees with them on a plan. Call it again after an engine or a rank was lost.
+
+        Returns:
+            Digest of the plan.
+
+        Raises:
+            RefitError: on every rank, if any rank or engine failed; the engines serve what they served.
+        """
+        self.close()
+        invitation, sizes = self._invite()
+        rank, sources = self._exchange.rank, self._exchange.size
+        name = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
+        self._assembly = Assembly(invitation, rank, name)
+        link = LinkOptions(
+            transport=self._options.transport, staging_bytes=self._options.staging_bytes, sources=sources
+        )
+        self._party = SourceParty(self._assembly, link)
+        calls = _Calls(self._assembly, "describing the trainer's weights")
+        first = sources
+        for engine, size in zip(self._engines if self._first else (), sizes, strict=False):
+            info = {
+                **asdict(invitation),
+                "first_party": first,
+                "sources": sources,
+                "transport": self._options.transport.value,
+                "staging_bytes": self._options.staging_bytes,
+                "listen_host": self._options.host,
+            }
+            calls.start(engine, lambda engine=engine, info=info: engine.join(info))  # type: ignore[misc]
+            first += size
+        self._party.prepare(self._describe)
+        calls.finish(self._options.timeout_s)
+        return self._party.plan.digest
+
+    def push(self, version: int) -> PushReport:
+        """Sends the weights as they are now and lets the engines serve them as ``version``.
+
+        Args:
+            version: number of the weights; later than any pushed before.
+
+        Raises:
+            RefitError: on every rank, if any rank or engine failed. Every engine serves the old weights or, where
+                its own commit had succeeded, the new ones; none a mixture.
+        """
+        party, assembly = self._party, self._assembly
+        if party is None or assembly is None:
+            raise RefitError("prepare() has not succeeded")
+        if version <= self.version:
+            raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
+        started = time.perf_counter()
+        memory = self._memory()
+        receiving = {"version": version, "phase": "receive", "step": assembly.next_step, "linked": party.linked}
+        calls = _Calls(assembly, f"sending version {version}")
+        for engine in self._engines if self._first else ():
+            calls.start(engine, lambda engine=engine: engine.receive(receiving))  # type: ignore[misc]
+        party.push(version, memory)
+        sent = time.perf_counter()
+        outcome = self._commit(version, calls)
+        reason = self._exchange.gather(outcome)[0]
+        if reason is not None:
+            raise RefitError(f"committing version {version} failed: {reason}")
+        self.version = version
+        seconds = {"send": sent - started, "commit": time.perf_counter() - sent if self._first else 0.0}
+        return PushReport(version=version, nbytes=party.plan.nbytes, seconds=seconds)
+
+    def close(self) -> None:
+        """Leaves the engines as they are."""
+        if self._party is not None:
+            self._party.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._rendezvous, self._party, self._assembly, self._manifest = None, None, None, None
+
+    def _invite(self) -> tuple[Invitation, list[int]]:
+        """Opens the rendezvous on the first rank and tells all ranks; a failure there is raised on all."""
+        answer: tuple[Invitation, list[int]] | str = ""
+        if self._first:
+            try:
+                if not self._engines:
+                    raise RefitError("there is no engine to push to")
+                sizes = [engine.world_size() for engine in self._engines]
+                parties = self._exchange.size + sum(sizes)
+                self._rendezvous = Rendezvous(parties, self._options.timeout_s, self._options.host)
+                answer = self._rendezvous.invitation, sizes
+            except (RefitError, OSError) as error:
+                answer = describe_error(error)
+        found: tuple[Invitation, list[int]] | str = self._exchange.gather(answer)[0]
+        if isinstance(found, str):
+            raise RefitError(f"cannot start the refit: {found}")
+        return found
+
+    def _describe(self) -> Held:
+        """What this rank holds."""
+        traits = read_traits(unwrapped(self._chunks[0]), self._vocab_size)
+        family = family_for(traits)
+        storages: list[Storage] = []
+        held: list[Placement] = []
+        for live in describe_model(self._chunks, self._tp_group):
+            storages.append(live.shard.as_storage())
+            held.extend(placements(live.shard, family.pieces(live.shard)))
+        self._manifest = Manifest(self._exchange.rank, socket.gethostname(), tuple(storages), tuple(held))
+        return Held(dict(family.shapes()), self._manifest)
+
+    def _memory(self) -> dict[str, Bits]:
+        """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""
+        finish_parameter_gather(self._chunks)
+        described = replace(self._manifest, placements=()) if self._manifest is not None else None
+        memory, storages = {}, []
+        for live in describe_model(self._chunks, self._tp_group):
+            storages.append(live.shard.as_storage())
+            memory[live.shard.storage] = bits_of(live.memory)
+        if described is None or tuple(storages) != described.storages:
+            raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
+        return memory
+
+    def _commit(self, version: int, calls: _Calls) -> str | None:
+        """On the first rank: why it failed, or None."""
+        if not self._first:
+            return None
+        try:
+            calls.finish(self._options.timeout_s)
+            for engine in self._engines:
+                engine.commit({"version": version, "phase": "commit"}, self._options.pause)
+        except RefitError as error:
+            return describe_error(error)
+        return None
+
+
+class _Calls:
+    """Calls of engines, each in a thread, whose failure fails the step that all parties take meanwhile."""
+
+    def __init__(self, assembly: Assembly, what: str) -> None:
+        self._assembly, self._what = assembly, what
+        self._threads: list[threading.Thread] = []
+        self._failures: list[str] = []
+
+    def start(self, engine: EngineClient, call: Callable[[], Any]) -> None:
+        """Starts one."""
+
+        def run() -> None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - carried to all parties
+                self._failures.append(f"{engine.name}: {describe_error(error)}")
+                self._report(self._failures[-1])
+
+        thread = threading.Thread(target=run, name=f"refit-{engine.name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _report(self, reason: str) -> None:
+        try:
+            self._assembly.fail(self._what, reason)
+        except PartyFailedError as error:
+            self._failures.append(str(error))  # the rendezvous is gone, which the main thread notices too
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits for all.
+
+        Raises:
+            RefitError: if one failed or does not end.
+        """
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                raise RefitError(f"{thread.name} did not end within {timeout_s:.0f} s")
+        if self._failures:
+            raise RefitError("; ".join(self._failures))

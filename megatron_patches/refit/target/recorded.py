@@ -1,0 +1,188 @@
+"""A destination's manifest from copies that were recorded while the engine's own loader ran. Integers only.
+
+A recorded copy says: these elements of that Hugging Face tensor went to those places of this parameter, each side as
+offset, shape and strides. Where the loader only narrowed, split, transposed or flattened the tensor, its side is a
+box of the tensor, and the copy becomes a :class:`Placement`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, row_major_strides
+from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements of one flat memory, as torch describes them.
+
+    Attributes:
+        offset: index of the first element.
+        shape: extents.
+        strides: elements from one index to the next, by dimension; 0 where an element is repeated.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRecord:
+    """One copy of the loader.
+
+    Attributes:
+        tensor: name of the Hugging Face tensor.
+        read: which of its elements, in its row-major memory.
+        storage: name of the parameter.
+        write: where they went; as many elements, of the same shape.
+    """
+
+    tensor: str
+    read: Region
+    storage: str
+    write: Region
+
+
+@dataclass(frozen=True, slots=True)
+class FillRecord:
+    """Elements of a parameter to which the loader gave one value, such as the padding of a vocabulary.
+
+    Attributes:
+        storage: name of the parameter.
+        write: which elements.
+        value: what they hold.
+    """
+
+    storage: str
+    write: Region
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedParameter:
+    """A parameter that the loader wrote to.
+
+    Attributes:
+        name: module path and attribute.
+        dtype: torch's name of the element type.
+        numel: elements of its memory.
+    """
+
+    name: str
+    dtype: str
+    numel: int
+
+
+def recorded_manifest(
+    rank: int,
+    host: str,
+    parameters: Sequence[RecordedParameter],
+    copies: Sequence[CopyRecord],
+    fills: Sequence[FillRecord],
+    tensors: Mapping[str, TensorSpec],
+) -> Manifest:
+    """What an engine's rank wants, from what its loader did.
+
+    Args:
+        rank: which rank, among all destinations.
+        host: name of its machine.
+        parameters: all parameters that were written.
+        copies: in the order in which they happened.
+        fills: likewise.
+        tensors: the model's tensors, by name.
+
+    Raises:
+        UnsupportedModelError: if a copy is not a box of a tensor; names both.
+        UnmappedParameterError: if some element of a parameter was neither copied nor filled.
+    """
+    wanted: dict[Placement, None] = {}  # in order, each once: a loader may copy the same elements again
+    for record in copies:
+        for placement in _placements(record, tensors[record.tensor]):
+            wanted[placement] = None
+    by_storage: dict[str, list[Placement]] = {}
+    for placement in wanted:
+        by_storage.setdefault(placement.view.storage, []).append(placement)
+    storages = []
+    for parameter in parameters:
+        _check_written(parameter, by_storage.get(parameter.name, []), [f for f in fills if f.storage == parameter.name])
+        storages.append(Storage(parameter.name, parameter.dtype, parameter.numel, parameter.numel))
+    return Manifest(rank, host, tuple(storages), tuple(wanted))
+
+
+def _check_written(parameter: RecordedParameter, placements: Sequence[Placement], fills: Sequence[FillRecord]) -> None:
+    seen = np.zeros(parameter.numel, dtype=np.uint8)
+    for placement in placements:
+        _mark(seen, placement.view)
+    for fill in fills:
+        _mark(seen, View(parameter.name, fill.write.offset, fill.write.shape, fill.write.strides))
+    missing = int(parameter.numel - np.count_nonzero(seen))
+    if missing:
+        raise UnmappedParameterError(
+            f"the engine's loader left {missing} of the {parameter.numel} elements of {parameter.name} as they were, "
+            f"the first at {int(np.argmin(seen))}; no tensor of the trainer's model would ever reach them"
+        )
+
+
+def _mark(seen: np.ndarray, view: View) -> None:
+    runs = contiguous_runs(view)
+    for start in runs.starts[0].tolist():
+        seen[start : start + runs.length] = 1
+
+
+def _placements(record: CopyRecord, spec: TensorSpec) -> Iterator[Placement]:
+    """The boxes of one copy: one, unless elements are repeated."""
+    dims = [
+        (extent, read, write)
+        for extent, read, write in zip(record.read.shape, record.read.strides, record.write.strides, strict=True)
+        if extent > 1
+    ]
+    repeated = [(extent, write) for extent, read, write in dims if read == 0]
+    kept = [(extent, read, write) for extent, read, write in dims if read != 0]
+    box, strides = _box(record, spec, kept)
+    for index in np.ndindex(*(extent for extent, _ in repeated)):
+        shift = sum(position * step for position, (_, step) in zip(index, repeated, strict=True))
+        yield Placement(box, View(record.storage, record.write.offset + shift, box.shape, strides))
+
+
+def _box(record: CopyRecord, spec: TensorSpec, dims: Sequence[tuple[int, int, int]]) -> tuple[Box, tuple[int, ...]]:
+    """The box that is read, and the strides with which it is written, by dimension of the tensor."""
+    steps = row_major_strides(spec.shape)
+    start, rest = [], record.read.offset
+    for extent, step in zip(spec.shape, steps, strict=True):
+        position = rest // step if extent > 1 else 0
+        start.append(position)
+        rest -= position * step
+    extents, strides = [1] * len(spec.shape), [1] * len(spec.shape)
+    open_dims = list(dims)
+    while open_dims:
+        extent, read, write = open_dims.pop()
+        dim = next((d for d, step in enumerate(steps) if step == read and spec.shape[d] > 1 and extents[d] == 1), None)
+        if dim is None:
+            raise _not_a_box(record, spec)
+        room = spec.shape[dim] - start[dim]
+        if extent > room:
+            # The loader flattened this dimension with the one before it.
+            if start[dim] or extent % spec.shape[dim]:
+                raise _not_a_box(record, spec)
+            open_dims.append((extent // spec.shape[dim], read * spec.shape[dim], write * spec.shape[dim]))
+            extent = spec.shape[dim]
+        extents[dim], strides[dim] = extent, write
+    stop = tuple(low + extent for low, extent in zip(start, extents, strict=True))
+    box = Box(spec.name, tuple(start), stop)
+    if rest or box.volume != math.prod(extent for extent, _, _ in dims):
+        raise _not_a_box(record, spec)
+    return box, tuple(strides)
+
+
+def _not_a_box(record: CopyRecord, spec: TensorSpec) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the engine's loader takes elements of {spec.name}, of shape {spec.shape}, that are no box of it (offset "
+        f"{record.read.offset}, shape {record.read.shape}, strides {record.read.strides}) to {record.storage}"
+    )

@@ -1,0 +1,1 @@
+"""Runs inside vLLM's processes: receives the trainer's shards and lets them serve."""

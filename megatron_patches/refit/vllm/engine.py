@@ -1,0 +1,251 @@
+"""vLLM's side of a refit: a ``WeightTransferEngine`` in every worker.
+
+vLLM calls it through ``init_weight_transfer_engine``, then per version ``start_weight_update``, ``update_weights``
+twice (``{"version": 7, "phase": "receive"}``, then ``"commit"``) and ``finish_weight_update``. Between the two phases
+the old version serves. A version takes effect on all workers of an engine or on none: each tells the others that it
+can before any does, and that it has before any forgets the old weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.errors import RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.joint import DestinationParty, LinkOptions
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.rendezvous import Assembly, Invitation
+from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
+from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.vllm.recording import record_loading
+from megatron_patches.refit.vllm.reload import Replacement, loader_form
+
+logger = logging.getLogger(__name__)
+
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """What a worker needs to join; JSON, as it may come over HTTP.
+
+    Attributes:
+        host: address of the rendezvous.
+        port: its port.
+        token: secret that all parties share.
+        parties: number of all parties.
+        first_party: number of this engine's worker 0 among them.
+        sources: number of trainer ranks.
+        transport: how packets travel.
+        staging_bytes: most bytes that a party stages.
+        timeout_s: seconds that one step may take after its first party has finished.
+        listen_host: address that workers listen on, for TCP.
+    """
+
+    host: str
+    port: int
+    token: str
+    parties: int
+    first_party: int
+    sources: int
+    transport: str
+    staging_bytes: int
+    timeout_s: float
+    listen_host: str = "127.0.0.1"
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """One phase of one version.
+
+    Attributes:
+        version: number of the weights.
+        phase: ``receive`` or ``commit``.
+        step: to receive: number of the step at which the trainer is.
+        linked: to receive: whether the trainer's links are up.
+    """
+
+    version: int
+    phase: str
+    step: int = 0
+    linked: bool = False
+
+
+class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """See the module's docstring."""
+
+    init_info_cls = RefitInitInfo
+    update_info_cls = RefitUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.version = 0
+        self._party: DestinationParty | None = None
+        self._manifest: Manifest | None = None
+        self._fills: Sequence[FillRecord] = ()
+        self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+        """Joins the trainer's rendezvous and agrees on a plan. Ends an earlier session.
+
+        Raises:
+            RefitError: if any party failed; the weights are as they were.
+        """
+        self.shutdown()
+        worker = self._worker()
+        invitation = Invitation(init_info.host, init_info.port, init_info.token, init_info.parties, init_info.timeout_s)
+        number = init_info.first_party - init_info.sources + worker
+        name = f"engine worker {number} on {socket.gethostname()}:{os.getpid()}"
+        assembly = Assembly(invitation, init_info.first_party + worker, name)
+        options = LinkOptions(
+            transport=TransportName(init_info.transport),
+            staging_bytes=init_info.staging_bytes,
+            sources=init_info.sources,
+            host=init_info.listen_host,
+        )
+        self._party = DestinationParty(assembly, options)
+        try:
+            self._manifest = self._party.prepare(self._record)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def start_weight_update(self) -> None:
+        """Forgets what an abandoned update has left."""
+        self._staged = None
+
+    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+        """Carries out one phase.
+
+        Raises:
+            RefitError: if it failed; the weights that served still serve, on all workers of this engine.
+        """
+        if update_info.phase == "receive":
+            self._receive(update_info)
+        elif update_info.phase == "commit":
+            self._commit(update_info.version)
+        else:
+            raise ValueError(f"phase is {update_info.phase!r}; it must be 'receive' or 'commit'")
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: the commit was a phase of the update."""
+
+    def shutdown(self) -> None:
+        """Leaves the rendezvous and forgets what was staged."""
+        party, self._party = self._party, None
+        self._manifest, self._staged = None, None
+        if party is not None:
+            party.close()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """Not how this engine is fed.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.session.RefitSession")
+
+    def _worker(self) -> int:
+        """Number of this worker in its engine."""
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+    def _record(self, tensors: Sequence[TensorSpec]) -> Manifest:
+        if self._party is None:
+            raise RefitError("no session")
+        with loader_form(self.model) as parameters:
+            recording = record_loading(self.model.load_weights, parameters, tensors)
+        self._fills = recording.fills
+        by_name = {spec.name: spec for spec in tensors}
+        return recorded_manifest(
+            self._party.rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
+        )
+
+    def _receive(self, update: RefitUpdateInfo) -> None:
+        version = update.version
+        if self._party is None:
+            raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
+        if version <= self.version:
+            raise StaleVersionError(f"asked to receive version {version} while version {self.version} serves")
+        self._staged = None
+        staged: dict[str, torch.Tensor] = {}
+        self._party.receive(version, update.step, update.linked, lambda: self._make_memory(staged))
+        self._staged = version, staged
+
+    def _make_memory(self, staged: dict[str, torch.Tensor]) -> dict[str, Bits]:
+        """Fresh memory in loader form, with what the loader itself would fill in."""
+        if self._manifest is None:
+            raise RefitError("no plan")
+        for storage in self._manifest.storages:
+            staged[storage.name] = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype))
+        for fill in self._fills:
+            region = fill.write
+            staged[fill.storage].as_strided(region.shape, region.strides, region.offset).fill_(fill.value)
+        return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in staged.items()}
+
+    def _commit(self, version: int) -> None:
+        if self._staged is None or self._staged[0] != version:
+            found = "nothing" if self._staged is None else f"version {self._staged[0]}"
+            # The other workers wait for this one's vote.
+            self._all_can(False)
+            raise TransferError(f"asked to commit version {version}, but {found} has been received")
+        replacement = Replacement(self.model, self.vllm_config, self._staged[1])
+        failure: Exception | None = None
+        try:
+            replacement.build()
+        except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
+            failure = error
+        if not self._all_can(failure is None):
+            self._staged = None
+            raise TransferError(
+                f"version {version} was not taken: a worker of this engine cannot put it together; version "
+                f"{self.version} serves on"
+            ) from failure
+        try:
+            replacement.apply()
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = error
+        if not self._all_can(failure is None):
+            replacement.undo()
+            self._staged = None
+            raise TransferError(
+                f"version {version} was not taken: a worker of this engine failed to replace its weights; version "
+                f"{self.version} serves on"
+            ) from failure
+        replacement.forget()
+        self._staged = None
+        self.version = version
+        logger.info("refit: version %d serves", version)
+
+    def _all_can(self, able: bool) -> bool:
+        """Whether all workers of this engine are able to commit."""
+        group = get_world_group()
+        if group.world_size == 1:
+            return able
+        votes = torch.tensor([int(able)], dtype=torch.int32)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
+        work.wait(timedelta(seconds=60))
+        return bool(votes.item())

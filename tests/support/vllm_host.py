@@ -1,0 +1,204 @@
+"""An ``LLM`` in a process of its own, which others drive over a local socket.
+
+Run as ``python -m tests.support.vllm_host ADDRESS LLM_OPTIONS_JSON``. :class:`VllmHost` starts it and waits until it
+answers; :class:`VllmConnection` is how any process calls it, and is an engine for a refit session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.errors import RefitError
+
+_KEY = b"tests"
+_START_S = 240.0
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+LLM_OPTIONS: Mapping[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "bfloat16",
+    "max_model_len": 64,
+    "block_size": 32,
+    "weight_transfer_config": {"backend": "etp"},
+}
+
+
+class VllmHost:
+    """Starts the process; ends it on leaving the context.
+
+    Args:
+        model: directory of the model.
+        folder: where the socket and the log go.
+        options: of ``LLM``, beside those above.
+    """
+
+    def __init__(self, model: Path, folder: Path, **options: Any) -> None:
+        self.address = str(folder / "host.sock")
+        self._log = folder / "host.log"
+        merged = {**LLM_OPTIONS, "model": str(model), **options}
+        tp = int(merged.get("tensor_parallel_size", 1))
+        merged.setdefault("distributed_executor_backend", "uni" if tp == 1 else "mp")
+        command = [sys.executable, "-m", "tests.support.vllm_host", self.address, json.dumps(merged)]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=os.environ | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def connect(self) -> VllmConnection:
+        """Waits until the engine is up."""
+        deadline = time.monotonic() + _START_S
+        while not Path(self.address).exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM did not start:\n{self._log.read_text()[-4000:]}")
+            time.sleep(0.2)
+        return VllmConnection(self.address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+class VllmConnection:
+    """Calls the process; an :class:`megatron_patches.refit.engines.EngineClient`."""
+
+    name = "the engine under test"
+
+    def __init__(self, address: str) -> None:
+        self._connection = Client(address, "AF_UNIX", _KEY)
+
+    def call(self, command: str, *args: Any) -> Any:
+        """Runs a command of :class:`_Served`; raises RefitError with its reason if it fails."""
+        self._connection.send((command, args))
+        good, value = self._connection.recv()
+        if not good:
+            raise RefitError(value)
+        return value
+
+    def world_size(self) -> int:
+        return int(self.call("world_size"))
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        self.call("join", init_info)
+
+    def receive(self, update_info: dict[str, Any]) -> None:
+        self.call("receive", update_info)
+
+    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+        self.call("commit", update_info, pause.value)
+
+    def parameters(self) -> list[dict[str, str]]:
+        """Digest of each parameter and buffer, by name, for every worker."""
+        found: list[dict[str, str]] = self.call("parameters")
+        return found
+
+    def log_probabilities(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each prompt's tokens after the first."""
+        found: list[list[float]] = self.call("log_probabilities", [list(prompt) for prompt in prompts])
+        return found
+
+
+class _Served:
+    """What the process can do."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        from megatron_patches.refit.engines import LocalEngine
+
+        self._llm = LLM(**options)
+        self._engine = LocalEngine(self._llm)
+
+    def world_size(self) -> int:
+        return self._engine.world_size()
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        self._engine.join(init_info)
+
+    def receive(self, update_info: dict[str, Any]) -> None:
+        self._engine.receive(update_info)
+
+    def commit(self, update_info: dict[str, Any], pause: str) -> None:
+        self._engine.commit(update_info, PauseMode(pause))
+
+    def parameters(self) -> list[dict[str, str]]:
+        found: list[dict[str, str]] = self._llm.collective_rpc(_digests)
+        return found
+
+    def log_probabilities(self, prompts: list[list[int]]) -> list[list[float]]:
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
+        answers = self._llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False)
+        return [
+            [entry[token].logprob for token, entry in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def _digests(worker: Any) -> dict[str, str]:
+    import hashlib
+
+    import torch
+
+    model = worker.get_model()
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.dim()
+    }
+
+
+def _serve(connection: Connection, served: _Served) -> None:
+    while True:
+        try:
+            command, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, getattr(served, command)(*args)))
+        except Exception as error:  # noqa: BLE001 - carried to the caller
+            connection.send((False, f"{type(error).__name__}: {error}"))
+
+
+def main() -> None:
+    address, options = sys.argv[1], json.loads(sys.argv[2])
+    served = _Served(options)
+    with Listener(address, "AF_UNIX", authkey=_KEY) as listener:
+        while True:
+            # The engine takes calls from one thread at a time; its callers see to that.
+            threading.Thread(target=_serve, args=(listener.accept(), served), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
