@@ -8,12 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.source.deepseek_v3 import DeepseekV3Family
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import LlamaFamily
 from megatron_patches.refit.source.qwen2 import Qwen2Family
 from megatron_patches.refit.source.qwen3 import Qwen3Family
 from megatron_patches.refit.source.qwen3_moe import Qwen3MoeFamily
-from megatron_patches.refit.source.traits import ModelTraits
+from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
 
 FAMILIES: Mapping[str, Callable[[ModelTraits], ModelFamily]] = MappingProxyType(
     {
@@ -21,6 +22,7 @@ FAMILIES: Mapping[str, Callable[[ModelTraits], ModelFamily]] = MappingProxyType(
         "Qwen2ForCausalLM": Qwen2Family,
         "Qwen3ForCausalLM": Qwen3Family,
         "Qwen3MoeForCausalLM": Qwen3MoeFamily,
+        "DeepseekV3ForCausalLM": DeepseekV3Family,
     }
 )
 """The architectures that a plan can be made for, by their class in ``transformers``."""
@@ -59,7 +61,8 @@ def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     name = str(names[0]) if isinstance(names, list) and names else "not given"
     if name not in FAMILIES:
         raise UnsupportedModelError(f"the architecture is {name}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[name](_traits(name, config))
+    read = _deepseek_traits(config) if name == "DeepseekV3ForCausalLM" else _traits(name, config)
+    return FAMILIES[name](read)
 
 
 def dtype_of(config: Mapping[str, object]) -> str:
@@ -110,6 +113,59 @@ def _traits(architecture: str, config: Mapping[str, object]) -> ModelTraits:
     )
 
 
+def _deepseek_traits(config: Mapping[str, object]) -> ModelTraits:
+    if config.get("attention_bias") or config.get("moe_layer_freq", 1) != 1:
+        raise UnsupportedModelError(
+            f"attention_bias is {config.get('attention_bias')} and moe_layer_freq is {config.get('moe_layer_freq')}; "
+            "only models without biases and with experts in every layer but the first are known"
+        )
+    nope, rope = _integer(config, "qk_nope_head_dim"), _integer(config, "qk_rope_head_dim")
+    heads, width = _integer(config, "num_attention_heads"), _integer(config, "moe_intermediate_size")
+    return ModelTraits(
+        num_layers=_integer(config, "num_hidden_layers"),
+        hidden_size=_integer(config, "hidden_size"),
+        ffn_hidden_size=_integer(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=nope + rope,
+        vocab_size=_integer(config, "vocab_size"),
+        max_positions=_integer(config, "max_position_embeddings"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=False,
+        linear_bias=False,
+        num_experts=_integer(config, "n_routed_experts"),
+        experts_per_token=_integer(config, "num_experts_per_tok"),
+        moe_ffn_hidden_size=width,
+        first_dense_layers=_count(config, "first_k_dense_replace"),
+        shared_ffn_hidden_size=_count(config, "n_shared_experts") * width,
+        router_bias=config.get("topk_method", "noaux_tc") == "noaux_tc",  # the only method of transformers' class
+        router=RouterTraits(
+            groups=_integer(config, "n_group", 1),
+            groups_per_token=_integer(config, "topk_group", 1),
+            scaling=_number(config, "routed_scaling_factor", 1.0),
+        ),
+        latent=LatentTraits(
+            q_rank=_count(config, "q_lora_rank"),
+            kv_rank=_integer(config, "kv_lora_rank"),
+            nope_dim=nope,
+            rope_dim=rope,
+            v_dim=_integer(config, "v_head_dim"),
+        ),
+        mtp_layers=_count(config, "num_nextn_predict_layers"),
+        norm_topk_prob=bool(config.get("norm_topk_prob", True)),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope_base=_number(config, "rope_theta", 10000.0),
+    )
+
+
+def _count(config: Mapping[str, object], name: str) -> int:
+    """A number that may be 0, or missing, which counts as 0."""
+    value = config.get(name) or 0
+    if not isinstance(value, int) or value < 0:
+        raise UnsupportedModelError(f"{name} is {value} in the configuration; it must be 0 or a positive integer")
+    return value
+
+
 def _check_all_sparse(config: Mapping[str, object]) -> None:
     if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         raise UnsupportedModelError(
@@ -128,7 +184,8 @@ def _integer(config: Mapping[str, object], name: str, default: int | None = None
 
 
 def _number(config: Mapping[str, object], name: str, default: float) -> float:
-    value = config.get(name, default)
+    nested = config.get("rope_parameters")  # where releases of transformers from 5.0 on keep what is rotary
+    value = config.get(name, nested.get(name, default) if isinstance(nested, Mapping) else default)
     if not isinstance(value, int | float):
         raise UnsupportedModelError(f"{name} is {value} in the configuration; it must be a number")
     return float(value)

@@ -69,7 +69,7 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | None = None) -> Iterator[LiveShard]:
-    """Describes every parameter of this rank's model chunks.
+    """Describes every parameter of this rank's model chunks, and every buffer that a checkpoint keeps.
 
     Experts are named by their number in the whole model, and cut by expert tensor parallelism.
 
@@ -85,7 +85,7 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
         model = unwrapped(chunk)
         groups = getattr(model, "pg_collection", None)
         dense_group = tp_group if tp_group is not None else getattr(groups, "tp", None)
-        for local_name, param in model.named_parameters():
+        for local_name, param in _kept_tensors(model):
             name = _global_name(model, local_name)
             group = dense_group
             if (match := _EXPERT.fullmatch(name)) is not None:
@@ -93,7 +93,23 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
             yield _describe(name, f"chunk{number}.{local_name}", param, group)
 
 
-def _describe(name: str, storage: str, param: torch.nn.Parameter, tp_group: ProcessGroup | None) -> LiveShard:
+def _kept_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers.
+
+    The bias of a router is such a buffer. Converting the model to bfloat16 converts it too, until the router puts it
+    back to float32 before its next forward pass or checkpoint; it is asked to do so here as well.
+    """
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        restore = getattr(module, "_maintain_float32_expert_bias", None)
+        if restore is not None:
+            restore()
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGroup | None) -> LiveShard:
     import torch
 
     if type(param).dequantize is not torch.Tensor.dequantize:

@@ -50,14 +50,9 @@ class LlamaFamily:
         """Global shape of every tensor of the checkpoint, in the order of the file."""
         t = self.traits
         table, norm = (t.vocab_size, t.hidden_size), (t.hidden_size,)
-        attention, mlp = self._attention_shapes(), self._mlp_shapes()
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         for layer in range(t.num_layers):
-            prefix = f"model.layers.{layer}."
-            shapes[prefix + "input_layernorm.weight"] = norm
-            for name, shape in (*attention.items(), *mlp.items()):
-                shapes[prefix + name] = shape
-            shapes[prefix + "post_attention_layernorm.weight"] = norm
+            shapes.update(self._layer_shapes(layer))
         shapes["model.norm.weight"] = norm
         if not t.tied_embeddings:
             shapes["lm_head.weight"] = table
@@ -86,24 +81,34 @@ class LlamaFamily:
             f"{shard.shape}; add it to the family's mapping, or train without the feature that it belongs to"
         )
 
+    def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
+        """Tensors of a layer, by their whole names."""
+        prefix, norm = f"model.layers.{layer}.", (self.traits.hidden_size,)
+        inner = {**self._attention_shapes(), **self._mlp_shapes()}
+        return {
+            prefix + "input_layernorm.weight": norm,
+            **{prefix + name: shape for name, shape in inner.items()},
+            prefix + "post_attention_layernorm.weight": norm,
+        }
+
     def _attention_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Tensors of a layer's attention, by name within the layer."""
         t = self.traits
         query, key = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
         return {
-            **_linear("self_attn.q_proj", query, t.hidden_size, t.qkv_bias),
-            **_linear("self_attn.k_proj", key, t.hidden_size, t.qkv_bias),
-            **_linear("self_attn.v_proj", key, t.hidden_size, t.qkv_bias),
-            **_linear("self_attn.o_proj", t.hidden_size, query, t.linear_bias),
+            **linear("self_attn.q_proj", query, t.hidden_size, t.qkv_bias),
+            **linear("self_attn.k_proj", key, t.hidden_size, t.qkv_bias),
+            **linear("self_attn.v_proj", key, t.hidden_size, t.qkv_bias),
+            **linear("self_attn.o_proj", t.hidden_size, query, t.linear_bias),
         }
 
     def _mlp_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Tensors of a layer's feed-forward, by name within the layer."""
         t = self.traits
         return {
-            **_linear("mlp.gate_proj", t.ffn_hidden_size, t.hidden_size, t.linear_bias),
-            **_linear("mlp.up_proj", t.ffn_hidden_size, t.hidden_size, t.linear_bias),
-            **_linear("mlp.down_proj", t.hidden_size, t.ffn_hidden_size, t.linear_bias),
+            **linear("mlp.gate_proj", t.ffn_hidden_size, t.hidden_size, t.linear_bias),
+            **linear("mlp.up_proj", t.ffn_hidden_size, t.hidden_size, t.linear_bias),
+            **linear("mlp.down_proj", t.hidden_size, t.ffn_hidden_size, t.linear_bias),
         }
 
     def _outer_rules(self) -> Mapping[str, Rule]:
@@ -145,7 +150,7 @@ class LlamaFamily:
         return found
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Mapping[str, tuple[int, ...]]:
+def linear(name: str, rows: int, columns: int, bias: bool) -> Mapping[str, tuple[int, ...]]:
     """Weight and, where there is one, bias of a linear layer."""
     weight = {f"{name}.weight": (rows, columns)}
     return {**weight, f"{name}.bias": (rows,)} if bias else weight

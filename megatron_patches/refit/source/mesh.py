@@ -42,6 +42,9 @@ class TrainerMesh:
         expert_tp: tensor parallelism of experts.
         expert_etp: extended tensor parallelism of experts.
         dp: replicas, context parallelism included: peers that hold the same bytes.
+        first: layers on the first pipeline stage (``--decoder-first-pipeline-num-layers``); 0 for as many as on the
+            others.
+        last: layers on the last pipeline stage (``--decoder-last-pipeline-num-layers``); 0 alike.
 
     Raises:
         ValueError: if a size is not positive, chunks are asked for without stages, or the expert axes do not divide
@@ -56,11 +59,15 @@ class TrainerMesh:
     expert_tp: int = 1
     expert_etp: int = 1
     dp: int = 1
+    first: int = 0
+    last: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "etp", "pp", "vpp", "ep", "expert_tp", "expert_etp", "dp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if (self.first or self.last) and self.pp == 1:
+            raise ValueError(f"first is {self.first} and last {self.last}, but there is one pipeline stage")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp is {self.vpp}, but several model chunks on a rank need pp of at least 2")
         axes = self.expert_tp * self.ep * self.expert_etp
@@ -79,6 +86,22 @@ class TrainerMesh:
     def size(self) -> int:
         """Ranks of the run."""
         return self.stage_size * self.pp
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers on each pipeline stage, all its chunks together.
+
+        Raises:
+            ValueError: if the layers cannot be spread evenly over the stages that have no number of their own.
+        """
+        even = self.pp - bool(self.first) - bool(self.last)
+        rest = num_layers - self.first - self.last
+        if rest < 0 or (rest % even if even else rest):
+            raise ValueError(
+                f"{num_layers} layers, {self.first} of them on the first and {self.last} on the last stage, leave "
+                f"{rest} for {even} stages"
+            )
+        middle = [rest // even] * even if even else []
+        return [self.first] * bool(self.first) + middle + [self.last] * bool(self.last)
 
     def coordinates(self, rank: int) -> TrainerRank:
         """Where ``rank`` stands.

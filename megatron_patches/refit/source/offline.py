@@ -7,7 +7,7 @@ It is what plans for clusters that are not here are made from.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etp.layout import ShardLayout
 from megatron_patches.refit.errors import UnsupportedModelError
@@ -26,7 +26,8 @@ class TrainerOptions:
         dtype: element type of every parameter.
         vocab_multiple: Megatron's ``--make-vocab-size-divisible-by``.
         pad_for_alignment: rows of a shard are a multiple of this, as in ``EtpConfig``.
-        fused_norms: whether norms lie inside the linear layer that follows, as Transformer Engine's layers have them.
+        fused_norms: whether layers are Transformer Engine's: norms lie inside the linear layer that follows, and the
+            down projections of multi-latent attention are repeated, not cut.
         grouped_experts: whether a rank's experts are one grouped module, not one module each.
     """
 
@@ -45,6 +46,7 @@ class _Param:
     shape: tuple[int, ...]
     dim: int | None = None  # that tensor parallelism cuts
     expert: bool = False
+    dtype: str | None = None  # where it is not the model's
 
     @property
     def sharded(self) -> bool:
@@ -85,16 +87,28 @@ def param_shards(
     """
     _check_divides(traits, mesh)
     where = mesh.coordinates(rank)
-    per_chunk = traits.num_layers // (mesh.pp * mesh.vpp)
+    chunks = [count // mesh.vpp for count in _stage_layers(traits, mesh)]  # layers of a chunk, by stage
     for chunk in range(mesh.vpp):
         first, last = chunk == 0 and where.pp == 0, chunk == mesh.vpp - 1 and where.pp == mesh.pp - 1
-        offset = (chunk * mesh.pp + where.pp) * per_chunk
-        for param in _outer_params(traits, mesh, options, first, last):
-            yield _shard(param, param.name, f"chunk{chunk}.{param.name}", mesh, where, options)
-        for layer in range(per_chunk):
-            for param, name in _layer_params(traits, mesh, where, options):
-                local, whole = f"decoder.layers.{layer}.{param.name}", f"decoder.layers.{offset + layer}.{name}"
-                yield _shard(param, whole, f"chunk{chunk}.{local}", mesh, where, options)
+        offset = chunk * sum(chunks) + sum(chunks[: where.pp])
+        found: list[tuple[_Param, str]] = [
+            (param, param.name) for param in _outer_params(traits, mesh, options, first, last)
+        ]
+        for layer in range(chunks[where.pp]):
+            for param, name in _layer_params(traits, mesh, where, options, offset + layer):
+                local = replace(param, name=f"decoder.layers.{layer}.{param.name}")
+                found.append((local, f"decoder.layers.{offset + layer}.{name}"))
+        if last:
+            found.extend(_mtp_params(traits, mesh, where, options))
+        for param, name in found:
+            yield _shard(param, name, f"chunk{chunk}.{param.name}", mesh, where, options)
+
+
+def _stage_layers(traits: ModelTraits, mesh: TrainerMesh) -> list[int]:
+    try:
+        return mesh.stage_layers(traits.num_layers)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 def _outer_params(
@@ -102,7 +116,7 @@ def _outer_params(
 ) -> Iterator[_Param]:
     multiple = options.vocab_multiple * mesh.tp
     table = (-(-traits.vocab_size // multiple) * multiple, traits.hidden_size)
-    if first:
+    if first or (last and traits.mtp_layers):
         yield _Param("embedding.word_embeddings.weight", table, 0)
     if last:
         yield _Param("decoder.final_layernorm.weight", (traits.hidden_size,))
@@ -110,12 +124,34 @@ def _outer_params(
             yield _Param("output_layer.weight", table, 0)
 
 
-def _layer_params(
+def _mtp_params(
     traits: ModelTraits, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
 ) -> Iterator[tuple[_Param, str]]:
+    """Layers that predict further tokens: Megatron keeps them on the last stage, with the embedding."""
+    hidden = traits.hidden_size
+    for number in range(traits.mtp_layers):
+        prefix = f"mtp.layers.{number}."
+        for param in (
+            _Param(prefix + "enorm.weight", (hidden,)),
+            _Param(prefix + "hnorm.weight", (hidden,)),
+            _Param(prefix + "eh_proj.weight", (hidden, 2 * hidden), 0),
+            _Param(prefix + "final_layernorm.weight", (hidden,)),
+        ):
+            yield param, param.name
+        prefix += "mtp_model_layer."
+        for param, name in _layer_params(traits, mesh, where, options, traits.num_layers + number):
+            yield replace(param, name=prefix + param.name), prefix + name
+
+
+def _layer_params(
+    traits: ModelTraits, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
+) -> Iterator[tuple[_Param, str]]:
     """Parameters of a layer, and their names with the whole model's expert numbers."""
-    for param in (*_attention_params(traits, options), *_mlp_params(traits, options)):
+    attention = _latent_params if traits.latent else _attention_params
+    for param in (*attention(traits, options), *_mlp_params(traits, options, traits.has_experts(layer))):
         yield param, param.name
+    if not traits.has_experts(layer):
+        return
     local = traits.num_experts // mesh.ep
     for index in range(local):
         number = where.ep * local + index
@@ -128,6 +164,29 @@ def _layer_params(
 
 
 _SEQUENTIAL = "mlp.experts.local_experts.{}"
+
+
+def _latent_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
+    """Multi-latent attention. Its down projections are cut like others in Megatron's own layers only."""
+    t, latent, prefix, fused = traits, traits.latent, "self_attention.", options.fused_norms
+    if latent is None:
+        raise ValueError("the model has no multi-latent attention")
+    query = t.num_heads * (latent.nope_dim + latent.rope_dim)
+    down = None if fused else 0
+    yield _Param("input_layernorm.weight", (t.hidden_size,))
+    if latent.q_rank:
+        norm = "linear_q_up_proj.layer_norm_weight" if fused else "q_layernorm.weight"
+        yield _Param(prefix + "linear_q_down_proj.weight", (latent.q_rank, t.hidden_size), down)
+        yield _Param(prefix + norm, (latent.q_rank,))
+        yield _Param(prefix + "linear_q_up_proj.weight", (query, latent.q_rank), 0)
+    else:
+        yield _Param(prefix + "linear_q_proj.weight", (query, t.hidden_size), 0)
+    norm = "linear_kv_up_proj.layer_norm_weight" if fused else "kv_layernorm.weight"
+    key_value = t.num_heads * (latent.nope_dim + latent.v_dim)
+    yield _Param(prefix + "linear_kv_down_proj.weight", (latent.kv_rank + latent.rope_dim, t.hidden_size), down)
+    yield _Param(prefix + norm, (latent.kv_rank,))
+    yield _Param(prefix + "linear_kv_up_proj.weight", (key_value, latent.kv_rank), 0)
+    yield _Param(prefix + "linear_proj.weight", (t.hidden_size, t.num_heads * latent.v_dim), 1)
 
 
 def _attention_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
@@ -146,13 +205,18 @@ def _attention_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[
         yield _Param("self_attention.k_layernorm.weight", (t.head_dim,))
 
 
-def _mlp_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
+def _mlp_params(traits: ModelTraits, options: TrainerOptions, experts: bool) -> Iterator[_Param]:
     """The feed-forward of a dense layer; of a layer with experts what is not theirs."""
     t = traits
-    fused = options.fused_norms and not t.num_experts
+    fused = options.fused_norms and not experts
     yield _Param("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight", (t.hidden_size,))
-    if t.num_experts:
+    if experts:
         yield _Param("mlp.router.weight", (t.num_experts, t.hidden_size))
+        if t.router_bias:
+            yield _Param("mlp.router.expert_bias", (t.num_experts,), dtype="float32")
+        if t.shared_ffn_hidden_size:
+            yield _Param("mlp.shared_experts.linear_fc1.weight", (2 * t.shared_ffn_hidden_size, t.hidden_size), 0)
+            yield _Param("mlp.shared_experts.linear_fc2.weight", (t.hidden_size, t.shared_ffn_hidden_size), 1)
         return
     yield _Param("mlp.linear_fc1.weight", (2 * t.ffn_hidden_size, t.hidden_size), 0)
     yield _Param("mlp.linear_fc2.weight", (t.hidden_size, t.ffn_hidden_size), 1)
@@ -178,7 +242,7 @@ def _shard(
         shape=shape,
         rows=rows,
         held_shape=held,
-        dtype=options.dtype,
+        dtype=param.dtype or options.dtype,
         tp_rank=tp_rank,
         tp_size=tp_size,
         partition_dim=param.dim,
@@ -187,21 +251,25 @@ def _shard(
 
 def _check_divides(traits: ModelTraits, mesh: TrainerMesh) -> None:
     """Megatron refuses these too, when it builds the model."""
-    cuts = [
-        ("num_layers", traits.num_layers, "pp x vpp", mesh.pp * mesh.vpp),
-        ("attention heads", traits.num_heads, "tp", mesh.tp),
-        ("rows of query, key and value", (traits.num_heads + 2 * traits.num_kv_heads) * traits.head_dim, "tp", mesh.tp),
-    ]
+    cuts: list[tuple[str, int, str, int]] = [("attention heads", traits.num_heads, "tp", mesh.tp)]
+    if mesh.first or mesh.last:
+        cuts.extend(("layers of a stage", count, "vpp", mesh.vpp) for count in _stage_layers(traits, mesh))
+    else:
+        cuts.append(("num_layers", traits.num_layers, "pp x vpp", mesh.pp * mesh.vpp))
+    if traits.latent is None:
+        fused = (traits.num_heads + 2 * traits.num_kv_heads) * traits.head_dim
+        cuts.append(("rows of query, key and value", fused, "tp", mesh.tp))
     if traits.num_experts:
         cuts.append(("experts", traits.num_experts, "ep", mesh.ep))
         cuts.append(("width of an expert", traits.moe_ffn_hidden_size, "expert_tp", mesh.expert_tp))
-    else:
+        cuts.append(("width of shared experts", traits.shared_ffn_hidden_size, "tp", mesh.tp))
+    elif mesh.ep * mesh.expert_tp * mesh.expert_etp > 1:
+        raise UnsupportedModelError(
+            f"ep is {mesh.ep}, expert_tp {mesh.expert_tp} and expert_etp {mesh.expert_etp}, but the model has no "
+            "experts; leave them at 1"
+        )
+    if not traits.num_experts or traits.first_dense_layers:
         cuts.append(("width of the feed-forward", traits.ffn_hidden_size, "tp", mesh.tp))
-        if mesh.ep * mesh.expert_tp * mesh.expert_etp > 1:
-            raise UnsupportedModelError(
-                f"ep is {mesh.ep}, expert_tp {mesh.expert_tp} and expert_etp {mesh.expert_etp}, but the model has no "
-                "experts; leave them at 1"
-            )
     for what, size, axis, parts in cuts:
         if size % parts:
             raise UnsupportedModelError(f"{axis} of {parts} does not divide {what} ({size})")

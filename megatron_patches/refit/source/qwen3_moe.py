@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
 from megatron_patches.refit.source.llama import Rule
 from megatron_patches.refit.source.qwen3 import Qwen3Family
 from megatron_patches.refit.source.shard import ParamShard, Piece
 
-# One module an expert (SequentialMLP), or one weight an expert in a grouped module (TEGroupedMLP).
-_EXPERT = re.compile(
-    r"(decoder\.layers\.(\d+)\.mlp\.experts\.)(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))"
-)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 class Qwen3MoeFamily(Qwen3Family):
@@ -44,26 +42,18 @@ class Qwen3MoeFamily(Qwen3Family):
         Raises:
             UnmappedParameterError: if the name is none of such a model's, or its layer or expert does not exist.
         """
-        match = _EXPERT.fullmatch(shard.name)
-        if match is None:
-            return super().pieces(shard)
-        layer, expert = int(match[2]), int(match[3] or match[6])
-        if layer >= self.traits.num_layers or expert >= self.traits.num_experts:
-            raise self._unmapped(shard)
-        prefix = f"model.layers.{layer}.mlp.experts.{expert}."
-        if (match[4] or match[5]) == "linear_fc1":
-            return rules.gated(shard, prefix + "gate_proj.weight", prefix + "up_proj.weight")
-        return rules.row_parallel(shard, prefix + "down_proj.weight")
+        match = _LAYER.fullmatch(shard.name)
+        if match is not None and int(match[1]) < self.traits.num_layers:
+            prefix = f"model.layers.{match[1]}.mlp.experts."
+            found = expert_pieces(shard, match[2], prefix, self.traits.num_experts, gated=True)
+            if found is not None:
+                return found
+        return super().pieces(shard)
 
     def _mlp_shapes(self) -> Mapping[str, tuple[int, ...]]:
         t = self.traits
-        shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (t.num_experts, t.hidden_size)}
-        for expert in range(t.num_experts):
-            prefix = f"mlp.experts.{expert}."
-            shapes[prefix + "gate_proj.weight"] = (t.moe_ffn_hidden_size, t.hidden_size)
-            shapes[prefix + "up_proj.weight"] = (t.moe_ffn_hidden_size, t.hidden_size)
-            shapes[prefix + "down_proj.weight"] = (t.hidden_size, t.moe_ffn_hidden_size)
-        return shapes
+        experts = expert_shapes("mlp.experts.", t.num_experts, t.hidden_size, t.moe_ffn_hidden_size, gated=True)
+        return {"mlp.gate.weight": (t.num_experts, t.hidden_size), **experts}
 
     def _layer_rules(self, prefix: str) -> Mapping[str, Rule]:
         dense = super()._layer_rules(prefix)

@@ -6,6 +6,8 @@ weight. Rows are dim 0 (``out_features``) throughout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import UnmappedParameterError
 from megatron_patches.refit.source.shard import ParamShard, Piece
@@ -21,6 +23,48 @@ def column_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
     """Tensor-parallel rank r holds the r-th block of rows."""
     _expect_partition(shard, 0)
     return (_rows(shard, tensor, 0, shard.tp_rank * shard.shape[0], shard.shape[0]),)
+
+
+def column_parallel_or_whole(shard: ParamShard, tensor: str, rows: int) -> tuple[Piece, ...]:
+    """Rows cut by tensor parallelism, or the same on every rank; which it is, the parameter says.
+
+    Megatron's own layers cut the down projections of multi-latent attention, Transformer Engine's repeat them.
+
+    Args:
+        shard: the weight.
+        tensor: its tensor.
+        rows: rows of the tensor, which tell the two apart where the parameter is wrongly marked.
+    """
+    whole = shard.partition_dim is None
+    if shard.shape[0] * (1 if whole else shard.tp_size) != rows:
+        raise UnmappedParameterError(
+            f"{shard.name} has {shard.shape[0]} rows on each of {shard.tp_size} tensor-parallel ranks and is "
+            f"{'not cut' if whole else f'cut along dim {shard.partition_dim}'}; {tensor} has {rows}"
+        )
+    return replicated(shard, tensor) if whole else column_parallel(shard, tensor)
+
+
+def segments(shard: ParamShard, parts: Sequence[tuple[str, int, int]]) -> tuple[Piece, ...]:
+    """Several blocks of rows in one weight, each cut by tensor parallelism: a rank holds its part of each in turn.
+
+    Args:
+        shard: the weight or vector.
+        parts: for each block its tensor, the row of the tensor at which it begins, and its rows in the whole model.
+    """
+    _expect_partition(shard, 0)
+    total = sum(rows for _, _, rows in parts)
+    if shard.shape[0] * shard.tp_size != total or any(rows % shard.tp_size for _, _, rows in parts):
+        raise UnmappedParameterError(
+            f"{shard.name} has {shard.shape[0]} rows on each of {shard.tp_size} tensor-parallel ranks; blocks of "
+            f"{', '.join(str(rows) for _, _, rows in parts)} rows were expected, each cut evenly"
+        )
+    pieces = []
+    local = 0
+    for tensor, start, rows in parts:
+        share = rows // shard.tp_size
+        pieces.append(_rows(shard, tensor, local, start + shard.tp_rank * share, share))
+        local += share
+    return tuple(pieces)
 
 
 def row_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:

@@ -6,6 +6,40 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentTraits:
+    """Multi-latent attention, as in DeepSeek-V2 and V3.
+
+    Attributes:
+        q_rank: width of the compressed query; 0 where it is not compressed.
+        kv_rank: width of the compressed key and value.
+        nope_dim: rows of a head of query and key without rotary positions.
+        rope_dim: rows of a head of query, and of the one key that all heads share, with rotary positions.
+        v_dim: rows of a head of value.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTraits:
+    """A router that scores by a sigmoid and picks groups of experts first; it has no bearing on shapes.
+
+    Attributes:
+        groups: groups of experts.
+        groups_per_token: groups that a token's experts come from.
+        scaling: factor on the scores of the experts picked.
+    """
+
+    groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTraits:
     """A decoder, dense or with routed experts, with RMSNorm, rotary positions and a gated SiLU feed-forward.
 
@@ -25,6 +59,12 @@ class ModelTraits:
         num_experts: routed experts in each layer; 0 for a dense feed-forward.
         experts_per_token: experts that the router picks.
         moe_ffn_hidden_size: width of an expert's gate and up projection each.
+        first_dense_layers: layers from the first on that have a dense feed-forward in the place of experts.
+        shared_ffn_hidden_size: width of the experts that every token gets, all together; 0 for none.
+        router_bias: whether the router has a bias that only the choice of experts goes by; kept in float32.
+        router: what else the router does; None for a plain softmax.
+        latent: multi-latent attention; None for heads with keys and values of their own.
+        mtp_layers: layers that predict further tokens, behind the last.
         norm_topk_prob: whether the scores of the experts that a token gets are made to add up to one.
         norm_eps: epsilon of RMSNorm.
         rope_base: base of the rotary frequencies.
@@ -47,8 +87,18 @@ class ModelTraits:
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
+    first_dense_layers: int = 0
+    shared_ffn_hidden_size: int = 0
+    router_bias: bool = False
+    router: RouterTraits | None = None
+    latent: LatentTraits | None = None
+    mtp_layers: int = 0
     norm_topk_prob: bool = True
     norm_eps: float
     rope_base: float
     rope_scaling_factor: float | None = None
     init_std: float = 0.02
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer``, counted from 0, has experts."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers

@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import json
 import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.manifest import agree_on_tensors
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
-from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.mesh import TrainerMesh, TrainerRank
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
-from tests.support.fake_group import fake_group
 from tests.support.launch import run_distributed
+from tests.support.live_models import Case, compare
 
 DENSE: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -49,21 +42,12 @@ EXPERTS = DENSE | {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A configuration, a mesh, and the ranks to compare."""
-
-    mesh: TrainerMesh
-    ranks: tuple[int, ...]
-    config: dict[str, object] = field(default_factory=lambda: DENSE)
-
-
 LLAMA = DENSE | {"architectures": ["LlamaForCausalLM"]}
 CASES = {
     "llama_alone": Case(TrainerMesh(), (0,), LLAMA),
     "llama_biases_tp2_etp2": Case(TrainerMesh(tp=2, etp=2), (0, 3), LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "qwen2_etp3": Case(TrainerMesh(etp=3), (0, 2), DENSE | {"architectures": ["Qwen2ForCausalLM"]}),
-    "qwen3_above_kv_heads": Case(TrainerMesh(tp=4, etp=2, dp=2), (5, 15)),
+    "qwen3_above_kv_heads": Case(TrainerMesh(tp=4, etp=2, dp=2), (5, 15), DENSE),
     "qwen3_tied_stages": Case(TrainerMesh(etp=2, pp=2, vpp=2, dp=2), (1, 4), DENSE | {"tie_word_embeddings": True}),
     "qwen3_tied_one_stage": Case(TrainerMesh(tp=2), (1,), DENSE | {"tie_word_embeddings": True}),
     "experts_alone": Case(TrainerMesh(), (0,), EXPERTS),
@@ -73,126 +57,13 @@ CASES = {
 }
 
 
-@contextmanager
-def live_chunks(case: Case, rank: int) -> Iterator[list[Any]]:
-    """The model chunks that Megatron builds on ``rank``, converted to bfloat16 as its mixed-precision wrapper does."""
-    import megatron_patches
-
-    warnings.simplefilter("ignore")
-    megatron_patches.apply()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    mesh = case.mesh
-    with fake_group(rank, mesh.size):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=mesh.tp,
-            pipeline_model_parallel_size=mesh.pp,
-            virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-            gtp_remat_size=mesh.etp,
-            expert_model_parallel_size=mesh.ep,
-            expert_tensor_parallel_size=mesh.expert_tp,
-            expert_gtp_remat_size=mesh.expert_etp,
-            create_gloo_process_groups=False,
-        )
-        try:
-            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-            yield [build_chunk(case, chunk).bfloat16() for chunk in range(mesh.vpp)]
-        finally:
-            parallel_state.destroy_model_parallel()
-
-
-def build_chunk(case: Case, chunk: int) -> Any:
-    """One chunk of the model that the configuration describes."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    mesh, traits = case.mesh, family_from_config(case.config).traits
-    experts: dict[str, Any] = {}
-    if traits.num_experts:
-        experts = {
-            "num_moe_experts": traits.num_experts,
-            "moe_ffn_hidden_size": traits.moe_ffn_hidden_size,
-            "expert_gtp_weight_remat_size": mesh.expert_etp,
-            "sequence_parallel": mesh.tp > 1,
-        }
-    config = TransformerConfig(
-        num_layers=traits.num_layers,
-        hidden_size=traits.hidden_size,
-        ffn_hidden_size=traits.ffn_hidden_size,
-        num_attention_heads=traits.num_heads,
-        num_query_groups=traits.num_kv_heads,
-        kv_channels=traits.head_dim,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=traits.linear_bias,
-        add_qkv_bias=traits.qkv_bias,
-        qk_layernorm=traits.qk_norm,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        tensor_model_parallel_size=mesh.tp,
-        pipeline_model_parallel_size=mesh.pp,
-        virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-        expert_model_parallel_size=mesh.ep,
-        expert_tensor_parallel_size=mesh.expert_tp,
-        gtp_weight_remat_size=mesh.etp,
-        **experts,
-    )
-    stage = chunk if mesh.vpp > 1 else None
-    spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=traits.qk_norm,
-        num_experts=traits.num_experts or None,
-        moe_grouped_gemm=False,
-    )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=40,
-        max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=traits.tied_embeddings,
-        parallel_output=False,
-        vp_stage=stage,
-    )
-
-
-def by_storage(shards: Iterator[ParamShard]) -> dict[str, ParamShard]:
-    """Shards by the name of their memory; a cut over one rank counts as none."""
-    return {shard.storage: shard if shard.tp_size > 1 else replace(shard, partition_dim=None) for shard in shards}
-
-
-def compare(name: str) -> None:
-    """Fail unless the shards of a case's ranks, and the sizes of their memory, are those of a live model."""
-    case = CASES[name]
-    family = family_from_config(case.config)
-    options = TrainerOptions(vocab_multiple=40 // case.mesh.tp)
-    for rank in case.ranks:
-        with live_chunks(case, rank) as chunks:
-            live = by_storage(item.shard for item in describe_model(chunks))
-            sizes = {item.shard.storage: item.memory.numel() for item in describe_model(chunks)}
-        found = by_storage(param_shards(family.traits, case.mesh, rank, options))
-        assert found == live
-        manifest = trainer_manifest(family, case.mesh, rank, options)
-        assert {storage.name: storage.numel for storage in manifest.storages} == sizes
-
-
 def compare_all(rank: int, world_size: int) -> dict[str, str]:
     """What is wrong with each case; nothing, it is hoped. One process for all: Megatron takes long to import."""
     del rank, world_size
     wrong = dict.fromkeys(CASES, "")
-    for name in CASES:
+    for name, case in CASES.items():
         try:
-            compare(name)
+            compare(case)
         except Exception:  # noqa: BLE001  # whatever it is, it is the verdict on that case
             wrong[name] = traceback.format_exc()
     return wrong

@@ -1,0 +1,47 @@
+"""How Megatron names and lays out routed experts, for every family that has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.shard import ParamShard, Piece
+
+# One module an expert (SequentialMLP), or one weight an expert in a grouped module (TEGroupedMLP). The numbers are
+# those of the whole model.
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
+
+
+def expert_shapes(prefix: str, count: int, hidden: int, width: int, gated: bool) -> Mapping[str, tuple[int, ...]]:
+    """Tensors of all experts of a layer; their names begin with ``prefix`` and the expert's number."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for expert in range(count):
+        for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
+            shapes[f"{prefix}{expert}.{name}.weight"] = (width, hidden)
+        shapes[f"{prefix}{expert}.down_proj.weight"] = (hidden, width)
+    return shapes
+
+
+def expert_pieces(shard: ParamShard, name: str, prefix: str, count: int, gated: bool) -> Sequence[Piece] | None:
+    """Pieces of an expert's weight; None if ``name``, that of the parameter within its layer, is none of an expert's.
+
+    Args:
+        shard: the parameter.
+        name: its name within the layer.
+        prefix: what the tensors' names begin with, up to the expert's number.
+        count: experts of the layer.
+        gated: whether the first weight holds gate and up projection.
+    """
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    expert = int(match[1] or match[4])
+    if expert >= count:
+        return None
+    tensors = f"{prefix}{expert}."
+    if (match[2] or match[3]) == "linear_fc2":
+        return rules.row_parallel(shard, tensors + "down_proj.weight")
+    if gated:
+        return rules.gated(shard, tensors + "gate_proj.weight", tensors + "up_proj.weight")
+    return rules.column_parallel(shard, tensors + "up_proj.weight")

@@ -1,0 +1,215 @@
+"""Live Megatron models of given configurations, as one process builds them that believes to be some rank of a mesh.
+
+Building a model moves nothing between ranks, so a "fake" process group will do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.source.shard import ParamShard
+from tests.support.fake_group import fake_group
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, a mesh, and the ranks to compare."""
+
+    mesh: TrainerMesh
+    ranks: tuple[int, ...]
+    config: dict[str, object]
+
+
+@contextmanager
+def live_chunks(case: Case, rank: int) -> Iterator[list[Any]]:
+    """The model chunks that Megatron builds on ``rank``, converted to bfloat16 as its mixed-precision wrapper does."""
+    import megatron_patches
+
+    warnings.simplefilter("ignore")
+    megatron_patches.apply()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    mesh = case.mesh
+    with fake_group(rank, mesh.size):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=mesh.tp,
+            pipeline_model_parallel_size=mesh.pp,
+            virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+            gtp_remat_size=mesh.etp,
+            expert_model_parallel_size=mesh.ep,
+            expert_tensor_parallel_size=mesh.expert_tp,
+            expert_gtp_remat_size=mesh.expert_etp,
+            create_gloo_process_groups=False,
+        )
+        try:
+            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            yield [build_chunk(case, chunk).bfloat16() for chunk in range(mesh.vpp)]
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def build_chunk(case: Case, chunk: int) -> Any:
+    """One chunk of the model that the configuration describes."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mesh, traits = case.mesh, family_from_config(case.config).traits
+    if traits.latent is not None:
+        return build_latent_chunk(case, chunk)
+    config = TransformerConfig(
+        num_layers=traits.num_layers,
+        hidden_size=traits.hidden_size,
+        ffn_hidden_size=traits.ffn_hidden_size,
+        num_attention_heads=traits.num_heads,
+        num_query_groups=traits.num_kv_heads,
+        kv_channels=traits.head_dim,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=traits.linear_bias,
+        add_qkv_bias=traits.qkv_bias,
+        qk_layernorm=traits.qk_norm,
+        **common_settings(case),
+    )
+    stage = chunk if mesh.vpp > 1 else None
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=traits.qk_norm,
+        num_experts=traits.num_experts or None,
+        moe_grouped_gemm=False,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=40,
+        max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=traits.tied_embeddings,
+        parallel_output=False,
+        vp_stage=stage,
+    )
+
+
+def by_storage(shards: Iterator[ParamShard]) -> dict[str, ParamShard]:
+    """Shards by the name of their memory; a cut over one rank counts as none."""
+    return {shard.storage: shard if shard.tp_size > 1 else replace(shard, partition_dim=None) for shard in shards}
+
+
+def compare(case: Case) -> None:
+    """Fail unless the shards of a case's ranks, and the sizes of their memory, are those of a live model."""
+    family = family_from_config(case.config)
+    options = TrainerOptions(vocab_multiple=40 // case.mesh.tp)
+    for rank in case.ranks:
+        with live_chunks(case, rank) as chunks:
+            live = by_storage(item.shard for item in describe_model(chunks))
+            sizes = {item.shard.storage: item.memory.numel() for item in describe_model(chunks)}
+        found = by_storage(param_shards(family.traits, case.mesh, rank, options))
+        assert found == live
+        manifest = trainer_manifest(family, case.mesh, rank, options)
+        assert {storage.name: storage.numel for storage in manifest.storages} == sizes
+
+
+def common_settings(case: Case) -> dict[str, Any]:
+    """Settings of Megatron's configuration that follow from the mesh, or that a machine without GPUs asks for."""
+    mesh, traits = case.mesh, family_from_config(case.config).traits
+    settings: dict[str, Any] = {
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.expert_tp,
+        "gtp_weight_remat_size": mesh.etp,
+    }
+    if mesh.first or mesh.last:
+        settings["num_layers_in_first_pipeline_stage"] = mesh.first or None
+        settings["num_layers_in_last_pipeline_stage"] = mesh.last or None
+    if traits.num_experts:
+        settings |= {
+            "num_moe_experts": traits.num_experts,
+            "moe_ffn_hidden_size": traits.moe_ffn_hidden_size,
+            "expert_gtp_weight_remat_size": mesh.expert_etp,
+            "sequence_parallel": mesh.tp > 1,
+        }
+    return settings
+
+
+class NoAttention(torch.nn.Module):
+    """In the place of the product of query, key and value: Megatron's own takes no latent heads, and has no weights."""
+
+    def __init__(self, **settings: object) -> None:  # noqa: ARG002
+        super().__init__()
+
+
+def build_latent_chunk(case: Case, chunk: int) -> Any:
+    """One chunk of a model like DeepSeek-V3."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    mesh, traits = case.mesh, family_from_config(case.config).traits
+    latent = traits.latent
+    config = MLATransformerConfig(
+        num_layers=traits.num_layers,
+        hidden_size=traits.hidden_size,
+        ffn_hidden_size=traits.ffn_hidden_size,
+        num_attention_heads=traits.num_heads,
+        q_lora_rank=latent.q_rank or None,
+        kv_lora_rank=latent.kv_rank,
+        qk_head_dim=latent.nope_dim,
+        qk_pos_emb_head_dim=latent.rope_dim,
+        v_head_dim=latent.v_dim,
+        rope_type="rope",
+        apply_rope_fusion=False,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        moe_layer_freq=[int(traits.has_experts(layer)) for layer in range(traits.num_layers)],
+        moe_shared_expert_intermediate_size=traits.shared_ffn_hidden_size or None,
+        moe_router_enable_expert_bias=traits.router_bias,
+        moe_router_score_function="sigmoid",
+        mtp_num_layers=traits.mtp_layers or None,
+        **common_settings(case),
+    )
+    stage = chunk if mesh.vpp > 1 else None
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)
+    layers = [*spec.layer_specs, *(item.submodules.mtp_model_layer for item in (mtp.layer_specs if mtp else ()))]
+    for layer in layers:
+        layer.submodules.self_attention.submodules.core_attention = NoAttention
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp,
+        vocab_size=40,
+        max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=traits.tied_embeddings,
+        parallel_output=False,
+        vp_stage=stage,
+    )
