@@ -56,6 +56,7 @@ def _scenario(model: nn.Module, step: int, rank: int) -> Iterator[Any]:
 
 
 def _same_on_all_ranks(value: torch.Tensor) -> bool:
+    value = value.to(device())
     everyone = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, value)
     return all(torch.equal(other, value) for other in everyone)

@@ -145,6 +145,54 @@ def grouped_layers(rank: int, world_size: int, dtype: torch.dtype) -> None:
                 _compare(layer, plain, rank, world_size, lambda m, x, peer: m(x, split_of(peer)), inputs)
 
 
+def frozen_experts(rank: int, world_size: int) -> None:
+    """Experts and dense weights are frozen and thawed between steps: gradients and hooks are those of plain modules."""
+    torch.manual_seed(3)
+    layer = etp.GroupedLinear(3, 6, 21, etp_group=dist.group.WORLD, device=device())
+    plain = PlainGroupedLinear(layer, etp.full_state_dict(layer))
+    hooked: list[str] = []
+    for name, param in layer.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: hooked.append(name))
+    splits = [3, 1, 4]
+    with poisoned():
+        for step, trained in enumerate([(1, 1, 1), (0, 1, 1), (1, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 1)]):
+            for side in (layer, plain):
+                side.zero_grad()
+                for index, flag in enumerate(trained):
+                    getattr(side, f"weight{index}").requires_grad_(bool(flag))
+            hooked.clear()
+            x = _inputs(step, rank, 8, 6, torch.float32).requires_grad_()
+            layer(x, splits).square().sum().backward()
+            parts = []
+            for peer in range(world_size):
+                plain.zero_grad()
+                plain(_inputs(step, peer, 8, 6, torch.float32), splits).square().sum().backward()
+                parts.append({name: param.grad for name, param in plain.named_parameters()})
+            for name, param in layer.named_parameters():
+                assert (param.grad is None) == (parts[0][name] is None) == (not param.requires_grad), (step, name)
+                if isinstance(param, etp.ETPShardedParam):
+                    assert hooked.count(name) == int(param.requires_grad), (step, name)
+                    if param.requires_grad:
+                        total = combined([part[name] for part in parts], mean=True)
+                        assert torch.equal(param.grad, rows_of_shard(total, rank, world_size, ALIGNMENT)), (step, name)
+
+
+def frozen_while_resident(rank: int, world_size: int) -> None:
+    """A weight that stays gathered is handed out as trained as its parameter is by then, not as it was before."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 5)).to(device())
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(reuse_across_forwards=True, resident_bytes=1 << 20))
+    for trained in (True, False, False, True):
+        model[0].weight.requires_grad_(trained)
+        model.zero_grad()
+        (full,) = model[0].weight.materialize()
+        assert full.requires_grad is trained
+        full.requires_grad_(not trained)  # a consumer's own alias
+        model(_inputs(1, rank, 4, 6, torch.float32)).sum().backward()
+        assert (model[0].weight.grad is not None) is trained
+        assert model[1].weight.grad is not None
+
+
 def grouped_refusals(rank: int, world_size: int) -> list[str]:
     """Messages for splits that do not fit."""
     layer = etp.GroupedLinear(2, 6, 8, etp_group=dist.group.WORLD, device=device())

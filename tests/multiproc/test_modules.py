@@ -41,6 +41,15 @@ def test_grouped_layers_match_plain_modules(world_size: int, dtype: torch.dtype)
     run_distributed(bodies.grouped_layers, world_size, args=(dtype,))
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frozen_and_thawed_experts_match(world_size: int) -> None:
+    run_distributed(bodies.frozen_experts, world_size)
+
+
+def test_a_resident_weight_is_as_trained_as_its_parameter() -> None:
+    run_distributed(bodies.frozen_while_resident, 2)
+
+
 def test_splits_that_do_not_fit_are_refused() -> None:
     for messages in run_distributed(bodies.grouped_refusals, 2):
         assert len(messages) == 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,43 @@ from etp.te import te_available, te_pytorch
 
 
 class _ShardedModule(nn.Module):
-    """A layer whose weights are sharded, with a runtime of its own until ``shard_module`` gives it a shared one."""
+    """A layer whose weights are sharded, with a runtime of its own until ``shard_module`` gives it a shared one.
 
-    def _shard(self, weight_names: Sequence[str], group: dist.ProcessGroup, config: EtpConfig | None) -> None:
-        shard_weights(self, weight_names, group, config or EtpConfig())
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """TE's module where TE can run; see the module's docstring. A user's own subclass is never replaced."""
+        if _ShardedModule in cls.__bases__ and _wants_te(kwargs):
+            return _build_te(cls, args, kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+    @staticmethod
+    def weight_names(arguments: Mapping[str, Any]) -> list[str]:
+        """Names of the sharded weights of a layer that is constructed with these arguments."""
+        del arguments
+        return ["weight"]
+
+    def _add_linear(
+        self, suffix: str, bias: bool, params_dtype: torch.dtype | None, device: torch.device | str | None
+    ) -> None:
+        """Register a weight and a bias (or none), drawn as ``nn.Linear`` draws them."""
+        where: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **where))
+        offset = nn.Parameter(torch.empty(self.out_features, **where)) if bias else None
+        _init_linear(weight, offset)
+        self.register_parameter(f"weight{suffix}", weight)
+        self.register_parameter(f"bias{suffix}", offset)
+
+    def extra_repr(self) -> str:
+        """Sizes, as ``nn.Linear`` prints them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class Linear(_ShardedModule):
@@ -45,11 +78,8 @@ class Linear(_ShardedModule):
         config: engine options.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """TE's module where TE can run; see the module's docstring."""
-        if cls is Linear and _wants_te(kwargs):
-            return _build_te(cls, ["weight"], args, kwargs)
-        return super().__new__(cls)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -62,12 +92,9 @@ class Linear(_ShardedModule):
         device: torch.device | str | None = None,
         config: EtpConfig | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
-        _init_linear(self.weight, self.bias)
-        self._shard(["weight"], etp_group, config)
+        super().__init__(in_features, out_features)
+        self._add_linear("", bias, params_dtype, device)
+        shard_weights(self, ["weight"], etp_group, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
@@ -75,7 +102,7 @@ class Linear(_ShardedModule):
 
     def extra_repr(self) -> str:
         """Sizes, as ``nn.Linear`` prints them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
 
 
 class LayerNormLinear(_ShardedModule):
@@ -93,11 +120,8 @@ class LayerNormLinear(_ShardedModule):
         config: engine options.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """TE's module where TE can run; see the module's docstring."""
-        if cls is LayerNormLinear and _wants_te(kwargs):
-            return _build_te(cls, ["weight"], args, kwargs)
-        return super().__new__(cls)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(  # noqa: PLR0913  # the signature is Transformer Engine's
         self,
@@ -112,20 +136,15 @@ class LayerNormLinear(_ShardedModule):
         device: torch.device | str | None = None,
         config: EtpConfig | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features)
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization is {normalization!r}; choose 'LayerNorm' or 'RMSNorm'")
-        self.in_features, self.out_features = in_features, out_features
         self.eps, self.normalization = eps, normalization
-        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype, device=device))
-        has_shift = normalization == "LayerNorm"
-        self.layer_norm_bias = (
-            nn.Parameter(torch.zeros(in_features, dtype=params_dtype, device=device)) if has_shift else None
-        )
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
-        _init_linear(self.weight, self.bias)
-        self._shard(["weight"], etp_group, config)
+        where: dict[str, Any] = {"dtype": params_dtype, "device": device}
+        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, **where))
+        self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, **where)) if normalization == "LayerNorm" else None
+        self._add_linear("", bias, params_dtype, device)
+        shard_weights(self, ["weight"], etp_group, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
@@ -138,7 +157,7 @@ class LayerNormLinear(_ShardedModule):
 
     def extra_repr(self) -> str:
         """Sizes and the kind of norm."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.normalization}"
+        return f"{super().extra_repr()}, {self.normalization}"
 
 
 class GroupedLinear(_ShardedModule):
@@ -157,13 +176,6 @@ class GroupedLinear(_ShardedModule):
     The weights are the parameters ``weight0`` to ``weight{num_gemms - 1}``, the biases ``bias0`` and so on.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """TE's module where TE can run; see the module's docstring."""
-        if cls is GroupedLinear and _wants_te(kwargs):
-            num_gemms = kwargs.get("num_gemms", args[0] if args else 0)
-            return _build_te(cls, [f"weight{index}" for index in range(num_gemms)], args, kwargs)
-        return super().__new__(cls)
-
     def __init__(
         self,
         num_gemms: int,
@@ -176,18 +188,18 @@ class GroupedLinear(_ShardedModule):
         device: torch.device | str | None = None,
         config: EtpConfig | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features)
         if num_gemms < 1:
             raise ValueError(f"num_gemms is {num_gemms}; a grouped linear needs at least one")
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.use_bias = bias
+        self.num_gemms, self.use_bias = num_gemms, bias
         for index in range(num_gemms):
-            weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
-            offset = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
-            _init_linear(weight, offset)
-            self.register_parameter(f"weight{index}", weight)
-            self.register_parameter(f"bias{index}", offset)
-        self._shard([f"weight{index}" for index in range(num_gemms)], etp_group, config)
+            self._add_linear(str(index), bias, params_dtype, device)
+        shard_weights(self, self.weight_names({"num_gemms": num_gemms}), etp_group, config)
+
+    @staticmethod
+    def weight_names(arguments: Mapping[str, Any]) -> list[str]:
+        """``weight0`` and so on, one for each expert."""
+        return [f"weight{index}" for index in range(arguments["num_gemms"])]
 
     def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """``[sum(m_splits), in_features]`` to ``[sum(m_splits), out_features]``; ``m_splits[i]`` rows for expert i."""
@@ -197,11 +209,11 @@ class GroupedLinear(_ShardedModule):
 
     def extra_repr(self) -> str:
         """Sizes."""
-        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"num_gemms={self.num_gemms}, {super().extra_repr()}"
 
 
 def shard_weights(
-    module: nn.Module, weight_names: Sequence[str], group: dist.ProcessGroup, config: EtpConfig
+    module: nn.Module, weight_names: Sequence[str], group: dist.ProcessGroup, config: EtpConfig | None
 ) -> EtpRuntime:
     """Make one module's weights shards of one weight group, driven by a runtime of its own. Collective.
 
@@ -209,6 +221,7 @@ def shard_weights(
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is no member of etp_group; pass each rank its own group")
+    config = config or EtpConfig()
     first = dist.get_global_rank(group, 0)
     for param in module.parameters():
         dist.broadcast(param.detach(), src=first, group=group)
@@ -230,16 +243,14 @@ def _wants_te(kwargs: dict[str, Any]) -> bool:
     return te_available() and (device is None or device.type == "cuda")
 
 
-def _build_te(
-    cls: type[nn.Module], weight_names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
-) -> nn.Module:
+def _build_te(cls: type[_ShardedModule], args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Module:
     """TE's module of the same name, with the arguments that our signature shares with it."""
     bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
     bound.pop("self")
     group, config = bound.pop("etp_group"), bound.pop("config", None)
     given = {name: value for name, value in bound.items() if value is not None}
     module: nn.Module = getattr(te_pytorch(), cls.__name__)(**given)
-    shard_weights(module, weight_names, group, config or EtpConfig())
+    shard_weights(module, cls.weight_names(given), group, config)
     return module
 
 
