@@ -145,3 +145,32 @@ def hooks_are_refused(rank: int, world_size: int, kind: str) -> str:
     except TypeError as error:
         return str(error)
     return ""
+
+
+def hooks_of_two_uses(rank: int, world_size: int, kind: str, transport: str) -> dict[str, int]:
+    """One loss of two calls, three times: each hook sees the whole sum. Returns how often each weight's hook ran."""
+    whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
+    sharded.load_state_dict(whole.state_dict())
+    etp.shard_module(sharded, dist.group.WORLD, config=etp.EtpConfig(transport=transport))  # type: ignore[arg-type]
+    counts: dict[str, int] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for name, param in sharded.named_parameters():
+        if isinstance(param, etp.ETPShardedParam):
+            counts[name] = 0
+
+            def note(param: torch.Tensor, name: str = name) -> None:
+                counts[name] += 1
+                seen[name] = param.grad.clone()
+
+            param.register_post_accumulate_grad_hook(note)
+    for step in range(3):
+        sharded.zero_grad()
+        generator = torch.Generator(device="cuda").manual_seed(100 * step + rank)
+        first, second = torch.randn(2, ROWS, IN, device="cuda", dtype=torch.bfloat16, generator=generator)
+        # The input needs a gradient, or the second use alone would be differentiated first.
+        first.requires_grad_()
+        y = _run(sharded, first, kind, recompute=False).float() * _run(sharded, second, kind, recompute=False).float()
+        y.square().mean().backward()
+        for name in counts:
+            assert torch.equal(seen[name], dict(sharded.named_parameters())[name].grad), name
+    return counts

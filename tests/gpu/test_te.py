@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.gpu import bodies_te as bodies
@@ -13,17 +15,19 @@ KINDS = ["Linear", "LayerNormLinear", "GroupedLinear"]
 WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 
 
+# Recomputation is the same with and without bias and on either transport, so it is tried with one of each.
+WAYS = [
+    *itertools.product(["c10d", "copy_engine"], [False, True], [False, True], [False]),
+    *itertools.product(["copy_engine"], [False], [False, True], [True]),
+]
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize(("transport", "bias", "fuse", "recompute"), WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
 def test_sharded_equals_whole(
     world_size: int, transport: str, kind: str, bias: bool, fuse: bool, recompute: bool
 ) -> None:
-    if recompute and (bias or transport == "c10d"):
-        pytest.skip("recomputation is the same with and without bias and on either transport")
     arguments = (kind, transport, bias, fuse, recompute)
     worst = run_on_gpus(bodies.te_module_equals_whole, world_size, args=arguments)
     # Two ranks: one order of summation, bitwise equal. More: replicated gradients are summed in NCCL's order.
@@ -40,6 +44,14 @@ def test_layers_are_tes_own(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_frozen_weight_passes_gradients_on(world_size: int) -> None:
     assert all(run_on_gpus(bodies.frozen_weight, world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_run_once_behind_the_last_use(world_size: int, transport: str, kind: str) -> None:
+    for counts in run_on_gpus(bodies.hooks_of_two_uses, world_size, args=(kind, transport)):
+        assert set(counts.values()) == {3}
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
