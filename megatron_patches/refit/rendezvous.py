@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.2
 _GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
 _AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step has failed
-_REMEMBERED = 16  # steps that are kept for a party that is late
+_REMEMBERED = 4  # steps that are kept for a party that is late
 _FOREVER_S = 10.0 * 365 * 86400
 
 
@@ -152,6 +152,7 @@ class Rendezvous:
                     return
                 party = joined.party
                 self._names[party], self._connections[party] = joined.name, connection
+                self._catch_up(party)
             while True:
                 message = _ToServer.decode(frames.receive(connection, Patience(_FOREVER_S, "a step")))
                 if isinstance(message, _Outcome):
@@ -163,6 +164,15 @@ class Rendezvous:
                     self._leave(party, error)
         finally:
             connection.close()
+
+    def _catch_up(self, party: int) -> None:
+        """Tells a new party what others have been told before it came."""
+        for number, step in self._steps.items():
+            if step.verdict is not None:
+                self._tell(party, step.verdict)
+            elif step.failed:
+                reason = next(item.reason for item in step.outcomes.values() if item.reason is not None)
+                self._tell(party, _Alert(number, reason))
 
     def _leave(self, party: int, error: Exception) -> None:
         if self._closed:
@@ -196,16 +206,14 @@ class Rendezvous:
 
     def _settle(self, number: int) -> None:
         step = self._steps[number]
-        if step.settled or len(step.outcomes) < self.invitation.parties:
+        if step.verdict is not None or len(step.outcomes) < self.invitation.parties:
             return
-        step.settled = True
         reasons = list(dict.fromkeys(item.reason for item in step.outcomes.values() if item.reason is not None))
         if reasons:
-            self._tell_all(_Failure(number, reasons))
+            step.verdict = _Failure(number, reasons)
         else:
-            self._tell_all(_Results(number, [step.outcomes[party].payload for party in sorted(step.outcomes)]))
-        # Payloads can be large, and what is settled is never asked for again.
-        step.outcomes = {party: _Outcome(number, step.what) for party in step.outcomes}
+            step.verdict = _Results(number, [step.outcomes[party].payload for party in sorted(step.outcomes)])
+        self._tell_all(step.verdict)
         self._steps.pop(number - _REMEMBERED, None)
 
     def _watch(self) -> None:
@@ -214,7 +222,7 @@ class Rendezvous:
             time.sleep(_TICK_S)
             with self._lock:
                 for number, step in list(self._steps.items()):
-                    if not step.settled and time.monotonic() > step.deadline:
+                    if step.verdict is None and time.monotonic() > step.deadline:
                         for party in set(range(self.invitation.parties)) - set(step.outcomes):
                             name = self._names.get(party, f"party {party}, which never joined,")
                             reason = f"{name} gave no answer to {step.what!r} in time"
@@ -224,15 +232,16 @@ class Rendezvous:
                         self._settle(number)
 
     def _tell_all(self, message: _Results | _Failure | _Alert) -> None:
-        encoded = _encode(message)
-        for party, connection in self._connections.items():
-            if party in self._gone:
-                continue
-            try:
-                frames.send(connection, encoded, Patience(30, self._names[party]))
-            except PartyFailedError as error:
-                # Its own thread notices the end of the connection and reports it.
-                logger.debug("refit: cannot reach %s: %s", self._names[party], error)
+        for party in self._connections:
+            if party not in self._gone:
+                self._tell(party, message)
+
+    def _tell(self, party: int, message: _Results | _Failure | _Alert) -> None:
+        try:
+            frames.send(self._connections[party], _encode(message), Patience(30, self._names[party]))
+        except PartyFailedError as error:
+            # Its own thread notices the end of the connection and reports it.
+            logger.debug("refit: cannot reach %s: %s", self._names[party], error)
 
 
 class _Step:
@@ -241,7 +250,8 @@ class _Step:
     def __init__(self, what: str, deadline: float) -> None:
         self.what, self.deadline = what, deadline
         self.outcomes: dict[int, _Outcome] = {}
-        self.failed = self.settled = False
+        self.verdict: _Results | _Failure | None = None
+        self.failed = False
 
     def fail(self) -> None:
         """Waits only a little longer for the others."""

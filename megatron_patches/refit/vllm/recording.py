@@ -88,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         self._parameter_of: dict[int, str] = {}
         for name, tensor in parameters.items():
             self._parameter_of.setdefault(_key(tensor), name)
-        # Tensors made on the way: the source region that each is an exact image of, or the operation that made it.
+        # Tensors made on the way: the source region that each is an exact image of, or its name and what was done to it.
         self._image_of: dict[int, tuple[str, Region, Region]] = {}
         self._changed_by: dict[int, tuple[str, str]] = {}
         # An identity is only good while its object lives.
@@ -163,10 +163,12 @@ class _Recorder(TorchDispatchMode):
         origin = next((leaf for leaf in inputs if self._known(leaf) or _key(leaf) in self._changed_by), None)
         if origin is None:
             return
-        name = self._changed_by[_key(origin)][0] if _key(origin) in self._changed_by else self._name(origin)
+        changed = self._changed_by.get(_key(origin))
+        name, before = changed if changed is not None else (self._name(origin), "")
+        operation = f"{before}, {func}" if before else str(func)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not self._known(leaf) and _key(leaf) not in self._parameter_of:
-                self._changed_by.setdefault(_key(leaf), (name, str(func)))
+                self._changed_by.setdefault(_key(leaf), (name, operation))
                 self._alive.append(leaf)
 
 

@@ -1,0 +1,216 @@
+"""Trainer ranks and engine workers as threads, over real sockets and shared memory, with random layouts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.rendezvous import Assembly, Rendezvous
+from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.sockets import SocketReceiver, SocketSender
+from tests.support.refit_cases import Case, elements, random_case, region
+
+POISON = 0xDEADBEEF
+
+
+def coverable(seed: int) -> Case:
+    """A random case in which sources hold everything, several times over."""
+    while True:
+        case = random_case(seed)
+        if any(m.placements for m in case.destinations) and all(m.placements for m in case.sources):
+            return case
+        seed += 1000
+
+
+def values(case: Case, version: int) -> dict[str, np.ndarray]:
+    return {
+        n: (np.arange(t.size).reshape(t.shape) * 2654435761 + version).astype(np.uint32) for n, t in case.dense.items()
+    }
+
+
+def memory(manifest: Manifest, dense: dict[str, np.ndarray] | None) -> dict[str, Bits]:
+    arrays = {storage.name: np.full(storage.numel, POISON, dtype=np.uint32) for storage in manifest.storages}
+    for placement in manifest.placements if dense is not None else ():
+        arrays[placement.view.storage][elements(placement.view)] = dense[placement.box.tensor][region(placement.box)]
+    return arrays
+
+
+@dataclass
+class Scene:
+    """All parties of one case."""
+
+    case: Case
+    sources: list[SourceParty]
+    destinations: list[DestinationParty]
+    assemblies: list[Assembly]
+
+    def each(self, source: Callable[[int], Any], destination: Callable[[int], Any]) -> list[Any]:
+        """Runs all parties at once; errors are returned."""
+
+        def run(call: Callable[[int], Any], rank: int) -> Any:
+            try:
+                return call(rank)
+            except PartyFailedError as error:
+                return error
+
+        jobs = [(source, rank) for rank in range(len(self.sources))]
+        jobs += [(destination, rank) for rank in range(len(self.destinations))]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return list(pool.map(lambda job: run(*job), jobs))
+
+    def prepare(self) -> None:
+        shapes = {spec.name: spec.shape for spec in self.case.tensors}
+        found = self.each(
+            lambda rank: self.sources[rank].prepare(lambda: Held(shapes, self.case.sources[rank])),
+            lambda rank: self.destinations[rank].prepare(lambda _: self.case.destinations[rank]),
+        )
+        for answer in found:
+            if isinstance(answer, Exception):
+                raise answer
+
+    def move(self, version: int, spoil: Callable[[int, dict[str, Bits]], None] = lambda *_: None) -> list[Any]:
+        """One version; ``spoil`` may raise in, or damage the memory of, a source."""
+        dense = values(self.case, version)
+        step, linked = self.assemblies[0].next_step, self.sources[0].linked
+
+        def send(rank: int) -> None:
+            held = memory(self.case.sources[rank], dense)
+            spoil(rank, held)
+            self.sources[rank].push(version, held)
+
+        def take(rank: int) -> Any:
+            manifest = self.case.destinations[rank]
+            return self.destinations[rank].receive(version, step, linked, lambda: memory(manifest, None))
+
+        return self.each(send, take)[len(self.sources) :]
+
+    def check(self, version: int, received: list[Any]) -> None:
+        dense = values(self.case, version)
+        for manifest, found in zip(self.case.destinations, received, strict=True):
+            wanted = memory(manifest, dense)
+            assert not isinstance(found, Exception), found
+            for name, array in wanted.items():
+                np.testing.assert_array_equal(found[name], array)
+
+
+@contextmanager
+def scene(case: Case, transport: TransportName, staging: int = 512, timeout_s: float = 20.0) -> Iterator[Scene]:
+    count = len(case.sources)
+    server = Rendezvous(count + len(case.destinations), timeout_s)
+    options = LinkOptions(transport=transport, staging_bytes=staging, sources=count)
+    assemblies = [Assembly(server.invitation, i, f"party {i}") for i in range(count + len(case.destinations))]
+    sources = [SourceParty(member, options) for member in assemblies[:count]]
+    destinations = [DestinationParty(member, options) for member in assemblies[count:]]
+    try:
+        yield Scene(case, sources, destinations, assemblies)
+    finally:
+        for source in sources:
+            source.close()
+        for destination in destinations:
+            destination.close()
+        server.close()
+
+
+@pytest.mark.parametrize("transport", list(TransportName))
+@pytest.mark.parametrize("seed", range(12))
+def test_versions_arrive_bit_for_bit(seed: int, transport: TransportName) -> None:
+    with scene(coverable(seed), transport, staging=[16, 64, 512, 1 << 20][seed % 4]) as parties:
+        parties.prepare()
+        for version in (1, 2, 5):
+            parties.check(version, parties.move(version))
+
+
+@pytest.mark.parametrize("transport", list(TransportName))
+def test_after_a_failure_on_one_source_all_know_why_and_the_next_version_arrives(transport: TransportName) -> None:
+    def spoil(rank: int, held: dict[str, Bits]) -> None:
+        if rank == 0:
+            held.clear()
+
+    case = coverable(1)
+    with scene(case, transport, staging=32) as parties:
+        parties.prepare()
+        parties.check(1, parties.move(1))
+        for answer in parties.move(2, spoil):
+            assert isinstance(answer, PartyFailedError)
+            assert "sending version 2 failed: party 0: TransferError" in str(answer)
+            assert "is missing" in str(answer)
+        parties.check(3, parties.move(3))
+
+
+def test_a_destination_that_fails_ends_the_sources_too() -> None:
+    case = coverable(2)
+    with scene(case, TransportName.SHM, staging=32) as parties:
+        parties.prepare()
+
+        def refuse() -> dict[str, Bits]:
+            raise MemoryError("no room for 7 GB")
+
+        step = parties.assemblies[0].next_step
+        dense = values(case, 1)
+        answers = parties.each(
+            lambda rank: parties.sources[rank].push(1, memory(case.sources[rank], dense)),
+            lambda rank: parties.destinations[rank].receive(1, step, False, refuse),
+        )
+        assert all(isinstance(answer, PartyFailedError) and "no room for 7 GB" in str(answer) for answer in answers)
+        parties.check(2, parties.move(2))
+
+
+def test_a_destination_that_missed_a_version_takes_part_in_the_next() -> None:
+    """Its engine could not be reached: the others fail, and go on together afterwards."""
+    case = coverable(3)
+    with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
+        parties.prepare()
+        dense = values(case, 1)
+        threading.Timer(0.3, lambda: parties.assemblies[0].fail("listening", "engine unreachable")).start()
+        answers = parties.each(
+            lambda rank: parties.sources[rank].push(1, memory(case.sources[rank], dense)), lambda _: None
+        )
+        failed = answers[: len(case.sources)]
+        assert all(isinstance(answer, PartyFailedError) and "engine unreachable" in str(answer) for answer in failed)
+        parties.check(2, parties.move(2))
+
+
+def test_a_party_with_another_plan_is_refused_before_any_byte() -> None:
+    case = coverable(4)
+    with scene(case, TransportName.TCP) as parties:
+        parties.destinations[0]._options = LinkOptions(
+            transport=TransportName.TCP, staging_bytes=16, sources=len(case.sources)
+        )
+        with pytest.raises(Exception, match="computed another plan than party 0"):
+            parties.prepare()
+
+
+def test_a_link_with_another_plan_is_refused() -> None:
+    case = coverable(5)
+    plan = make_plan(case.tensors, case.sources, case.destinations)
+    receiver = SocketReceiver(TransportName.TCP, "127.0.0.1", 5.0)
+    pair = next((item.source, item.destination) for item in plan.transfers)
+    addresses = dict.fromkeys(range(len(case.destinations)), receiver.address)
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(SocketSender, TransportName.TCP, pair[0], plan, addresses, 5.0)
+        with pytest.raises(Exception, match="follows plan"):
+            receiver.accept([pair[0]], "0" * 64, lambda: None)
+        sender.result().close()
+    receiver.close()
+
+
+def test_shared_memory_leaves_nothing_behind() -> None:
+    shared = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+    names = set(shared.iterdir())
+    with scene(coverable(6), TransportName.SHM) as parties:
+        parties.prepare()
+        parties.check(1, parties.move(1))
+        assert set(shared.iterdir()) <= names
