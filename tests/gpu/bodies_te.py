@@ -167,7 +167,6 @@ def hooks_of_two_uses(rank: int, world_size: int, kind: str, transport: str) -> 
         sharded.zero_grad()
         generator = torch.Generator(device="cuda").manual_seed(100 * step + rank)
         first, second = torch.randn(2, ROWS, IN, device="cuda", dtype=torch.bfloat16, generator=generator)
-        # The input needs a gradient, or the second use alone would be differentiated first.
         first.requires_grad_()
         y = _run(sharded, first, kind, recompute=False).float() * _run(sharded, second, kind, recompute=False).float()
         y.square().mean().backward()

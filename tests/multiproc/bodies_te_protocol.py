@@ -92,3 +92,42 @@ def te_modules_equal_whole(rank: int, world_size: int, shim: str) -> int:
         _compare(rank, world_size, kind, bias, fuse, recompute)
         count += 1
     return count
+
+
+def _note_hooks(sharded: nn.Module) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    counts: dict[str, int] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for name, param in sharded.named_parameters():
+        if isinstance(param, etp.ETPShardedParam):
+            counts[name] = 0
+
+            def note(param: torch.Tensor, name: str = name) -> None:
+                counts[name] += 1
+                seen[name] = param.grad.clone()  # type: ignore[union-attr]
+
+            param.register_post_accumulate_grad_hook(note)
+    return counts, seen
+
+
+def hooks_of_two_uses(rank: int, world_size: int, shim: str) -> dict[str, dict[str, int]]:
+    """One loss of two calls, three times: each hook sees the whole sum. Returns how often each weight's hook ran."""
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+
+    answers: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
+        sharded = _build(kind, bias=False, fuse=False)
+        for param in sharded.parameters():
+            dist.broadcast(param.detach(), 0)
+        etp.shard_module(sharded, dist.group.WORLD)  # type: ignore[arg-type]
+        counts, seen = _note_hooks(sharded)
+        for step in range(3):
+            sharded.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            y = [_run(sharded, torch.randn(ROWS, IN, generator=generator).requires_grad_(), kind, False) for _ in "ab"]
+            (y[0] * y[1]).square().mean().backward()
+            for name, param in sharded.named_parameters():
+                if name in counts:
+                    assert torch.equal(seen[name], param.grad), name  # type: ignore[arg-type]
+        answers[kind] = counts
+    return answers

@@ -30,3 +30,12 @@ def _present() -> bool:
 def test_te_modules_equal_whole() -> None:
     counts = run_distributed(bodies.te_modules_equal_whole, 2, args=(str(SHIM),), fresh=True)
     assert counts == [20, 20]
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(not _present(), reason="needs Transformer Engine and the shim in ../shared/gpu")
+def test_hooks_run_once_behind_the_last_use() -> None:
+    for answers in run_distributed(bodies.hooks_of_two_uses, 2, args=(str(SHIM),), fresh=True):
+        assert len(answers) == len(bodies.KINDS)
+        for counts in answers.values():
+            assert set(counts.values()) == {3}

@@ -123,7 +123,7 @@ class Reductions:
         """Learn from autograd when all uses of the group's shards are differentiated; at every visit of the group."""
         for shard in group.shards:
             if shard.requires_grad and id(shard) not in self._watched:
-                self._watched[id(shard)] = shard.watch_uses(partial(self._all_uses_done, id(shard)))
+                self._watched[id(shard)] = shard.watch_uses(partial(self._used_further.discard, id(shard)))
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
@@ -132,23 +132,18 @@ class Reductions:
             if handle is not None:
                 handle.remove()
 
-    def _all_uses_done(self, shard_id: int) -> None:
-        self._used_further.discard(shard_id)
-        self._run_owed_hooks()
-
     def end_backward(self) -> None:
         """The graph has no more uses of any weight."""
+        # Also of weights whose consumer hid them from autograd, which therefore never visited them.
         self._used_further.clear()
         if not self._config.reduce_once_per_iteration:
             self.reduce_local_sums()
         self._run_owed_hooks()
 
     def _run_owed_hooks(self) -> None:
-        """Run the hooks of shards whose last use has been published; publishing a later one runs them otherwise."""
-        if not self._hooks_owed:
-            return
+        """Run the hooks of shards whose last use has been published; publishing one that is pending runs the others."""
         pending = {id(shard) for reduction in self._pending for shard in reduction.group.shards}
-        for shard_id in [key for key in self._hooks_owed if key not in self._used_further and key not in pending]:
+        for shard_id in [key for key in self._hooks_owed if key not in pending]:
             self._hooks_owed.pop(shard_id).run_reduce_hooks()
 
     # Local sums ----------------------------------------------------------------------------------------------
