@@ -41,7 +41,8 @@ class EtpConfig:
         fp32_accumulation: sum the ranks' gradients in fp32, in rank order, rounding once; otherwise in the
             gradient's own dtype by the backend's reduce-scatter.
         reduce_once_per_iteration: add the microbatches' weight gradients up locally (at full size) and
-            reduce-scatter once, when :func:`etp.wait_async_comms` is called.
+            reduce-scatter once, when :func:`etp.wait_async_comms` is called. ``zero_grad()`` before that, of either
+            kind, drops what was added up: the iteration was given up.
         reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Safe only
             if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place operation that PyTorch
             counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`; writes through ``.data`` are not
