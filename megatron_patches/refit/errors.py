@@ -49,3 +49,7 @@ class CheckpointReadError(ExportError):
 
 class PartyFailedError(RefitError):
     """Another party of the refit failed, left, or did not answer in time; carries its reason."""
+
+
+class ModelMismatchError(RefitError):
+    """Trainer and engine have settings that make two models of the same weights."""

@@ -6,8 +6,9 @@ everybody's, with its reason; see there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -26,12 +27,27 @@ class Held(msgspec.Struct, frozen=True):
     """What a source holds.
 
     Attributes:
+        config: content of the model's ``config.json``.
         shapes: global shape of every tensor of the model, by Hugging Face name.
         manifest: its own part.
     """
 
+    config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Model:
+    """What destinations are told of the model.
+
+    Attributes:
+        config: content of its ``config.json``.
+        tensors: its tensors, with the trainer's element types.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Sequence[TensorSpec]
 
 
 class _Held(msgspec.Struct):
@@ -81,14 +97,13 @@ class _Common:
             raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
         return self._plan
 
-    def _agree(
-        self, held: Callable[[], Held | None], wanted: Callable[[Sequence[TensorSpec]], Manifest | None]
-    ) -> None:
+    def _agree(self, held: Callable[[], Held | None], wanted: Callable[[Model], Manifest | None]) -> None:
         """Exchanges manifests; every party plans and proves alone, and all compare."""
         parts = self._assembly.gather("describing the trainer's weights", _Held, lambda: _Held(held()))
         sources = [part.held for part in parts if part.held is not None]
         tensors = agree_on_tensors(sources[0].shapes, [part.manifest for part in sources])
-        answers = self._assembly.gather("recording the engine's layout", _Wanted, lambda: _Wanted(wanted(tensors)))
+        model = Model(sources[0].config, tensors)
+        answers = self._assembly.gather("recording the engine's layout", _Wanted, lambda: _Wanted(wanted(model)))
         destinations = [answer.manifest for answer in answers if answer.manifest is not None]
         manifests = [part.manifest for part in sources]
         options = PlanOptions(staging_bytes=self._options.staging_bytes // 2)
@@ -208,11 +223,11 @@ class DestinationParty(_Common):
         self._link: SocketReceiver | None = None
         self._unpacker: Unpacker | None = None
 
-    def prepare(self, wanted: Callable[[Sequence[TensorSpec]], Manifest]) -> Manifest:
+    def prepare(self, wanted: Callable[[Model], Manifest]) -> Manifest:
         """Agrees on a plan with all parties.
 
         Args:
-            wanted: describes, given the model's tensors, what this worker wants and where.
+            wanted: describes, given the model, what this worker wants and where.
 
         Returns:
             What ``wanted`` gave.
@@ -222,8 +237,8 @@ class DestinationParty(_Common):
         """
         found: list[Manifest] = []
 
-        def record(tensors: Sequence[TensorSpec]) -> Manifest:
-            found.append(wanted(tensors))
+        def record(model: Model) -> Manifest:
+            found.append(wanted(model))
             return found[0]
 
         self._agree(lambda: None, record)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
-from megatron_patches.refit.hf_config import family_for, read_traits
+from megatron_patches.refit.hf_config import build_config, family_for, read_traits
 from megatron_patches.refit.joint import Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Bits
@@ -206,7 +206,7 @@ class RefitSession:
             storages.append(live.shard.as_storage())
             held.extend(placements(live.shard, family.pieces(live.shard)))
         self._manifest = Manifest(self._exchange.rank, socket.gethostname(), tuple(storages), tuple(held))
-        return Held(dict(family.shapes()), self._manifest)
+        return Held(dict(build_config(family, "bfloat16")), dict(family.shapes()), self._manifest)
 
     def _memory(self) -> dict[str, Bits]:
         """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""

@@ -28,9 +28,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import RefitError, StaleVersionError, TransferError
-from megatron_patches.refit.joint import DestinationParty, LinkOptions
+from megatron_patches.refit.joint import DestinationParty, LinkOptions, Model
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Bits
 from megatron_patches.refit.rendezvous import Assembly, Invitation
@@ -38,6 +37,7 @@ from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.vllm.recording import record_loading
 from megatron_patches.refit.vllm.reload import Replacement, loader_form
+from megatron_patches.refit.vllm.same_model import check_same_model
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +173,11 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
         parallel = self.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
-    def _record(self, tensors: Sequence[TensorSpec]) -> Manifest:
+    def _record(self, model: Model) -> Manifest:
         if self._party is None:
             raise RefitError("no session")
+        check_same_model(model.config, self.model_config.hf_text_config)
+        tensors = model.tensors
         with loader_form(self.model) as parameters:
             recording = record_loading(self.model.load_weights, parameters, tensors)
         self._fills = recording.fills

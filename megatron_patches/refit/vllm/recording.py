@@ -88,7 +88,7 @@ class _Recorder(TorchDispatchMode):
         self._parameter_of: dict[int, str] = {}
         for name, tensor in parameters.items():
             self._parameter_of.setdefault(_key(tensor), name)
-        # Tensors made on the way: the source region that each is an exact image of, or its name and what was done to it.
+        # Tensors made on the way: the source region that each is an image of, or its name and what was done to it.
         self._image_of: dict[int, tuple[str, Region, Region]] = {}
         self._changed_by: dict[int, tuple[str, str]] = {}
         # An identity is only good while its object lives.

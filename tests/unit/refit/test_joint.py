@@ -74,7 +74,7 @@ class Scene:
     def prepare(self) -> None:
         shapes = {spec.name: spec.shape for spec in self.case.tensors}
         found = self.each(
-            lambda rank: self.sources[rank].prepare(lambda: Held(shapes, self.case.sources[rank])),
+            lambda rank: self.sources[rank].prepare(lambda: Held({}, shapes, self.case.sources[rank])),
             lambda rank: self.destinations[rank].prepare(lambda _: self.case.destinations[rank]),
         )
         for answer in found:

@@ -1,0 +1,66 @@
+"""Refuses to feed an engine that computes another model than the trainer trains, though its weights have the shapes.
+
+Another base of the rotary embedding or another epsilon changes no tensor's shape, and every answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_patches.refit.errors import ModelMismatchError
+
+# What may differ: how long texts may be, what the trainer does not know, and how weights are kept.
+_MAY_DIFFER = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "max_position_embeddings",
+        "model_max_length",
+        "num_nextn_predict_layers",
+        "pad_token_id",
+        "pretraining_tp",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# transformers keeps these under other names, depending on its version.
+_ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def check_same_model(trainer: Mapping[str, Any], engine: Any) -> None:
+    """Compares what the trainer would write into ``config.json`` with the configuration that the engine runs.
+
+    Args:
+        trainer: content of ``config.json``.
+        engine: the engine's configuration, an object of transformers.
+
+    Raises:
+        ModelMismatchError: naming every setting that differs, with both values.
+    """
+    meant = type(engine).from_dict(dict(trainer)).to_dict()
+    running = engine.to_dict()
+    names = [name for name in (*trainer, *_ROTARY) if name in meant and name in running and name not in _MAY_DIFFER]
+    differing = [
+        f"{name} is {meant[name]!r} in the trainer and {running[name]!r} in the engine"
+        for name in dict.fromkeys(names)
+        if _plain(meant[name]) != _plain(running[name])
+    ]
+    if differing:
+        raise ModelMismatchError(
+            f"{'; '.join(differing)}; start the engine with the configuration that `refit export` writes"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """For comparison: JSON and Python spell some values differently, and None stands for an absent entry."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,145 @@
+"""Trainer ranks that push into a running engine, for :mod:`tests.integration.test_live_refit`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from typing import Any
+
+import torch
+
+from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.export import export_checkpoint
+from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.transports.base import TransportName
+from tests.support.live_models import Case, build_chunk
+from tests.support.vllm_host import VllmConnection
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [36, 0, 17, 9]]
+
+
+def start(case: Case) -> list[Any]:
+    """Megatron on this rank, and its model chunks."""
+    import megatron_patches
+
+    warnings.simplefilter("ignore")
+    megatron_patches.apply()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    mesh = case.mesh
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+        gtp_remat_size=mesh.etp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.expert_tp,
+        expert_gtp_remat_size=mesh.expert_etp,
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return [build_chunk(case, chunk).bfloat16().eval() for chunk in range(mesh.vpp)]
+
+
+def value(box: Box, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """What a box holds in model ``seed``, whoever holds it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{box.tensor} {seed}".encode()))
+    if box.tensor.endswith("norm.weight"):
+        full = torch.rand(shape, generator=generator) + 0.5
+    else:
+        full = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+    return full[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]
+
+
+def fill(case: Case, chunks: list[Any], seed: int, padding: float = float("nan")) -> None:
+    """Gives every weight that this rank holds its value; padding gets another, so that it shows where it comes out."""
+    family = family_from_config(case.config)
+    shapes = family.shapes()
+    for live in describe_model(chunks):
+        live.memory.fill_(padding)
+        for placement in placements(live.shard, family.pieces(live.shard)):
+            where = placement.view.tensor(live.memory)
+            where.copy_(value(placement.box, shapes[placement.box.tensor], seed))
+
+
+def export_body(rank: int, world_size: int, case: Case, seed: int, path: str) -> None:
+    """The model as a checkpoint."""
+    del rank, world_size
+    chunks = start(case)
+    fill(case, chunks, seed)
+    export_checkpoint(chunks, path, vocab_size=int(str(case.config["vocab_size"])))
+
+
+def session(case: Case, chunks: list[Any], rank: int, address: str, transport: TransportName) -> RefitSession:
+    engines = [VllmConnection(address)] if rank == 0 else []
+    options = RefitOptions(transport=transport, timeout_s=60.0, staging_bytes=1 << 16)
+    return RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
+
+
+def push_body(
+    rank: int, world_size: int, cases: list[tuple[Case, int]], address: str, seeds: tuple[int, ...]
+) -> list[list[tuple[list[dict[str, str]], list[list[float]]]]]:
+    """Pushes one model after another from each mesh; what the engine then holds and answers, after each push.
+
+    ``cases`` are meshes of this size, each with the first version to use.
+    """
+    del world_size
+    found = []
+    for case, version in cases:
+        chunks = start(case)
+        transport = TransportName.TCP if case.mesh.pp > 1 else TransportName.SHM
+        pushing = session(case, chunks, rank, address, transport)
+        pushing.prepare()
+        after = []
+        for number, seed in enumerate(seeds):
+            fill(case, chunks, seed)
+            pushing.push(version + number)
+            if rank == 0:
+                engine = VllmConnection(address)
+                after.append((engine.parameters(), engine.log_probabilities(PROMPTS)))
+        pushing.close()
+        found.append(after)
+    return found
+
+
+def train_body(
+    rank: int, world_size: int, case: Case, address: str, version: int, path: str
+) -> tuple[list[float], list[dict[str, str]], list[list[float]]]:
+    """Pushes, trains three steps, pushes again and exports."""
+    from megatron.core import parallel_state
+
+    from etp import wait_async_comms
+
+    del world_size
+    chunks = start(case)
+    fill(case, chunks, 1, padding=0.0)  # a model may compute with the padding of its vocabulary
+    pushing = session(case, chunks, rank, address, TransportName.SHM)
+    pushing.prepare()
+    pushing.push(version)
+    losses = []
+    (model,) = chunks
+    model.train()
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    for _ in range(3):
+        tokens = torch.randint(0, 37, (2, 17), generator=generator)
+        positions = torch.arange(16).expand(2, -1)
+        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        wait_async_comms(model)
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.data.add_(param.grad.to(param.dtype), alpha=-0.5)
+                param.grad = None
+    model.eval()
+    pushing.push(version + 1)
+    export_checkpoint(chunks, path, vocab_size=37)
+    engine = VllmConnection(address) if rank == 0 else None
+    answer = (engine.parameters(), engine.log_probabilities(PROMPTS)) if engine is not None else ([], [])
+    pushing.close()
+    return losses, *answer

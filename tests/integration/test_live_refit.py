@@ -1,0 +1,144 @@
+"""A Megatron run, spread every way, pushes its weights into vLLM, which runs in processes of its own.
+
+Each engine is started from a checkpoint of model 2, so that its parameters as vLLM loads them are known. Then every
+mesh pushes model 1 and model 2: after the second push all of the engine's parameters must have the bits of the fresh
+engine again, and its answers to prompts must be the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.integration.live_refit import PROMPTS, export_body, push_body, train_body
+from tests.support.launch import run_distributed
+from tests.support.live_models import Case
+from tests.support.vllm_host import VllmHost
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(600),
+]
+
+QWEN3: dict[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+QWEN3_MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+CONFIGS = {"qwen3": QWEN3, "llama_tied": LLAMA, "qwen3_moe": QWEN3_MOE}
+MESHES = {
+    "qwen3": (
+        TrainerMesh(etp=2),
+        TrainerMesh(tp=2),
+        TrainerMesh(tp=4),  # more ranks than KV heads
+        TrainerMesh(tp=2, etp=2),
+        TrainerMesh(etp=3),  # pads every weight
+        TrainerMesh(pp=2, vpp=2),
+        TrainerMesh(pp=2, etp=2),
+    ),
+    "llama_tied": (TrainerMesh(pp=2), TrainerMesh(pp=2, etp=2), TrainerMesh(dp=2, etp=2)),
+    "qwen3_moe": (
+        TrainerMesh(ep=2, dp=2),
+        TrainerMesh(etp=2, expert_etp=2),
+        TrainerMesh(ep=2, etp=2, expert_etp=2, dp=2),
+        TrainerMesh(tp=2, expert_tp=2),
+    ),
+}
+SETUPS = [(model, tp) for model in CONFIGS for tp in (1, 2)]
+CASES = [(setup, mesh) for setup in SETUPS for mesh in MESHES[setup[0]]]
+
+
+Answer = tuple[list[dict[str, str]], list[list[float]]]
+
+
+def name(mesh: TrainerMesh) -> str:
+    return "_".join(f"{k}{v}" for k, v in vars(mesh).items() if v not in (0, 1)) or "alone"
+
+
+@dataclass
+class Pushed:
+    """What a fresh engine held and answered, and what it did after each push, by mesh."""
+
+    fresh: Answer
+    after: dict[TrainerMesh, list[Answer]]
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=[f"{model}-engine_tp{tp}" for model, tp in SETUPS])
+def pushed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pushed:
+    """All meshes of one model, pushed into one engine."""
+    model, tp = request.param
+    folder = tmp_path_factory.mktemp(f"{model}_{tp}")
+    config = CONFIGS[model]
+    args = (Case(TrainerMesh(), (), config), 2, str(folder / "checkpoint"))
+    run_distributed(export_body, 1, args=args, timeout_s=180)
+    after: dict[TrainerMesh, list[Answer]] = {}
+    with VllmHost(folder / "checkpoint", folder, tensor_parallel_size=tp) as host:
+        connection = host.connect()
+        fresh = connection.parameters(), connection.log_probabilities(PROMPTS)
+        versions = itertools.count(1, 10)
+        for size in sorted({mesh.size for mesh in MESHES[model]}):
+            meshes = [mesh for mesh in MESHES[model] if mesh.size == size]
+            cases = [(Case(mesh, (), config), next(versions)) for mesh in meshes]
+            found = run_distributed(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=240)[0]
+            after |= dict(zip(meshes, found, strict=True))
+    return Pushed(fresh, after)
+
+
+@pytest.mark.parametrize(
+    ("pushed", "mesh"),
+    CASES,
+    indirect=["pushed"],
+    ids=[f"{model}-{name(mesh)}-engine_tp{tp}" for (model, tp), mesh in CASES],
+)
+def test_a_push_leaves_the_bits_of_a_fresh_engine(pushed: Pushed, mesh: TrainerMesh) -> None:
+    (other, other_answers), (same, same_answers) = pushed.after[mesh]
+    fresh, fresh_answers = pushed.fresh
+    for worker, tensors in enumerate(fresh):
+        computed = [key for key in tensors if "cos_sin" in key]
+        assert all(other[worker][key] != tensors[key] for key in tensors if key not in computed)
+        assert same[worker] == tensors
+    assert other_answers != fresh_answers
+    assert same_answers == fresh_answers
+
+
+def test_after_training_a_push_equals_a_fresh_engine_with_the_export(tmp_path: Path) -> None:
+    case = Case(TrainerMesh(etp=2), (), QWEN3)
+    checkpoint = tmp_path / "first"
+    run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), QWEN3), 2, str(checkpoint)))
+    with VllmHost(checkpoint, tmp_path, load_format="dummy") as host:
+        host.connect()
+        args = (case, host.address, 1, str(tmp_path / "trained"))
+        losses, parameters, answers = run_distributed(train_body, 2, args=args, timeout_s=180)[0]
+    assert losses[-1] < losses[0]
+    (folder := tmp_path / "fresh").mkdir()
+    with VllmHost(tmp_path / "trained", folder) as host:
+        fresh = host.connect()
+        assert fresh.parameters() == parameters
+        assert fresh.log_probabilities(PROMPTS) == answers

@@ -1,0 +1,42 @@
+"""Settings that change answers but no shape are compared before a byte moves."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen3Config
+
+from megatron_patches.refit.errors import ModelMismatchError
+from megatron_patches.refit.vllm.same_model import check_same_model
+
+TRAINER = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_the_same_model_passes_whatever_length_dtype_and_tokens_the_engine_has() -> None:
+    same = TRAINER | {"max_position_embeddings": 4096, "torch_dtype": "float16", "eos_token_id": 7}
+    check_same_model(TRAINER, Qwen3Config.from_dict(same))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 1e4}, r"rope_\w+ is .*500000\.0.* in the trainer and .*10000\.0.* in the engine"),
+        ({"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-05 in the trainer and 1e-06 in the engine"),
+        ({"num_attention_heads": 8}, r"num_attention_heads is 4 in the trainer and 8 in the engine"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings is False in the trainer and True in the engine"),
+    ],
+)
+def test_another_model_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelMismatchError, match=message):
+        check_same_model(TRAINER, Qwen3Config.from_dict(TRAINER | change))
