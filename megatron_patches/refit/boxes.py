@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import ge, le, sub
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,19 +80,20 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent in each dimension."""
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def volume(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     def contains(self, other: Box) -> bool:
         """Whether every element of ``other`` lies in this box."""
         return (
             self.tensor == other.tensor
-            and all(a <= b for a, b in zip(self.start, other.start, strict=True))
-            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+            and len(self.start) == len(other.start)
+            and all(map(le, self.start, other.start))
+            and all(map(ge, self.stop, other.stop))
         )
 
     def intersect(self, other: Box) -> Box | None:

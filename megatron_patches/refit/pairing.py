@@ -44,11 +44,6 @@ class Pair(NamedTuple):
     destination: Party
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes it takes where the two dtypes need the more."""
-        return self.box.volume * self.width
-
-    @property
     def width(self) -> int:
         """Bytes of an element where the two dtypes need the more."""
         return max(itemsize(self.source.dtype), itemsize(self.destination.dtype))
@@ -116,25 +111,47 @@ def deal_rounds(
     Returns:
         The same, cut where they had to be, each with its round.
     """
-    sources: dict[int, tuple[int, int]] = {}  # rank -> last round in use, bytes in it
-    destinations: dict[int, tuple[int, int]] = {}
+    sources: dict[int, _Filled] = defaultdict(lambda: _Filled(staging_bytes))
+    destinations: dict[int, _Filled] = defaultdict(lambda: _Filled(staging_bytes if bound_destinations else None))
     dealt: list[list[tuple[int, Pair]]] = [[] for _ in tensors]
     for index in _turns(tensors):
         for pair in tensors[index]:
-            pieces = [pair.box] if pair.staged_bytes <= staging_bytes else pair.box.chunks(staging_bytes // pair.width)
-            for box in pieces:
-                piece = Pair(box, pair.source, pair.destination)
-                size = piece.staged_bytes
-                giver, filled = sources.get(pair.source.rank, (0, 0))
-                taker, taken = destinations.get(pair.destination.rank, (0, 0)) if bound_destinations else (0, 0)
-                at = max(giver, taker)
-                filled, taken = (filled if giver == at else 0), (taken if taker == at else 0)
-                if filled + size > staging_bytes or (bound_destinations and taken + size > staging_bytes):
-                    at, filled, taken = at + 1, 0, 0
-                sources[pair.source.rank] = at, filled + size
-                destinations[pair.destination.rank] = at, taken + size
-                dealt[index].append((at, piece))
+            giver, taker = sources[pair.source.rank], destinations[pair.destination.rank]
+            width = pair.width
+            whole = pair.box.volume * width <= staging_bytes
+            for box in (pair.box,) if whole else pair.box.chunks(staging_bytes // width):
+                size = box.volume * width
+                at = max(giver.first, taker.first)
+                while not (giver.fits(at, size) and taker.fits(at, size)):
+                    at += 1
+                giver.add(at, size)
+                taker.add(at, size)
+                dealt[index].append((at, pair if whole else Pair(box, pair.source, pair.destination)))
     return dealt
+
+
+class _Filled:
+    """How much of its budget one party has used in each round."""
+
+    def __init__(self, budget: int | None) -> None:
+        self.first = 0  # rounds before this one are full
+        self._budget = budget
+        self._bytes: list[int] = []
+
+    def fits(self, number: int, size: int) -> bool:
+        if self._budget is None or number >= len(self._bytes):
+            return True
+        return self._bytes[number] + size <= self._budget
+
+    def add(self, number: int, size: int) -> None:
+        if self._budget is None:
+            return
+        if number >= len(self._bytes):
+            self._bytes.extend([0] * (number + 1 - len(self._bytes)))
+        self._bytes[number] += size
+        # A round with little left counts as full, so that none is asked again and again.
+        while self.first < len(self._bytes) and self._bytes[self.first] + self._budget // 32 > self._budget:
+            self.first += 1
 
 
 def _turns(tensors: Sequence[Sequence[Pair]]) -> list[int]:

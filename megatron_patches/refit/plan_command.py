@@ -18,7 +18,9 @@ from megatron_patches.refit.plan import PartOf, Plan, PlanOptions
 from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
+from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions
+from megatron_patches.refit.target.vllm_layout import EngineMesh
 
 ROWS = 16
 """Most rows of a table; all are in the JSON."""
@@ -243,12 +245,9 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _axes(mesh: Mapping[str, object]) -> str:
-    named = [
-        name if value is True else f"{name}={value}"
-        for name, value in mesh.items()
-        if value not in {1, None} or value is True
-    ]
-    return ", ".join(name for name in named if not name.endswith("=False")) or "one rank"
+    plain: Mapping[str, object] = {**asdict(TrainerMesh()), **asdict(EngineMesh())}
+    named = [name if value is True else f"{name}={value}" for name, value in mesh.items() if value != plain[name]]
+    return ", ".join(named) or "one rank"
 
 
 def _size(nbytes: int) -> str:
