@@ -69,6 +69,10 @@ def build_chunk(case: Case, chunk: int) -> Any:
     mesh, traits = case.mesh, family_from_config(case.config).traits
     if traits.latent is not None:
         return build_latent_chunk(case, chunk)
+    if traits.layer_kinds:
+        from tests.support.live_hybrid import build_hybrid_chunk
+
+        return build_hybrid_chunk(case, chunk)
     config = TransformerConfig(
         num_layers=traits.num_layers,
         hidden_size=traits.hidden_size,

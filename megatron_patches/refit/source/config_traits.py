@@ -11,10 +11,11 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.source.deepseek_v3 import DeepseekV3Family
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import LlamaFamily
+from megatron_patches.refit.source.nemotron_h import NemotronHFamily
 from megatron_patches.refit.source.qwen2 import Qwen2Family
 from megatron_patches.refit.source.qwen3 import Qwen3Family
 from megatron_patches.refit.source.qwen3_moe import Qwen3MoeFamily
-from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
+from megatron_patches.refit.source.traits import LatentTraits, MambaTraits, ModelTraits, RouterTraits
 
 FAMILIES: Mapping[str, Callable[[ModelTraits], ModelFamily]] = MappingProxyType(
     {
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, Callable[[ModelTraits], ModelFamily]] = MappingProxyType(
         "Qwen3ForCausalLM": Qwen3Family,
         "Qwen3MoeForCausalLM": Qwen3MoeFamily,
         "DeepseekV3ForCausalLM": DeepseekV3Family,
+        "NemotronHForCausalLM": NemotronHFamily,
     }
 )
 """The architectures that a plan can be made for, by their class in ``transformers``."""
@@ -61,8 +63,11 @@ def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     name = str(names[0]) if isinstance(names, list) and names else "not given"
     if name not in FAMILIES:
         raise UnsupportedModelError(f"the architecture is {name}; known are {', '.join(FAMILIES)}")
-    read = _deepseek_traits(config) if name == "DeepseekV3ForCausalLM" else _traits(name, config)
-    return FAMILIES[name](read)
+    if name == "DeepseekV3ForCausalLM":
+        return DeepseekV3Family(_deepseek_traits(config))
+    if name == "NemotronHForCausalLM":
+        return NemotronHFamily(_nemotron_traits(config))
+    return FAMILIES[name](_traits(name, config))
 
 
 def dtype_of(config: Mapping[str, object]) -> str:
@@ -156,6 +161,84 @@ def _deepseek_traits(config: Mapping[str, object]) -> ModelTraits:
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_base=_number(config, "rope_theta", 10000.0),
     )
+
+
+# Letters of hybrid_override_pattern, and names in layers_block_type of several releases of transformers.
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "M": "mamba",
+        "*": "attention",
+        "-": "mlp",
+        "E": "experts",
+        "mamba": "mamba",
+        "attention": "attention",
+        "mlp": "mlp",
+        "moe": "experts",
+        "linear_attention": "mamba",
+        "full_attention": "attention",
+    }
+)
+
+
+def _nemotron_traits(config: Mapping[str, object]) -> ModelTraits:
+    wrong = [name for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias") if config.get(name)]
+    wrong += [name for name in ("moe_latent_size", "num_nextn_predict_layers") if config.get(name)]
+    if wrong or not config.get("use_conv_bias", True):
+        raise UnsupportedModelError(
+            f"the configuration sets {', '.join(wrong) or 'use_conv_bias to false'}; of NemotronH only "
+            "models are known with a bias on the convolution and nowhere else, without latent experts, and without "
+            "layers that predict further tokens"
+        )
+    layers = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if not isinstance(layers, list | str) or any(item not in _KINDS for item in layers):
+        raise UnsupportedModelError(
+            f"layers_block_type or hybrid_override_pattern is {layers}; known kinds are {', '.join(_KINDS)}"
+        )
+    kinds = tuple(_KINDS[item] for item in layers)
+    experts = "experts" in kinds
+    heads = _integer(config, "num_attention_heads")
+    return ModelTraits(
+        num_layers=len(kinds),
+        layer_kinds=kinds,
+        hidden_size=_integer(config, "hidden_size"),
+        ffn_hidden_size=_integer(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=_integer(config, "num_key_value_heads", heads),
+        head_dim=_integer(config, "head_dim"),
+        vocab_size=_integer(config, "vocab_size"),
+        max_positions=_integer(config, "max_position_embeddings"),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=False,
+        linear_bias=False,
+        num_experts=_integer(config, "n_routed_experts") if experts else 0,
+        experts_per_token=_integer(config, "num_experts_per_tok") if experts else 0,
+        moe_ffn_hidden_size=_integer(config, "moe_intermediate_size") if experts else 0,
+        shared_ffn_hidden_size=_shared_width(config) if experts else 0,
+        router_bias=experts,
+        router=RouterTraits(
+            groups=_integer(config, "n_group", 1),
+            groups_per_token=_integer(config, "topk_group", 1),
+            scaling=_number(config, "routed_scaling_factor", 1.0),
+        )
+        if experts
+        else None,
+        mamba=MambaTraits(
+            heads=_integer(config, "mamba_num_heads"),
+            head_dim=_integer(config, "mamba_head_dim"),
+            groups=_integer(config, "n_groups"),
+            state=_integer(config, "ssm_state_size"),
+            kernel=_integer(config, "conv_kernel"),
+        ),
+        norm_topk_prob=bool(config.get("norm_topk_prob", True)),
+        norm_eps=_number(config, "layer_norm_epsilon", 1e-5),
+        rope_base=10000.0,  # it has no rotary positions
+    )
+
+
+def _shared_width(config: Mapping[str, object]) -> int:
+    """Width of NemotronH's shared experts, all together."""
+    count = _count(config, "n_shared_experts")
+    return count * _integer(config, "moe_shared_expert_intermediate_size") if count else 0
 
 
 def _count(config: Mapping[str, object], name: str) -> int:

@@ -85,7 +85,7 @@ def param_shards(
         UnsupportedModelError: if an axis does not divide what it cuts; names both.
         ValueError: if the mesh has no such rank.
     """
-    _check_divides(traits, mesh)
+    _check_divides(traits, mesh, options)
     where = mesh.coordinates(rank)
     chunks = [count // mesh.vpp for count in _stage_layers(traits, mesh)]  # layers of a chunk, by stage
     for chunk in range(mesh.vpp):
@@ -119,7 +119,8 @@ def _outer_params(
     if first or (last and traits.mtp_layers):
         yield _Param("embedding.word_embeddings.weight", table, 0)
     if last:
-        yield _Param("decoder.final_layernorm.weight", (traits.hidden_size,))
+        name = "decoder.final_norm.weight" if traits.layer_kinds else "decoder.final_layernorm.weight"
+        yield _Param(name, (traits.hidden_size,))
         if not (first and traits.tied_embeddings):  # a tied table is kept on both the first and the last stage
             yield _Param("output_layer.weight", table, 0)
 
@@ -147,16 +148,16 @@ def _layer_params(
     traits: ModelTraits, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
 ) -> Iterator[tuple[_Param, str]]:
     """Parameters of a layer, and their names with the whole model's expert numbers."""
-    attention = _latent_params if traits.latent else _attention_params
-    for param in (*attention(traits, options), *_mlp_params(traits, options, traits.has_experts(layer))):
+    for param in _shared_params(traits, options, layer):
         yield param, param.name
     if not traits.has_experts(layer):
         return
     local = traits.num_experts // mesh.ep
+    gated = 1 if traits.layer_kinds else 2
     for index in range(local):
         number = where.ep * local + index
         for kind, shape, dim in (
-            ("linear_fc1", (2 * traits.moe_ffn_hidden_size, traits.hidden_size), 0),
+            ("linear_fc1", (gated * traits.moe_ffn_hidden_size, traits.hidden_size), 0),
             ("linear_fc2", (traits.hidden_size, traits.moe_ffn_hidden_size), 1),
         ):
             pattern = f"mlp.experts.{kind}.weight{{}}" if options.grouped_experts else f"{_SEQUENTIAL}.{kind}.weight"
@@ -164,6 +165,32 @@ def _layer_params(
 
 
 _SEQUENTIAL = "mlp.experts.local_experts.{}"
+
+
+def _shared_params(traits: ModelTraits, options: TrainerOptions, layer: int) -> Iterator[_Param]:
+    """Parameters of a layer that are not an expert's."""
+    experts = traits.has_experts(layer)
+    kind = traits.layer_kinds[layer] if traits.layer_kinds else ""
+    if kind == "mamba":
+        yield from _mamba_params(traits, options)
+    if kind in {"", "attention"}:
+        yield from (_latent_params if traits.latent else _attention_params)(traits, options)
+    if kind in {"", "mlp", "experts"}:
+        yield from _mlp_params(traits, options, experts)
+
+
+def _mamba_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
+    mamba, hidden = traits.mamba, traits.hidden_size
+    if mamba is None:
+        raise ValueError("the model has no Mamba layers")
+    yield _Param("mixer.in_proj.layer_norm_weight" if options.fused_norms else "norm.weight", (hidden,))
+    yield _Param("mixer.in_proj.weight", (mamba.inner + mamba.convolved + mamba.heads, hidden), 0)
+    yield _Param("mixer.conv1d_weight", (mamba.convolved, 1, mamba.kernel), 0)
+    yield _Param("mixer.conv1d_bias", (mamba.convolved,), 0)
+    for name in ("dt_bias", "A_log", "D"):
+        yield _Param(f"mixer.{name}", (mamba.heads,), 0)
+    yield _Param("mixer.norm.weight", (mamba.inner,), 0)
+    yield _Param("mixer.out_proj.weight", (hidden, mamba.inner), 1)
 
 
 def _latent_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[_Param]:
@@ -207,7 +234,7 @@ def _attention_params(traits: ModelTraits, options: TrainerOptions) -> Iterator[
 
 def _mlp_params(traits: ModelTraits, options: TrainerOptions, experts: bool) -> Iterator[_Param]:
     """The feed-forward of a dense layer; of a layer with experts what is not theirs."""
-    t = traits
+    t, gated = traits, 1 if traits.layer_kinds else 2
     fused = options.fused_norms and not experts
     yield _Param("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight", (t.hidden_size,))
     if experts:
@@ -215,13 +242,13 @@ def _mlp_params(traits: ModelTraits, options: TrainerOptions, experts: bool) -> 
         if t.router_bias:
             yield _Param("mlp.router.expert_bias", (t.num_experts,), dtype="float32")
         if t.shared_ffn_hidden_size:
-            yield _Param("mlp.shared_experts.linear_fc1.weight", (2 * t.shared_ffn_hidden_size, t.hidden_size), 0)
+            yield _Param("mlp.shared_experts.linear_fc1.weight", (gated * t.shared_ffn_hidden_size, t.hidden_size), 0)
             yield _Param("mlp.shared_experts.linear_fc2.weight", (t.hidden_size, t.shared_ffn_hidden_size), 1)
         return
-    yield _Param("mlp.linear_fc1.weight", (2 * t.ffn_hidden_size, t.hidden_size), 0)
+    yield _Param("mlp.linear_fc1.weight", (gated * t.ffn_hidden_size, t.hidden_size), 0)
     yield _Param("mlp.linear_fc2.weight", (t.hidden_size, t.ffn_hidden_size), 1)
     if t.linear_bias:
-        yield _Param("mlp.linear_fc1.bias", (2 * t.ffn_hidden_size,), 0)
+        yield _Param("mlp.linear_fc1.bias", (gated * t.ffn_hidden_size,), 0)
         yield _Param("mlp.linear_fc2.bias", (t.hidden_size,))
 
 
@@ -249,7 +276,7 @@ def _shard(
     )
 
 
-def _check_divides(traits: ModelTraits, mesh: TrainerMesh) -> None:
+def _check_divides(traits: ModelTraits, mesh: TrainerMesh, options: TrainerOptions) -> None:
     """Megatron refuses these too, when it builds the model."""
     cuts: list[tuple[str, int, str, int]] = [("attention heads", traits.num_heads, "tp", mesh.tp)]
     if mesh.first or mesh.last:
@@ -259,6 +286,13 @@ def _check_divides(traits: ModelTraits, mesh: TrainerMesh) -> None:
     if traits.latent is None:
         fused = (traits.num_heads + 2 * traits.num_kv_heads) * traits.head_dim
         cuts.append(("rows of query, key and value", fused, "tp", mesh.tp))
+    elif not options.fused_norms:
+        rows = traits.latent.kv_rank + traits.latent.rope_dim
+        cuts.append(("rows of the compressed query", traits.latent.q_rank, "tp", mesh.tp))
+        cuts.append(("rows of the compressed key and value", rows, "tp", mesh.tp))
+    if traits.mamba is not None:
+        cuts.append(("heads of a Mamba mixer", traits.mamba.heads, "tp", mesh.tp))
+        cuts.append(("groups of a Mamba mixer", traits.mamba.groups, "tp", mesh.tp))
     if traits.num_experts:
         cuts.append(("experts", traits.num_experts, "ep", mesh.ep))
         cuts.append(("width of an expert", traits.moe_ffn_hidden_size, "expert_tp", mesh.expert_tp))
@@ -268,7 +302,7 @@ def _check_divides(traits: ModelTraits, mesh: TrainerMesh) -> None:
             f"ep is {mesh.ep}, expert_tp {mesh.expert_tp} and expert_etp {mesh.expert_etp}, but the model has no "
             "experts; leave them at 1"
         )
-    if not traits.num_experts or traits.first_dense_layers:
+    if not traits.num_experts or traits.first_dense_layers or "mlp" in traits.layer_kinds:
         cuts.append(("width of the feed-forward", traits.ffn_hidden_size, "tp", mesh.tp))
     for what, size, axis, parts in cuts:
         if size % parts:

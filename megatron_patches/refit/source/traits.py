@@ -25,6 +25,40 @@ class LatentTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaTraits:
+    """A Mamba-2 mixer.
+
+    Attributes:
+        heads: heads.
+        head_dim: rows of one head.
+        groups: groups of heads that share B and C.
+        state: size of the state, rows of B and of C in a group.
+        kernel: width of the convolution.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+
+    @property
+    def inner(self) -> int:
+        """Rows of the gate, and of x."""
+        return self.heads * self.head_dim
+
+    @property
+    def grouped(self) -> int:
+        """Rows of B, and of C."""
+        return self.groups * self.state
+
+    @property
+    def convolved(self) -> int:
+        """Rows of x, B and C together."""
+        return self.inner + 2 * self.grouped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTraits:
     """A router that scores by a sigmoid and picks groups of experts first; it has no bearing on shapes.
 
@@ -41,7 +75,7 @@ class RouterTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTraits:
-    """A decoder, dense or with routed experts, with RMSNorm, rotary positions and a gated SiLU feed-forward.
+    """A decoder with RMSNorm: dense or with routed experts, with latent attention, or a hybrid with Mamba layers.
 
     Attributes:
         num_layers: transformer layers of the whole model.
@@ -64,6 +98,9 @@ class ModelTraits:
         router_bias: whether the router has a bias that only the choice of experts goes by; kept in float32.
         router: what else the router does; None for a plain softmax.
         latent: multi-latent attention; None for heads with keys and values of their own.
+        mamba: the mixers of a hybrid's Mamba layers; None for a model without.
+        layer_kinds: of a hybrid what each layer is: ``mamba``, ``attention``, ``mlp`` or ``experts``, whose
+            feed-forward is not gated; empty where every layer is attention and a gated feed-forward.
         mtp_layers: layers that predict further tokens, behind the last.
         norm_topk_prob: whether the scores of the experts that a token gets are made to add up to one.
         norm_eps: epsilon of RMSNorm.
@@ -92,6 +129,8 @@ class ModelTraits:
     router_bias: bool = False
     router: RouterTraits | None = None
     latent: LatentTraits | None = None
+    mamba: MambaTraits | None = None
+    layer_kinds: tuple[str, ...] = ()
     mtp_layers: int = 0
     norm_topk_prob: bool = True
     norm_eps: float
@@ -101,4 +140,6 @@ class ModelTraits:
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer ``layer``, counted from 0, has experts."""
+        if self.layer_kinds:
+            return self.layer_kinds[layer] == "experts"
         return self.num_experts > 0 and layer >= self.first_dense_layers

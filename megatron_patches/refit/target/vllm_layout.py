@@ -14,7 +14,14 @@ Where in vLLM each rule was read (published sources of several releases around 0
   experts of each rank: ``determine_expert_map``, whose remainder goes to the first ranks;
 - layers of a pipeline stage: ``get_pp_indices`` in ``distributed/utils.py``, whose remainder goes to the stages before
   the last;
-- which parameters exist: ``model_executor/models/qwen3_moe.py`` and its dense relatives.
+- which parameters exist: ``model_executor/models/qwen3_moe.py`` and its dense relatives;
+- multi-latent attention, whose down projections are one whole weight on every rank, the router's bias in float32, and
+  shared experts: ``model_executor/models/deepseek_v2.py`` (0.26.0), where layers that predict further tokens are left
+  to the draft model; shared experts are whole on every rank where ``use_sequence_parallel_moe`` in
+  ``config/parallel.py`` holds with the default all-to-all backend;
+- hybrids with Mamba layers: ``model_executor/models/nemotron_h.py`` and ``model_executor/layers/mamba/mamba_mixer2.py``
+  (0.26.0). ``A_log`` stands for the engine's ``A = -exp(A_log)``, which is made of it when the weights are taken; a
+  router's weight has the model's type, as it has on GPUs for whose kernels the engine does not widen it.
 
 Assumed, and not read there: which ranks share the experts (expert parallelism spans TP x DP; without it experts are
 cut over TP and DP together), the order of the engine's ranks, and a tied output layer's copy on the last stage.
@@ -91,18 +98,18 @@ def engine_manifest(
     if not 0 <= rank < mesh.size:
         raise ValueError(f"there is no rank {rank} among {mesh.size}")
     _check_divides(traits, mesh)
-    layout = _RankLayout(traits, mesh, rank)
+    layout = (_HybridLayout if traits.layer_kinds else _RankLayout)(traits, mesh, rank)
     storages: list[Storage] = []
     wanted: list[Placement] = []
-    for name, shape, slots in layout.parameters():
+    for name, shape, slots, kept in layout.parameters():
         inner = math.prod(shape[1:])
-        strides = row_major_strides(shape[-2:])
         end = 0
         for slot in slots:
-            view = View(name, slot.row * strides[0], slot.box.shape, strides[-len(slot.box.shape) :])
+            strides = row_major_strides(shape[-len(slot.box.shape) :])  # an expert's block is a matrix of its own
+            view = View(name, slot.row * strides[0], slot.box.shape, strides)
             wanted.append(Placement(slot.box, view))
             end = max(end, view.span[1])
-        storages.append(Storage(name, dtype, shape[0] * inner, end))
+        storages.append(Storage(name, kept or dtype, shape[0] * inner, end))
     return Manifest(rank, host, tuple(storages), tuple(wanted))
 
 
@@ -121,7 +128,8 @@ def rank_experts(num_experts: int, ranks: int, rank: int) -> range:
     return range(start, start + even + (rank < remainder))
 
 
-_Parameter = tuple[str, tuple[int, ...], list[_Slot]]
+_Parameter = tuple[str, tuple[int, ...], list[_Slot], str | None]
+"""Name, shape, boxes, and the element type where it is not the model's."""
 
 
 class _RankLayout:
@@ -133,6 +141,8 @@ class _RankLayout:
         self._pp = rank // mesh.tp % mesh.pp
         self._dp = rank // (mesh.tp * mesh.pp)
 
+    _first_projections: tuple[str, ...] = ("gate_proj", "up_proj")
+
     def parameters(self) -> Iterator[_Parameter]:
         t = self._t
         first, last = self._pp == 0, self._pp == self._mesh.pp - 1
@@ -141,9 +151,12 @@ class _RankLayout:
         for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
             prefix = f"model.layers.{layer}."
             yield self._whole(prefix + "input_layernorm.weight", (t.hidden_size,))
-            yield from self._attention(prefix + "self_attn.")
+            yield from (self._latent_attention if t.latent else self._attention)(prefix + "self_attn.")
             yield self._whole(prefix + "post_attention_layernorm.weight", (t.hidden_size,))
-            yield from self._experts(prefix + "mlp.") if t.num_experts else self._mlp(prefix + "mlp.")
+            if t.has_experts(layer):
+                yield from self._experts(prefix + "mlp.")
+            else:
+                yield from self._mlp(prefix + "mlp.", t.ffn_hidden_size)
         if last:
             yield self._whole("model.norm.weight", (t.hidden_size,))
             if not t.tied_embeddings:
@@ -160,7 +173,7 @@ class _RankLayout:
                     _Slot(query, _rows(f"{prefix}k_proj.{kind}", kv_rank * key, key, tail)),
                     _Slot(query + key, _rows(f"{prefix}v_proj.{kind}", kv_rank * key, key, tail)),
                 ]
-                yield f"{prefix}qkv_proj.{kind}", (query + 2 * key, *tail), slots
+                yield f"{prefix}qkv_proj.{kind}", (query + 2 * key, *tail), slots, None
         yield self._columns(prefix + "o_proj.weight", t.hidden_size, query, self._tp)
         if t.linear_bias:
             yield self._whole(prefix + "o_proj.bias", (t.hidden_size,))
@@ -168,38 +181,75 @@ class _RankLayout:
             yield self._whole(prefix + "q_norm.weight", (t.head_dim,))
             yield self._whole(prefix + "k_norm.weight", (t.head_dim,))
 
-    def _mlp(self, prefix: str) -> Iterator[_Parameter]:
+    def _latent_attention(self, prefix: str) -> Iterator[_Parameter]:
+        t, latent, hidden = self._t, self._t.latent, self._t.hidden_size
+        if latent is None:
+            raise ValueError("the model has no multi-latent attention")
+        heads = t.num_heads // self._mesh.tp
+        query, key_value = heads * (latent.nope_dim + latent.rope_dim), heads * (latent.nope_dim + latent.v_dim)
+        kv_rows = latent.kv_rank + latent.rope_dim
+        kv_down = _rows(prefix + "kv_a_proj_with_mqa.weight", 0, kv_rows, (hidden,))
+        if latent.q_rank:
+            slots = [_Slot(0, _rows(prefix + "q_a_proj.weight", 0, latent.q_rank, (hidden,)))]
+            slots.append(_Slot(latent.q_rank, kv_down))
+            yield prefix + "fused_qkv_a_proj.weight", (latent.q_rank + kv_rows, hidden), slots, None
+            yield self._whole(prefix + "q_a_layernorm.weight", (latent.q_rank,))
+            yield self._part(prefix + "q_b_proj.weight", query, latent.q_rank)
+        else:
+            yield prefix + "kv_a_proj_with_mqa.weight", (kv_rows, hidden), [_Slot(0, kv_down)], None
+            yield self._part(prefix + "q_proj.weight", query, hidden)
+        yield self._whole(prefix + "kv_a_layernorm.weight", (latent.kv_rank,))
+        yield self._part(prefix + "kv_b_proj.weight", key_value, latent.kv_rank)
+        yield self._columns(prefix + "o_proj.weight", hidden, heads * latent.v_dim, self._tp)
+
+    def _mlp(self, prefix: str, width: int, whole: bool = False) -> Iterator[_Parameter]:
         t = self._t
-        rows = t.ffn_hidden_size // self._mesh.tp
+        parts, part = (1, 0) if whole else (self._mesh.tp, self._tp)
+        rows = width // parts
         for kind, tail, present in (("weight", (t.hidden_size,), True), ("bias", (), t.linear_bias)):
             if present:
                 slots = [
-                    _Slot(0, _rows(f"{prefix}gate_proj.{kind}", self._tp * rows, rows, tail)),
-                    _Slot(rows, _rows(f"{prefix}up_proj.{kind}", self._tp * rows, rows, tail)),
+                    _Slot(0, _rows(f"{prefix}gate_proj.{kind}", part * rows, rows, tail)),
+                    _Slot(rows, _rows(f"{prefix}up_proj.{kind}", part * rows, rows, tail)),
                 ]
-                yield f"{prefix}gate_up_proj.{kind}", (2 * rows, *tail), slots
-        yield self._columns(prefix + "down_proj.weight", t.hidden_size, rows, self._tp)
+                yield f"{prefix}gate_up_proj.{kind}", (2 * rows, *tail), slots, None
+        yield self._columns(prefix + "down_proj.weight", t.hidden_size, rows, part)
         if t.linear_bias:
             yield self._whole(prefix + "down_proj.bias", (t.hidden_size,))
 
     def _experts(self, prefix: str) -> Iterator[_Parameter]:
         """Experts see the tensor- and data-parallel ranks of a stage as one group."""
-        t = self._t
+        t, hidden = self._t, self._t.hidden_size
         group, place = self._mesh.tp * self._mesh.dp, self._dp * self._mesh.tp + self._tp
         if self._mesh.expert_parallel:
             experts, parts, part = rank_experts(t.num_experts, group, place), 1, 0
         else:
             experts, parts, part = range(t.num_experts), group, place
-        width, hidden = t.moe_ffn_hidden_size // parts, t.hidden_size
+        width = t.moe_ffn_hidden_size // parts
         yield self._whole(prefix + "gate.weight", (t.num_experts, hidden))
+        if t.router_bias:
+            name, shape, slots, _ = self._whole(prefix + "gate.e_score_correction_bias", (t.num_experts,))
+            yield name, shape, slots, "float32"
+        if t.shared_ffn_hidden_size:
+            mesh = self._mesh
+            whole = mesh.expert_parallel and mesh.tp > 1 and mesh.dp > 1
+            yield from self._mlp(prefix + "shared_experts.", t.shared_ffn_hidden_size, whole)
+        yield from self._routed(prefix, experts, width, part, self._first_projections)
+
+    def _routed(
+        self, prefix: str, experts: range, width: int, part: int, first: tuple[str, ...]
+    ) -> Iterator[_Parameter]:
+        """Weights of the routed experts, of which the first holds the projections ``first``, one above another."""
+        hidden, rows = self._t.hidden_size, len(first) * width
         w13, w2 = [], []
         for local, expert in enumerate(experts):
             name = f"{prefix}experts.{expert}."
-            w13.append(_Slot(local * 2 * width, _rows(name + "gate_proj.weight", part * width, width, (hidden,))))
-            w13.append(_Slot((local * 2 + 1) * width, _rows(name + "up_proj.weight", part * width, width, (hidden,))))
+            for index, projection in enumerate(first):
+                box = _rows(f"{name}{projection}.weight", part * width, width, (hidden,))
+                w13.append(_Slot(local * rows + index * width, box))
             w2.append(_Slot(local * hidden, _column_box(name + "down_proj.weight", hidden, width, part)))
-        yield prefix + "experts.w13_weight", (len(experts), 2 * width, hidden), w13
-        yield prefix + "experts.w2_weight", (len(experts), hidden, width), w2
+        yield prefix + "experts.w13_weight", (len(experts), rows, hidden), w13, None
+        yield prefix + "experts.w2_weight", (len(experts), hidden, width), w2, None
 
     def _table(self, name: str) -> _Parameter:
         """A vocabulary table, whose padding is the tail of the last ranks' parts."""
@@ -208,13 +258,81 @@ class _RankLayout:
         start = self._tp * rows
         held = min(rows, t.vocab_size - start)
         slots = [_Slot(0, _rows(name, start, held, (t.hidden_size,)))] if held > 0 else []
-        return name, (rows, t.hidden_size), slots
+        return name, (rows, t.hidden_size), slots, None
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> _Parameter:
-        return name, shape, [_Slot(0, Box(name, (0,) * len(shape), shape))]
+        return name, shape, [_Slot(0, Box(name, (0,) * len(shape), shape))], None
+
+    def _part(self, name: str, rows: int, columns: int) -> _Parameter:
+        """A column-parallel weight, of which this rank has ``rows`` rows."""
+        return name, (rows, columns), [_Slot(0, _rows(name, self._tp * rows, rows, (columns,)))], None
 
     def _columns(self, name: str, rows: int, columns: int, part: int) -> _Parameter:
-        return name, (rows, columns), [_Slot(0, _column_box(name, rows, columns, part))]
+        return name, (rows, columns), [_Slot(0, _column_box(name, rows, columns, part))], None
+
+
+class _HybridLayout(_RankLayout):
+    """A hybrid: every layer has one mixer of its kind, and feed-forwards are not gated."""
+
+    _first_projections = ("up_proj",)
+
+    def parameters(self) -> Iterator[_Parameter]:
+        for name, shape, slots, dtype in self._by_tensor():
+            own = name.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.")
+            yield own, shape, slots, dtype
+
+    def _by_tensor(self) -> Iterator[_Parameter]:
+        """The parameters, under the checkpoint's prefix."""
+        t = self._t
+        first, last = self._pp == 0, self._pp == self._mesh.pp - 1
+        kinds = {"mamba": self._mamba, "attention": self._attention, "experts": self._experts}
+        if first or (last and t.tied_embeddings):
+            yield self._table("backbone.embeddings.weight")
+        for layer in stage_layers(t.num_layers, self._mesh.pp, self._pp):
+            prefix, kind = f"backbone.layers.{layer}.", t.layer_kinds[layer]
+            yield self._whole(prefix + "norm.weight", (t.hidden_size,))
+            if kind == "mlp":
+                yield from self._mlp(prefix + "mixer.", t.ffn_hidden_size)
+            else:
+                yield from kinds[kind](prefix + "mixer.")
+        if last:
+            yield self._whole("backbone.norm_f.weight", (t.hidden_size,))
+            if not t.tied_embeddings:
+                yield self._table("lm_head.weight")
+
+    def _mlp(self, prefix: str, width: int, whole: bool = False) -> Iterator[_Parameter]:
+        parts, part = (1, 0) if whole else (self._mesh.tp, self._tp)
+        rows, hidden = width // parts, self._t.hidden_size
+        yield (
+            prefix + "up_proj.weight",
+            (rows, hidden),
+            [_Slot(0, _rows(prefix + "up_proj.weight", part * rows, rows, (hidden,)))],
+            None,
+        )
+        yield self._columns(prefix + "down_proj.weight", hidden, rows, part)
+
+    def _mamba(self, prefix: str) -> Iterator[_Parameter]:
+        mamba, hidden, tp = self._t.mamba, self._t.hidden_size, self._mesh.tp
+        if mamba is None:
+            raise ValueError("the model has no Mamba layers")
+        inputs = (mamba.inner, mamba.inner, mamba.grouped, mamba.grouped, mamba.heads)
+        convolved = (mamba.inner, mamba.grouped, mamba.grouped)
+        yield self._blocks(prefix + "in_proj.weight", inputs, (hidden,))
+        yield self._blocks(prefix + "conv1d.weight", convolved, (1, mamba.kernel))
+        yield self._blocks(prefix + "conv1d.bias", convolved, ())
+        for name in ("A_log", "D", "dt_bias"):
+            yield self._blocks(prefix + name, (mamba.heads,), ())
+        yield self._blocks(prefix + "norm.weight", (mamba.inner,), ())
+        yield self._columns(prefix + "out_proj.weight", hidden, mamba.inner // tp, self._tp)
+
+    def _blocks(self, name: str, sizes: tuple[int, ...], tail: tuple[int, ...]) -> _Parameter:
+        """Blocks of rows that follow each other in the tensor; a rank has its part of each."""
+        slots, row, start = [], 0, 0
+        for size in sizes:
+            share = size // self._mesh.tp
+            slots.append(_Slot(row, _rows(name, start + self._tp * share, share, tail)))
+            row, start = row + share, start + size
+        return name, (row, *tail), slots, None
 
 
 def _rows(name: str, start: int, rows: int, tail: tuple[int, ...]) -> Box:
@@ -235,11 +353,15 @@ def _check_divides(traits: ModelTraits, mesh: EngineMesh) -> None:
             raise UnsupportedModelError(f"{traits.num_kv_heads} KV heads cannot be repeated over tp of {mesh.tp}")
     else:
         cuts.append(("KV heads", traits.num_kv_heads, mesh.tp))
-    if not traits.num_experts:
+    if traits.mamba is not None:
+        cuts.append(("heads of a Mamba mixer", traits.mamba.heads, mesh.tp))
+        cuts.append(("groups of a Mamba mixer", traits.mamba.groups, mesh.tp))
+    if not traits.num_experts or traits.first_dense_layers or "mlp" in traits.layer_kinds:
         cuts.append(("width of the feed-forward", traits.ffn_hidden_size, mesh.tp))
-    elif not mesh.expert_parallel:
+    cuts.append(("width of shared experts", traits.shared_ffn_hidden_size, mesh.tp))
+    if not mesh.expert_parallel:
         cuts.append(("width of an expert, without expert parallelism,", traits.moe_ffn_hidden_size, group))
-    elif traits.num_experts < group:
+    elif 0 < traits.num_experts < group:
         raise UnsupportedModelError(f"{traits.num_experts} experts cannot be spread over {group} ranks (tp x dp)")
     if traits.num_layers < mesh.pp:
         raise UnsupportedModelError(f"{traits.num_layers} layers cannot be spread over {mesh.pp} pipeline stages")

@@ -199,10 +199,12 @@ def test_a_configuration_that_is_not_understood_is_refused(changes: dict[str, ob
         (TrainerMesh(pp=4, last=2), "leave 2 for 3 stages"),
         (TrainerMesh(pp=2, vpp=2, first=3), r"vpp of 2 does not divide layers of a stage \(3\)"),
         (TrainerMesh(tp=8), r"tp of 8 does not divide attention heads \(4\)"),
+        (TrainerMesh(tp=2), r"tp of 2 does not divide rows of the compressed query \(9\)"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(mesh: TrainerMesh, message: str) -> None:
+def test_meshes_that_cannot_be_are_refused(mesh: TrainerMesh, message: str) -> None:
+    config = CONFIG | ({"q_lora_rank": 9} if mesh == TrainerMesh(tp=2) else {})
     with pytest.raises(UnsupportedModelError, match=message):
-        trainer_manifest(family_from_config(CONFIG), mesh, 0)
+        trainer_manifest(family_from_config(config), mesh, 0)
     with pytest.raises(ValueError, match="but there is one pipeline stage"):
         TrainerMesh(first=1)

@@ -36,7 +36,57 @@ EXPERTS = DENSE | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
+DEEPSEEK: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "num_nextn_predict_layers": 1,
+}
+HYBRID: dict[str, object] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "ME*-",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 5,
+    "n_groups": 4,
+    "ssm_state_size": 3,
+    "conv_kernel": 4,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 12,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+}
 CASES = {
+    "hybrid_alone": (HYBRID, EngineMesh()),
+    "hybrid_cut": (HYBRID, EngineMesh(tp=4)),
+    "hybrid_stages_tied": (HYBRID | {"tie_word_embeddings": True}, EngineMesh(tp=2, pp=2, expert_parallel=True)),
+    "hybrid_shared_experts_whole": (HYBRID, EngineMesh(tp=2, dp=2, expert_parallel=True)),
+    "latent_alone": (DEEPSEEK, EngineMesh()),
+    "latent_cut": (DEEPSEEK, EngineMesh(tp=4)),
+    "latent_whole_experts": (DEEPSEEK, EngineMesh(tp=2, pp=2, expert_parallel=True)),
+    "latent_shared_experts_whole": (DEEPSEEK, EngineMesh(tp=2, dp=2, expert_parallel=True)),
+    "latent_uncompressed_query": (DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 0}, EngineMesh(tp=2)),
     "alone": (DENSE, EngineMesh()),
     "as_many_ranks_as_kv_heads": (DENSE, EngineMesh(tp=2)),
     "more_ranks_than_kv_heads": (DENSE, EngineMesh(tp=8)),
@@ -73,8 +123,9 @@ class Loader:
             if not tied:
                 found["lm_head.weight"] = self.table("lm_head.weight")
         for layer in np.array_split(np.arange(self.traits.num_layers), self.mesh.pp)[self.pp].tolist():
-            found |= self.attention(f"model.layers.{layer}.")
-            found |= (self.experts if self.traits.num_experts else self.mlp)(f"model.layers.{layer}.mlp.")
+            found |= (self.latent if self.traits.latent else self.attention)(f"model.layers.{layer}.")
+            sparse = f"model.layers.{layer}.mlp.gate.weight" in self.dense
+            found |= (self.experts if sparse else self.mlp)(f"model.layers.{layer}.mlp.")
         return found
 
     def attention(self, prefix: str) -> dict[str, np.ndarray]:
@@ -92,6 +143,35 @@ class Loader:
                 parts += np.array_split(np.array(repeated), ranks)[self.tp].tolist()
             found[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
         return found
+
+    def latent(self, prefix: str) -> dict[str, np.ndarray]:
+        """Down projections in one, whole; up projections by heads."""
+        found = {name: self.dense[name] for name in self.dense if name.startswith(prefix) and "norm.weight" in name}
+        gates = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
+        found |= {prefix + name: self.dense[prefix + name] for name in gates if prefix + name in self.dense}
+        own = prefix + "self_attn."
+        down = self.dense[own + "kv_a_proj_with_mqa.weight"]
+        if own + "q_a_proj.weight" in self.dense:
+            found[own + "fused_qkv_a_proj.weight"] = np.concatenate([self.dense[own + "q_a_proj.weight"], down])
+            found[own + "q_b_proj.weight"] = self.part(own + "q_b_proj.weight", 0)
+        else:
+            found[own + "kv_a_proj_with_mqa.weight"] = down
+            found[own + "q_proj.weight"] = self.part(own + "q_proj.weight", 0)
+        found[own + "kv_b_proj.weight"] = self.part(own + "kv_b_proj.weight", 0)
+        found[own + "o_proj.weight"] = self.part(own + "o_proj.weight", 1)
+        return found
+
+    def shared(self, prefix: str) -> dict[str, np.ndarray]:
+        """Shared experts: whole where tensor parallelism, replicas and whole experts come together."""
+        if prefix + "gate_proj.weight" not in self.dense:
+            return {}
+        if self.mesh.expert_parallel and self.mesh.tp > 1 and self.mesh.dp > 1:
+            both = [self.dense[f"{prefix}{name}_proj.weight"] for name in ("gate", "up")]
+            return {
+                prefix + "gate_up_proj.weight": np.concatenate(both),
+                prefix + "down_proj.weight": self.dense[prefix + "down_proj.weight"],
+            }
+        return self.mlp(prefix)
 
     def mlp(self, prefix: str) -> dict[str, np.ndarray]:
         found = {prefix + "down_proj.weight": self.part(prefix + "down_proj.weight", 1)}
@@ -112,7 +192,65 @@ class Loader:
 
         w13 = [np.concatenate([cut(expert, "gate", 0), cut(expert, "up", 0)]) for expert in mine.tolist()]
         w2 = [cut(expert, "down", 1) for expert in mine.tolist()]
-        return {prefix + "experts.w13_weight": np.stack(w13), prefix + "experts.w2_weight": np.stack(w2)}
+        routed = {prefix + "experts.w13_weight": np.stack(w13), prefix + "experts.w2_weight": np.stack(w2)}
+        return routed | self.shared(prefix + "shared_experts.")
+
+
+class HybridLoader(Loader):
+    """The same for a hybrid."""
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        first, last = self.pp == 0, self.pp == self.mesh.pp - 1
+        found: dict[str, np.ndarray] = {}
+        if first or (last and self.traits.tied_embeddings):
+            found["model.embed_tokens.weight"] = self.table("backbone.embeddings.weight")
+        if last:
+            found["model.norm_f.weight"] = self.dense["backbone.norm_f.weight"]
+            if not self.traits.tied_embeddings:
+                found["lm_head.weight"] = self.table("lm_head.weight")
+        for layer in np.array_split(np.arange(4), self.mesh.pp)[self.pp].tolist():
+            prefix = f"backbone.layers.{layer}."
+            inner = (self.mamba, self.experts_of, self.heads, self.plain)[layer](prefix + "mixer.")
+            inner[prefix + "norm.weight"] = self.dense[prefix + "norm.weight"]
+            found |= {name.replace("backbone.", "model."): values for name, values in inner.items()}
+        return found
+
+    def mamba(self, prefix: str) -> dict[str, np.ndarray]:
+        def cut(name: str, *sizes: int) -> np.ndarray:
+            blocks = np.split(self.dense[prefix + name], np.cumsum(sizes)[:-1])
+            return np.concatenate([np.split(block, self.mesh.tp)[self.tp] for block in blocks])
+
+        found = {prefix + name: self.part(prefix + name, 0) for name in ("A_log", "D", "dt_bias", "norm.weight")}
+        found[prefix + "in_proj.weight"] = cut("in_proj.weight", 20, 20, 12, 12, 4)
+        found[prefix + "conv1d.weight"] = cut("conv1d.weight", 20, 12, 12)
+        found[prefix + "conv1d.bias"] = cut("conv1d.bias", 20, 12, 12)
+        return found | {prefix + "out_proj.weight": self.part(prefix + "out_proj.weight", 1)}
+
+    def heads(self, prefix: str) -> dict[str, np.ndarray]:
+        self.dense |= {name.replace("mixer.", "self_attn."): self.dense[name] for name in list(self.dense)}
+        cut = self.attention(prefix.removesuffix("mixer."))
+        return {name.replace("self_attn.", "mixer."): cut[name] for name in cut if "self_attn" in name}
+
+    def plain(self, prefix: str, whole: bool = False) -> dict[str, np.ndarray]:
+        up, down = prefix + "up_proj.weight", prefix + "down_proj.weight"
+        if whole:
+            return {up: self.dense[up], down: self.dense[down]}
+        return {up: self.part(up, 0), down: self.part(down, 1)}
+
+    def experts_of(self, prefix: str) -> dict[str, np.ndarray]:
+        gate = {prefix + name: self.dense[prefix + name] for name in ("gate.weight", "gate.e_score_correction_bias")}
+        mesh, group = self.mesh, self.mesh.tp * self.mesh.dp
+        place = self.dp * mesh.tp + self.tp
+        everyone = np.arange(6)
+        mine = np.array_split(everyone, group)[place] if mesh.expert_parallel else everyone
+        ups, downs = [], []
+        for expert in mine.tolist():
+            up, down = (self.dense[f"{prefix}experts.{expert}.{kind}_proj.weight"] for kind in ("up", "down"))
+            ups.append(up if mesh.expert_parallel else np.split(up, group)[place])
+            downs.append(down if mesh.expert_parallel else np.split(down, group, 1)[place])
+        routed = {prefix + "experts.w13_weight": np.stack(ups), prefix + "experts.w2_weight": np.stack(downs)}
+        whole = mesh.expert_parallel and mesh.tp > 1 and mesh.dp > 1
+        return gate | routed | self.plain(prefix + "shared_experts.", whole)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,7 +271,9 @@ def test_every_parameter_of_every_rank_equals_one_cut_by_hand(name: str) -> None
                 filled[view.storage][view.offset :], view.shape, [step * 8 for step in view.strides]
             )
             target[...] = dense[box.tensor][tuple(map(slice, box.start, box.stop))]
-        expected = Loader(dense, config, mesh, rank).parameters()
+        expected = (HybridLoader if config["architectures"] == HYBRID["architectures"] else Loader)(
+            dense, config, mesh, rank
+        ).parameters()
         assert set(filled) == set(expected)
         for parameter, values in expected.items():
             assert np.array_equal(filled[parameter], values.ravel()), parameter
@@ -150,6 +290,10 @@ def test_every_parameter_of_every_rank_equals_one_cut_by_hand(name: str) -> None
             EngineMesh(tp=2, dp=2, expert_parallel=True),
         ),
         (EXPERTS, TrainerMesh(tp=2, ep=2, expert_tp=2, dp=2), EngineMesh(tp=4, pp=2)),
+        (DEEPSEEK, TrainerMesh(tp=2, etp=2, pp=2, ep=2, first=1), EngineMesh(tp=2, dp=2, expert_parallel=True)),
+        (DEEPSEEK, TrainerMesh(etp=3, pp=3, expert_etp=3), EngineMesh(tp=4)),
+        (HYBRID, TrainerMesh(tp=2, etp=2, pp=2, ep=2), EngineMesh(tp=4, expert_parallel=True)),
+        (HYBRID, TrainerMesh(etp=3, expert_etp=3), EngineMesh(tp=2, pp=2)),
     ],
 )
 def test_trainer_to_engine_is_planned_and_proved(
@@ -164,6 +308,12 @@ def test_trainer_to_engine_is_planned_and_proved(
     options = PlanOptions(staging_bytes=2048, split_bytes=64)
     verdict = prove(make_plan(tensors, sources, wanted, options), sources, wanted, options)
     assert verdict.elements == sum(place.box.volume for manifest in wanted for place in manifest.placements)
+
+
+def test_the_routers_bias_is_wanted_in_float32() -> None:
+    manifest = engine_manifest(family_from_config(DEEPSEEK).traits, EngineMesh(tp=2), 1)
+    kept = [storage.name for storage in manifest.storages if storage.dtype == "float32"]
+    assert kept == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
 
 
 def test_layers_and_experts_that_do_not_divide() -> None:
@@ -186,6 +336,9 @@ def test_layers_and_experts_that_do_not_divide() -> None:
         (EXPERTS, EngineMesh(tp=8, dp=2), r"width of an expert, without expert parallelism, \(8\)"),
         (EXPERTS, EngineMesh(tp=8, expert_parallel=True), "6 experts cannot be spread over 8 ranks"),
         (DENSE, EngineMesh(pp=4), "3 layers cannot be spread over 4"),
+        (DEEPSEEK, EngineMesh(tp=8), r"attention heads \(4\) cannot be cut into 8"),
+        (HYBRID | {"n_groups": 2}, EngineMesh(tp=4), r"groups of a Mamba mixer \(2\)"),
+        (DEEPSEEK | {"intermediate_size": 18}, EngineMesh(tp=4), r"width of the feed-forward \(18\)"),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(

@@ -1,0 +1,245 @@
+"""NemotronH-like hybrids: each layer is a Mamba-2 mixer, attention, a squared-ReLU feed-forward, or experts of such.
+
+Megatron's hybrid model keeps the five inputs of a Mamba mixer (gate z, x, B, C and the time step) in one weight, each
+cut by tensor parallelism on its own, and so does the convolution over x, B and C; a checkpoint has them whole, one
+after another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from megatron_patches.refit.errors import UnmappedParameterError
+from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
+from megatron_patches.refit.source.llama import Rule, linear
+from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.traits import MambaTraits, ModelTraits, RouterTraits
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_KINDS = {"mamba": "M", "attention": "*", "mlp": "-", "experts": "E"}
+
+
+class NemotronHFamily:
+    """``NemotronHForCausalLM``.
+
+    Args:
+        traits: the model, with the kind of each layer.
+    """
+
+    def __init__(self, traits: ModelTraits) -> None:
+        self.traits = traits
+
+    @property
+    def architecture(self) -> str:
+        """Name of the class in ``transformers``."""
+        return "NemotronHForCausalLM"
+
+    def config(self) -> Mapping[str, object]:
+        """Content of ``config.json``, without the dtype."""
+        t, mamba, router = self.traits, self._mamba, self.traits.router or RouterTraits()
+        return {
+            "architectures": [self.architecture],
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "".join(_KINDS[kind] for kind in t.layer_kinds),
+            "num_hidden_layers": t.num_layers,
+            "hidden_size": t.hidden_size,
+            "intermediate_size": t.ffn_hidden_size,
+            "num_attention_heads": t.num_heads,
+            "num_key_value_heads": t.num_kv_heads,
+            "head_dim": t.head_dim,
+            "vocab_size": t.vocab_size,
+            "max_position_embeddings": t.max_positions,
+            "tie_word_embeddings": t.tied_embeddings,
+            "layer_norm_epsilon": t.norm_eps,
+            "initializer_range": t.init_std,
+            "mamba_num_heads": mamba.heads,
+            "mamba_head_dim": mamba.head_dim,
+            "n_groups": mamba.groups,
+            "ssm_state_size": mamba.state,
+            "conv_kernel": mamba.kernel,
+            "use_conv_bias": True,
+            "mlp_hidden_act": "relu2",
+            "n_routed_experts": t.num_experts or 1,
+            "n_shared_experts": 1 if t.shared_ffn_hidden_size else 0,
+            "num_experts_per_tok": t.experts_per_token or 1,
+            "moe_intermediate_size": t.moe_ffn_hidden_size or 1,
+            "moe_shared_expert_intermediate_size": t.shared_ffn_hidden_size or 1,
+            "norm_topk_prob": t.norm_topk_prob,
+            "n_group": router.groups,
+            "topk_group": router.groups_per_token,
+            "routed_scaling_factor": router.scaling,
+        }
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shape of every tensor of the checkpoint, in the order of the file."""
+        t = self.traits
+        shapes: dict[str, tuple[int, ...]] = {"backbone.embeddings.weight": (t.vocab_size, t.hidden_size)}
+        for layer, kind in enumerate(t.layer_kinds):
+            shapes[f"backbone.layers.{layer}.norm.weight"] = (t.hidden_size,)
+            inner = self._kind_shapes(kind)
+            shapes.update({f"backbone.layers.{layer}.mixer.{name}": shape for name, shape in inner.items()})
+        shapes["backbone.norm_f.weight"] = (t.hidden_size,)
+        if not t.tied_embeddings:
+            shapes["lm_head.weight"] = (t.vocab_size, t.hidden_size)
+        return shapes
+
+    def pieces(self, shard: ParamShard) -> Sequence[Piece]:
+        """Which rows of the TP-local weight are which box.
+
+        Raises:
+            UnmappedParameterError: if the name is none of such a model's, or its layer or expert does not exist.
+        """
+        found: Sequence[Piece] | None = None
+        match = _LAYER.fullmatch(shard.name)
+        if match is not None and int(match[1]) < self.traits.num_layers:
+            found = self._layer_pieces(shard, int(match[1]), match[2])
+        elif match is None:
+            rule = self._outer_rules().get(shard.name)
+            found = None if rule is None else rule(shard)
+        if found is None:
+            raise UnmappedParameterError(
+                f"no tensor of {self.architecture} corresponds to the Megatron parameter {shard.name} of shape "
+                f"{shard.shape}; add it to the family's mapping, or train without the feature that it belongs to"
+            )
+        return found
+
+    @property
+    def _mamba(self) -> MambaTraits:
+        if self.traits.mamba is None:
+            raise ValueError("NemotronH needs the traits of its Mamba layers")
+        return self.traits.mamba
+
+    def _outer_rules(self) -> Mapping[str, Rule]:
+        embedding = "backbone.embeddings.weight"
+        head = embedding if self.traits.tied_embeddings else "lm_head.weight"
+        table = partial(rules.vocabulary, vocab_size=self.traits.vocab_size)
+        return {
+            "embedding.word_embeddings.weight": partial(table, tensor=embedding),
+            "output_layer.weight": partial(table, tensor=head),
+            "decoder.final_norm.weight": partial(rules.replicated, tensor="backbone.norm_f.weight"),
+        }
+
+    def _layer_pieces(self, shard: ParamShard, layer: int, name: str) -> Sequence[Piece] | None:
+        kind, prefix = self.traits.layer_kinds[layer], f"backbone.layers.{layer}."
+        norm, mixer = partial(rules.replicated, tensor=prefix + "norm.weight"), prefix + "mixer."
+        by_kind = {
+            "mamba": self._mamba_rules,
+            "attention": self._attention_rules,
+            "mlp": self._mlp_rules,
+            "experts": self._expert_rules,
+        }
+        rule = by_kind[kind](mixer, norm).get(name)
+        if rule is not None:
+            return rule(shard)
+        if kind == "experts":
+            return expert_pieces(shard, name, mixer + "experts.", self.traits.num_experts, gated=False)
+        return None
+
+    def _kind_shapes(self, kind: str) -> Mapping[str, tuple[int, ...]]:
+        """Tensors of a layer's mixer, by name within it."""
+        t = self.traits
+        if kind == "mamba":
+            return self._mamba_shapes()
+        if kind == "attention":
+            query, key = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
+            return {
+                **linear("q_proj", query, t.hidden_size, bias=False),
+                **linear("k_proj", key, t.hidden_size, bias=False),
+                **linear("v_proj", key, t.hidden_size, bias=False),
+                **linear("o_proj", t.hidden_size, query, bias=False),
+            }
+        if kind == "mlp":
+            return _plain_shapes("", t.hidden_size, t.ffn_hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {
+            "gate.weight": (t.num_experts, t.hidden_size),
+            "gate.e_score_correction_bias": (t.num_experts,),
+            **expert_shapes("experts.", t.num_experts, t.hidden_size, t.moe_ffn_hidden_size, gated=False),
+        }
+        if t.shared_ffn_hidden_size:
+            shapes |= _plain_shapes("shared_experts.", t.hidden_size, t.shared_ffn_hidden_size)
+        return shapes
+
+    def _mamba_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        mamba, hidden = self._mamba, self.traits.hidden_size
+        return {
+            "in_proj.weight": (mamba.inner + mamba.convolved + mamba.heads, hidden),
+            "conv1d.weight": (mamba.convolved, 1, mamba.kernel),
+            "conv1d.bias": (mamba.convolved,),
+            "dt_bias": (mamba.heads,),
+            "A_log": (mamba.heads,),
+            "D": (mamba.heads,),
+            "norm.weight": (mamba.inner,),
+            "out_proj.weight": (hidden, mamba.inner),
+        }
+
+    def _mamba_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
+        mamba = self._mamba
+        inputs = partial(_blocks, sizes=(mamba.inner, mamba.inner, mamba.grouped, mamba.grouped, mamba.heads))
+        convolved = partial(_blocks, sizes=(mamba.inner, mamba.grouped, mamba.grouped))
+        found: dict[str, Rule] = {
+            "norm.weight": norm,
+            "mixer.in_proj.layer_norm_weight": norm,
+            "mixer.in_proj.weight": partial(inputs, tensor=mixer + "in_proj.weight"),
+            "mixer.conv1d_weight": partial(convolved, tensor=mixer + "conv1d.weight"),
+            "mixer.conv1d_bias": partial(convolved, tensor=mixer + "conv1d.bias"),
+            "mixer.out_proj.weight": partial(rules.row_parallel, tensor=mixer + "out_proj.weight"),
+        }
+        for name in ("dt_bias", "A_log", "D", "norm.weight"):
+            found[f"mixer.{name}"] = partial(rules.column_parallel, tensor=mixer + name)
+        return found
+
+    def _attention_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
+        t = self.traits
+        return {
+            "input_layernorm.weight": norm,
+            "self_attention.linear_qkv.layer_norm_weight": norm,
+            "self_attention.linear_qkv.weight": partial(
+                rules.fused_qkv,
+                names=(f"{mixer}q_proj.weight", f"{mixer}k_proj.weight", f"{mixer}v_proj.weight"),
+                heads=t.num_heads,
+                kv_heads=t.num_kv_heads,
+                head_dim=t.head_dim,
+            ),
+            "self_attention.linear_proj.weight": partial(rules.row_parallel, tensor=mixer + "o_proj.weight"),
+        }
+
+    def _mlp_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
+        return {
+            "pre_mlp_layernorm.weight": norm,
+            "mlp.linear_fc1.layer_norm_weight": norm,
+            **_plain_rules("mlp.", mixer),
+        }
+
+    def _expert_rules(self, mixer: str, norm: Rule) -> Mapping[str, Rule]:
+        bias = mixer + "gate.e_score_correction_bias"
+        found: dict[str, Rule] = {
+            "pre_mlp_layernorm.weight": norm,
+            "mlp.router.weight": partial(rules.replicated, tensor=mixer + "gate.weight"),
+            "mlp.router.expert_bias": partial(rules.replicated, tensor=bias),
+        }
+        if self.traits.shared_ffn_hidden_size:
+            found |= _plain_rules("mlp.shared_experts.", mixer + "shared_experts.")
+        return found
+
+
+def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[Piece, ...]:
+    """Blocks of ``sizes`` rows that follow each other in ``tensor``, each cut by tensor parallelism on its own."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return rules.segments(shard, [(tensor, start, rows) for start, rows in zip(starts, sizes, strict=True)])
+
+
+def _plain_shapes(prefix: str, hidden: int, width: int) -> Mapping[str, tuple[int, ...]]:
+    return {
+        **linear(prefix + "up_proj", width, hidden, bias=False),
+        **linear(prefix + "down_proj", hidden, width, bias=False),
+    }
+
+
+def _plain_rules(mine: str, theirs: str) -> Mapping[str, Rule]:
+    return {
+        mine + "linear_fc1.weight": partial(rules.column_parallel, tensor=theirs + "up_proj.weight"),
+        mine + "linear_fc2.weight": partial(rules.row_parallel, tensor=theirs + "down_proj.weight"),
+    }

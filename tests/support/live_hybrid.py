@@ -1,0 +1,111 @@
+"""Live Megatron hybrids for their parameters, where neither Mamba's kernels nor Transformer Engine are installed.
+
+Megatron takes norms of hybrids from Transformer Engine and refuses to build a Mamba mixer without its kernels, though
+it has no need of either before a forward pass. Here the norms are torch's, and the mixer's gated norm is a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_patches.refit.source.config_traits import family_from_config
+from tests.support.live_models import Case, NoAttention, common_settings
+
+
+class GatedNorm(torch.nn.Module):
+    """The weight of Mamba's gated norm, as its kernels' module has it."""
+
+    def __init__(self, width: int, *, dtype: torch.dtype, **settings: object) -> None:  # noqa: ARG002
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
+
+
+def build_hybrid_chunk(case: Case, chunk: int) -> Any:
+    """One chunk of a model like NemotronH."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
+    mamba_context_parallel.HAVE_EINOPS = True
+    mamba_mixer.ExtendedRMSNorm = GatedNorm
+    hybrid_block.TENorm = WrappedTorchNorm
+    mesh, traits = case.mesh, family_from_config(case.config).traits
+    mamba = traits.mamba
+    config = TransformerConfig(
+        num_layers=traits.num_layers,
+        hidden_size=traits.hidden_size,
+        ffn_hidden_size=traits.ffn_hidden_size,
+        num_attention_heads=traits.num_heads,
+        num_query_groups=traits.num_kv_heads,
+        kv_channels=traits.head_dim,
+        mamba_state_dim=mamba.state,
+        mamba_head_dim=mamba.head_dim,
+        mamba_num_heads=mamba.heads,
+        mamba_num_groups=mamba.groups,
+        normalization="RMSNorm",
+        gated_linear_unit=False,
+        activation_func=lambda x: torch.nn.functional.relu(x).square(),
+        add_bias_linear=False,
+        moe_shared_expert_intermediate_size=traits.shared_ffn_hidden_size or None,
+        moe_router_enable_expert_bias=traits.router_bias,
+        moe_router_score_function="sigmoid",
+        **common_settings(case),
+    )
+    stage = chunk if mesh.vpp > 1 else None
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=stack_spec(traits.num_experts),
+        vocab_size=40,
+        max_sequence_length=64,
+        hybrid_layer_pattern=family_from_config(case.config).config()["hybrid_override_pattern"],
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=traits.tied_embeddings,
+        parallel_output=False,
+        vp_stage=stage,
+    )
+
+
+def stack_spec(experts: int) -> Any:
+    """Megatron's own layers in the places where its specification for hybrids has Transformer Engine's."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    attention = ModuleSpec(
+        SelfAttention,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=NoAttention, linear_proj=RowParallelLinear
+        ),
+    )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    moe = get_moe_module_spec(use_te=False, num_experts=experts or 8, moe_grouped_gemm=False)
+    norm = WrappedTorchNorm
+    return ModuleSpec(
+        HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=norm, mixer=mixer)),
+            attention_layer=ModuleSpec(
+                TransformerLayer, submodules=TransformerLayerSubmodules(input_layernorm=norm, self_attention=attention)
+            ),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp)),
+            moe_layer=ModuleSpec(
+                TransformerLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe)
+            ),
+        ),
+    )

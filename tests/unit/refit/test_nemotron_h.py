@@ -1,0 +1,181 @@
+"""NemotronH: names against transformers, parameters against live Megatron models, blocks of a mixer by hand."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
+from megatron_patches.refit.manifest import agree_on_tensors
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.source.shard import ParamShard, placements
+from tests.support.launch import run_distributed
+from tests.support.live_models import Case, compare
+
+CONFIG: dict[str, object] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "hybrid_override_pattern": "M-M*",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 5,
+    "n_groups": 2,
+    "ssm_state_size": 3,
+    "conv_kernel": 4,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+}
+EXPERTS = CONFIG | {
+    "hybrid_override_pattern": "ME*M-E",
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "moe_shared_expert_intermediate_size": 20,
+}
+CASES = {
+    "alone": Case(TrainerMesh(), (0,), CONFIG),
+    "tp2_etp2": Case(TrainerMesh(tp=2, etp=2), (0, 3), CONFIG),
+    "etp3_tied": Case(TrainerMesh(etp=3), (2,), CONFIG | {"tie_word_embeddings": True}),
+    "stages": Case(TrainerMesh(tp=2, pp=2), (1, 2), CONFIG),
+    "experts_tp2_etp2_ep2": Case(TrainerMesh(tp=2, etp=2, ep=2, expert_etp=2), (1, 2), EXPERTS),
+    "experts_expert_tp2": Case(TrainerMesh(tp=2, expert_tp=2, dp=2), (1, 2), EXPERTS),
+}
+
+
+def compare_all(rank: int, world_size: int) -> dict[str, str]:
+    """What is wrong with each case; nothing, it is hoped."""
+    del rank, world_size
+    wrong = dict.fromkeys(CASES, "")
+    for name, case in CASES.items():
+        try:
+            compare(case)
+        except Exception:  # noqa: BLE001  # whatever it is, it is the verdict on that case
+            wrong[name] = traceback.format_exc()
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str]:
+    """From a process of their own: the patches that let Megatron run on a CPU stay in the process."""
+    (wrong,) = run_distributed(compare_all, 1, None, 240.0, fresh=True)
+    return wrong
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[str, str]) -> None:
+    assert not verdicts[name], verdicts[name]
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+def test_names_and_shapes_are_those_that_transformers_writes(config: dict[str, object], tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    family = family_from_config(config)
+    NemotronHForCausalLM(NemotronHConfig(**family.config())).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert dict(family.shapes()) == theirs
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS])
+def test_what_is_read_is_what_is_written(config: dict[str, object]) -> None:
+    family = family_from_config(config)
+    assert family_from_config(family.config()).traits == family.traits
+
+
+def test_all_names_of_a_layers_kind_are_understood() -> None:
+    kinds = ["linear_attention", "moe", "full_attention", "mamba", "mlp", "moe"]
+    listed = {name: value for name, value in EXPERTS.items() if name != "hybrid_override_pattern"}
+    traits = family_from_config(listed | {"layers_block_type": kinds}).traits
+    assert traits == family_from_config(EXPERTS).traits
+    assert [traits.has_experts(layer) for layer in range(6)] == [False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("transformer_engine", [False, True])
+def test_all_ranks_together_hold_the_whole_model_and_nothing_else(transformer_engine: bool) -> None:
+    family, mesh = family_from_config(EXPERTS), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2)
+    options = TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine)
+    manifests = [trainer_manifest(family, mesh, rank, options) for rank in range(mesh.size)]
+    agree_on_tensors(family.shapes(), manifests)
+    held: dict[str, set[Box]] = {name: set() for name in family.shapes()}
+    for manifest in manifests:
+        for placement in manifest.placements:
+            held[placement.box.tensor].add(placement.box)
+    sizes = {name: sum(box.volume for box in boxes) for name, boxes in held.items()}
+    assert sizes == {name: int(np.prod(shape)) for name, shape in family.shapes().items()}
+
+
+@pytest.mark.parametrize(("name", "parts"), [("in_proj.weight", (20, 20, 6, 6, 4)), ("conv1d.weight", (20, 6, 6))])
+def test_each_block_of_a_mixer_is_cut_on_its_own(name: str, parts: tuple[int, ...]) -> None:
+    """A rank's weight, put together by hand from the halves of every block, has the rows that the boxes say."""
+    family, total = family_from_config(CONFIG), sum(parts)
+    whole = np.arange(total)
+    blocks = np.split(whole, np.cumsum(parts)[:-1])
+    for rank in range(2):
+        mine = np.concatenate([np.split(block, 2)[rank] for block in blocks])
+        mesh = TrainerMesh(tp=2, etp=2)
+        for etp_rank in range(2):
+            storage = f"chunk0.decoder.layers.0.mixer.{name.replace('conv1d.', 'conv1d_')}"
+            shards = {s.storage: s for s in param_shards(family.traits, mesh, etp_rank * 2 + rank)}
+            shard = shards[storage]
+            for placement in placements(shard, family.pieces(shard)):
+                first = placement.view.offset // shard.row_numel + shard.rows[0]
+                box = placement.box
+                assert list(range(box.start[0], box.stop[0])) == mine[first : first + box.shape[0]].tolist()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "decoder.layers.1.mixer.in_proj.weight",
+        "decoder.layers.4.norm.weight",
+        "decoder.layers.0.mixer.in_proj.bias",
+        "decoder.final_layernorm.weight",
+    ],
+)
+def test_an_unmapped_parameter_is_named(name: str) -> None:
+    shard = ParamShard(name=name, storage=name, shape=(24, 16), rows=(0, 24), held_shape=(24, 16), dtype="bfloat16")
+    with pytest.raises(UnmappedParameterError, match=f"Megatron parameter {name}"):
+        family_from_config(CONFIG).pieces(shard)
+
+
+def test_a_mixer_of_other_sizes_is_named() -> None:
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    shard = ParamShard(name=name, storage=name, shape=(55, 16), rows=(0, 55), held_shape=(55, 16), dtype="bfloat16")
+    with pytest.raises(UnmappedParameterError, match=r"has 55 rows .* blocks of 20, 20, 6, 6, 4 rows were expected"):
+        family_from_config(CONFIG).pieces(shard)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True, "mlp_bias": True}, "sets attention_bias, mlp_bias; of NemotronH only"),
+        ({"use_conv_bias": False}, "sets use_conv_bias to false"),
+        ({"moe_latent_size": 8}, "sets moe_latent_size"),
+        ({"num_nextn_predict_layers": 1}, "sets num_nextn_predict_layers"),
+        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is MX; known kinds are M, "),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern is None"),
+        ({"n_groups": 0}, "n_groups is 0"),
+    ],
+)
+def test_a_configuration_that_is_not_understood_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        family_from_config(CONFIG | changes)
+
+
+def test_groups_that_tensor_parallelism_does_not_divide_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"tp of 4 does not divide groups of a Mamba mixer \(2\)"):
+        trainer_manifest(family_from_config(CONFIG), TrainerMesh(tp=4), 0)
