@@ -8,7 +8,7 @@ import torch
 from tests.gpu.devices import needs_gpus
 from tests.gpu.launch import run_on_gpus
 from tests.multiproc import bodies_clipping as bodies
-from tests.multiproc import bodies_engine
+from tests.multiproc import bodies_hooks
 
 WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 FOUR = pytest.param(4, marks=needs_gpus(4))
@@ -42,4 +42,4 @@ def test_an_overflow_on_one_rank_is_one_on_all(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_hooks_run_once_a_backward_through_two_forwards(world_size: int) -> None:
-    run_on_gpus(bodies_engine.hooks_of_two_forwards, world_size, args=({"tied": True},))
+    run_on_gpus(bodies_hooks.hooks_of_two_forwards, world_size, args=({"tied": True},))

@@ -1,9 +1,8 @@
-"""Bodies: what the engine does when, and how often: order of events, traffic, memory, hooks, staleness, failures."""
+"""Bodies: what the engine does when, and how often: order of events, traffic, memory, staleness, failures."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import os
 import tempfile
@@ -277,7 +276,7 @@ def buffers_come_back(rank: int, world_size: int) -> dict[str, int]:
     pool = runtime.wgrad_pool.nbytes()
     for _ in range(3):
         y = model(x)
-        handle = model.layers[0].register_full_backward_hook(_fail)
+        handle = model.layers[0].register_full_backward_hook(fail)
         with contextlib.suppress(PlannedFailureError):
             model(x).square().mean().backward()
         handle.remove()
@@ -306,7 +305,7 @@ def buffers_come_back(rank: int, world_size: int) -> dict[str, int]:
     }
 
 
-def _fail(*_: Any) -> None:
+def fail(*_: Any) -> None:
     raise PlannedFailureError("in backward")
 
 
@@ -327,116 +326,6 @@ def dtype_changes(rank: int, world_size: int) -> list[str]:
         assert all(layer.weight.grad.dtype is dtype for layer in model.layers)
         seen += [str(slot.specs[0].dtype) for slot in runtime.cache.slots()]
     return seen
-
-
-# Hooks --------------------------------------------------------------------------------------------------------
-
-
-def optimizer_in_backward(rank: int, world_size: int) -> None:
-    """Every parameter steps in its own hook and forgets its gradient, as memory-saving trainers do."""
-
-    def steps_itself(model: nn.Module) -> None:
-        for param in model.parameters():
-            optimizer = torch.optim.AdamW([param], lr=1e-2, foreach=False)
-
-            def step(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            param.register_post_accumulate_grad_hook(step)
-
-    torch.manual_seed(7)
-    plain = Tiny(tied=True).to(device())
-    torch.manual_seed(7)
-    model = Tiny(tied=True).to(device())
-    etp.shard_module(model, dist.group.WORLD)
-    steps_itself(model)
-    for step in range(3):
-        tokens, targets = batch(step, rank, device())
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-    optimizers = {name: torch.optim.AdamW([p], lr=1e-2, foreach=False) for name, p in plain.named_parameters()}
-    for step in range(3):
-        total: dict[str, torch.Tensor] = {}
-        for peer in range(world_size):
-            tokens, targets = batch(step, peer, device())
-            plain.zero_grad()
-            loss_of(plain(tokens), targets).backward()
-            for name, param in plain.named_parameters():
-                total[name] = param.grad.clone() if peer == 0 else total[name] + param.grad
-        for name, param in plain.named_parameters():
-            param.grad = total[name] / world_size
-            optimizers[name].step()
-    for name, value in etp.full_state_dict(model).items():
-        assert torch.equal(value, plain.state_dict()[name]), name
-
-
-def a_hook_that_raises(rank: int, world_size: int) -> int:
-    """The step after it is clean: the same gradients as a model that never had the hook."""
-    model, _ = stack(4)
-    other, _ = stack(4)
-    handles = [layer.weight.register_post_accumulate_grad_hook(_fail) for layer in (model.layers[1], model.layers[3])]
-    failures = 0
-    for _ in range(2):
-        try:
-            train_once(model, rank)
-        except PlannedFailureError:
-            failures += 1
-    for handle in handles:
-        handle.remove()
-    train_once(model, rank)
-    train_once(other, rank)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-    return failures
-
-
-def _count_hooks(model: nn.Module) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-    """Counts of each parameter's hook, and the gradient that it last saw; both are filled as hooks run."""
-    counts: dict[str, int] = {}
-    seen: dict[str, torch.Tensor] = {}
-    for name, param in model.named_parameters():
-        counts[name] = 0
-
-        def count(param: torch.Tensor, name: str = name) -> None:
-            assert param.grad is not None
-            counts[name] += 1
-            seen[name] = param.grad.clone()
-
-        param.register_post_accumulate_grad_hook(count)
-    return counts, seen
-
-
-def hook_counts(rank: int, world_size: int) -> dict[str, int]:
-    """How often each parameter's hook ran in one backward pass of a model with a tied weight and a repeated block."""
-    torch.manual_seed(7)
-    model = Tiny(tied=True).to(device())
-    etp.shard_module(model, dist.group.WORLD)
-    counts, _ = _count_hooks(model)
-    tokens, targets = batch(0, rank, device())
-    loss_of(model(tokens, order=[0, 1, 1, 2]), targets).backward()
-    return counts
-
-
-def hooks_of_two_forwards(rank: int, world_size: int, ways: dict[str, Any]) -> None:
-    """One loss of two calls of the model: hooks run as often as those of the unsharded one, and see the whole sum."""
-    for options in ({}, {"prefetch_depth": 3}, {"reduce_once_per_iteration": True}):
-        torch.manual_seed(7)
-        model = Tiny(**ways).to(device())
-        plain = copy.deepcopy(model)
-        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(**options))
-        counts, seen = _count_hooks(model)
-        expected, _ = _count_hooks(plain)
-        for step in range(3):
-            for side in (model, plain):
-                side.zero_grad()
-                first, targets = batch(step, rank, device())
-                second, _ = batch(step + 9, rank, device())
-                loss_of(side(first) * torch.sigmoid(side(second)), targets).backward()
-                etp.wait_async_comms(side)
-            assert counts == expected == dict.fromkeys(counts, step + 1), (options, counts)
-            for name, param in model.named_parameters():
-                assert torch.equal(seen[name], param.grad), f"{options}: the hook of {name} saw part of its gradient"
 
 
 # Staleness ----------------------------------------------------------------------------------------------------
@@ -493,82 +382,6 @@ def shard_gradient_by_autograd_grad(rank: int, world_size: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-# State --------------------------------------------------------------------------------------------------------
-
-
-def state_out(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """A sharded model's full state, on the CPU."""
-    torch.manual_seed(21)
-    model = Tiny(tied=True).to(device())
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    etp.shard_module(model, dist.group.WORLD)
-    full = etp.full_state_dict(model)
-    assert list(full) == list(expected)
-    for name, value in full.items():
-        assert type(value) is torch.Tensor
-        assert torch.equal(value, expected[name]), name
-    assert full["head.weight"] is full["embedding.weight"]
-    pointers = {param.data_ptr() for param in model.parameters()}
-    assert not pointers & {value.data_ptr() for value in full.values()}
-    return {name: value.cpu() for name, value in full.items()}
-
-
-def state_in(rank: int, world_size: int, state: dict[str, torch.Tensor]) -> None:
-    """Load it over another number of ranks; then into the plain module; then in another dtype."""
-    torch.manual_seed(22)
-    plain = Tiny(tied=True).to(device())
-    torch.manual_seed(22)
-    model = Tiny(tied=True).to(device())
-    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(reuse_across_forwards=True, resident_bytes=1 << 20))
-    tokens, _ = batch(0, 0, device())
-    model(tokens)  # slots hold the old weights
-    etp.load_full_state_dict(model, state)
-    plain.load_state_dict(etp.full_state_dict(model))
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value.cpu(), state[name]), name
-    assert torch.equal(model(tokens), plain(tokens))
-    for param in model.parameters():
-        if isinstance(param, etp.ETPShardedParam):
-            padding = param.local_shard()[param.layout.logical_rows(rank) :]
-            assert padding.count_nonzero() == 0
-    etp.load_full_state_dict(model, {name: value.double() for name, value in state.items()})
-    assert torch.equal(model(tokens), plain(tokens))
-
-
-def bad_states(rank: int, world_size: int) -> dict[str, str]:
-    """Each is refused on every rank, and no parameter changes."""
-    torch.manual_seed(21)
-    model = Tiny().to(device())
-    etp.shard_module(model, dist.group.WORLD)
-    good = etp.full_state_dict(model)
-
-    def changed(**values: Any) -> dict[str, Any]:
-        state = {name: value + 1.0 for name, value in good.items()}
-        for name, value in values.items():
-            state[name.replace("__", ".")] = value
-        return state
-
-    bump = 1.0 if rank == 1 else 0.0
-    states: dict[str, dict[str, Any]] = {
-        "unexpected": changed(stranger=torch.ones(1)),
-        "missing": {name: value for name, value in changed().items() if name != "norm.bias"},
-        "shape": changed(blocks__0__up__weight=torch.ones(32, 12)),
-        "no tensor": changed(head__weight="weights"),
-        "sharded differs": changed(head__weight=good["head.weight"] + bump),
-        "replicated differs": changed(norm__bias=good["norm.bias"] + bump),
-        "dtype differs": changed(norm__bias=good["norm.bias"].to(torch.bfloat16 if rank else torch.float32)),
-    }
-    messages = {}
-    for name, state in states.items():
-        try:
-            etp.load_full_state_dict(model, state)
-        except (ValueError, etp.PeerMismatchError) as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-        for key, value in etp.full_state_dict(model).items():
-            assert torch.equal(value, good[key]), f"{name}: {key} changed"
-    return messages
 
 
 # Silence and failures -----------------------------------------------------------------------------------------

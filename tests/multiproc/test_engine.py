@@ -1,4 +1,4 @@
-"""Order of events, traffic, memory, hooks, staleness, state and failures, on gloo."""
+"""Order of events, traffic, memory, staleness and failures, on gloo."""
 
 from __future__ import annotations
 
@@ -131,24 +131,6 @@ def test_slots_follow_a_change_of_dtype() -> None:
         assert seen == [f"torch.{name}" for name in ("float32", "bfloat16", "float64", "float32") for _ in range(2)]
 
 
-def test_an_optimizer_inside_backward_matches() -> None:
-    run_distributed(bodies.optimizer_in_backward, 2)
-
-
-def test_a_hook_that_raises_leaves_a_clean_next_step() -> None:
-    assert run_distributed(bodies.a_hook_that_raises, 2) == [2, 2]
-
-
-def test_hooks_run_once_a_backward_even_for_weights_used_twice() -> None:
-    for counts in run_distributed(bodies.hook_counts, 2):
-        assert set(counts.values()) == {1}
-
-
-@pytest.mark.parametrize("ways", [{}, {"tied": True}], ids=str)
-def test_hooks_run_once_a_backward_through_two_forwards(ways: dict[str, Any]) -> None:
-    run_distributed(bodies.hooks_of_two_forwards, 2, args=(ways,))
-
-
 def test_stale_reads_and_changed_weights_are_errors() -> None:
     for messages in run_distributed(bodies.stale_reads, 2):
         assert "modified by an inplace operation" in messages["autograd"]
@@ -165,28 +147,6 @@ def test_autograd_grad_of_a_shard_says_what_to_do() -> None:
     for message in run_distributed(bodies.shard_gradient_by_autograd_grad, 2):
         assert "torch.autograd.grad cannot return the gradient of the sharded weight layers.0.weight" in message
         assert "call backward()" in message
-
-
-def test_full_states_go_between_world_sizes_and_plain_modules() -> None:
-    states = run_distributed(bodies.state_out, 2)
-    for world_size in (1, 2, 3):
-        run_distributed(bodies.state_in, world_size, args=(states[1],))
-
-
-def test_bad_states_change_nothing() -> None:
-    expected = {
-        "unexpected": "ValueError: the state does not fit the module: unexpected stranger",
-        "missing": "ValueError: the state does not fit the module: missing norm.bias",
-        "shape": "ValueError: the state does not fit the module: blocks.0.up.weight has shape (32, 12) instead of",
-        "no tensor": "ValueError: the state does not fit the module: head.weight is a str instead of a tensor",
-        "sharded differs": "PeerMismatchError: load_full_state_dict: ranks [0, 1] hold different values of head.weight",
-        "replicated differs": "PeerMismatchError: load_full_state_dict: ranks [0, 1] hold different values of norm",
-        "dtype differs": "PeerMismatchError: load_full_state_dict: rank 1 has norm.bias [12] torch.bfloat16",
-    }
-    for messages in run_distributed(bodies.bad_states, 2):
-        assert set(messages) == set(expected)
-        for name, start in expected.items():
-            assert messages[name].startswith(start), messages[name]
 
 
 def test_nothing_is_printed() -> None:

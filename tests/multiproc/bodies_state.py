@@ -1,0 +1,85 @@
+"""Bodies: full states out of and into sharded models, across world sizes, and states that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import etp
+from tests.multiproc.models import Tiny, batch
+from tests.support.launch import device
+
+
+def state_out(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """A sharded model's full state, on the CPU."""
+    torch.manual_seed(21)
+    model = Tiny(tied=True).to(device())
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    etp.shard_module(model, dist.group.WORLD)
+    full = etp.full_state_dict(model)
+    assert list(full) == list(expected)
+    for name, value in full.items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, expected[name]), name
+    assert full["head.weight"] is full["embedding.weight"]
+    pointers = {param.data_ptr() for param in model.parameters()}
+    assert not pointers & {value.data_ptr() for value in full.values()}
+    return {name: value.cpu() for name, value in full.items()}
+
+
+def state_in(rank: int, world_size: int, state: dict[str, torch.Tensor]) -> None:
+    """Load it over another number of ranks; then into the plain module; then in another dtype."""
+    torch.manual_seed(22)
+    plain = Tiny(tied=True).to(device())
+    torch.manual_seed(22)
+    model = Tiny(tied=True).to(device())
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(reuse_across_forwards=True, resident_bytes=1 << 20))
+    tokens, _ = batch(0, 0, device())
+    model(tokens)  # slots hold the old weights
+    etp.load_full_state_dict(model, state)
+    plain.load_state_dict(etp.full_state_dict(model))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value.cpu(), state[name]), name
+    assert torch.equal(model(tokens), plain(tokens))
+    for param in model.parameters():
+        if isinstance(param, etp.ETPShardedParam):
+            padding = param.local_shard()[param.layout.logical_rows(rank) :]
+            assert padding.count_nonzero() == 0
+    etp.load_full_state_dict(model, {name: value.double() for name, value in state.items()})
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+def bad_states(rank: int, world_size: int) -> dict[str, str]:
+    """Each is refused on every rank, and no parameter changes."""
+    torch.manual_seed(21)
+    model = Tiny().to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    good = etp.full_state_dict(model)
+
+    def changed(**values: Any) -> dict[str, Any]:
+        state = {name: value + 1.0 for name, value in good.items()}
+        for name, value in values.items():
+            state[name.replace("__", ".")] = value
+        return state
+
+    bump = 1.0 if rank == 1 else 0.0
+    states: dict[str, dict[str, Any]] = {
+        "unexpected": changed(stranger=torch.ones(1)),
+        "missing": {name: value for name, value in changed().items() if name != "norm.bias"},
+        "shape": changed(blocks__0__up__weight=torch.ones(32, 12)),
+        "no tensor": changed(head__weight="weights"),
+        "sharded differs": changed(head__weight=good["head.weight"] + bump),
+        "replicated differs": changed(norm__bias=good["norm.bias"] + bump),
+        "dtype differs": changed(norm__bias=good["norm.bias"].to(torch.bfloat16 if rank else torch.float32)),
+    }
+    messages = {}
+    for name, state in states.items():
+        try:
+            etp.load_full_state_dict(model, state)
+        except (ValueError, etp.PeerMismatchError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        for key, value in etp.full_state_dict(model).items():
+            assert torch.equal(value, good[key]), f"{name}: {key} changed"
+    return messages
