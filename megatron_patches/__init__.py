@@ -41,7 +41,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         IncompatibleMegatronError: if megatron-core or Transformer Engine is not a version that this package was
             written for, or its sources were changed, or Megatron's process groups exist already.
     """
-    from megatron_patches import command_line, contract, cpu, fixes, registry, seam
+    from megatron_patches import command_line, contract, cpu, fixes, refit_training, registry, seam
     from megatron_patches.checkpoint import patches as checkpoint
 
     present = seam.installed()
@@ -61,6 +61,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         *fixes.records(),
         *checkpoint.records(),
         *command_line.records(api),
+        *refit_training.records(),
     )
     registry.verify((*contract.records(), *checkpoint.sources(), *patches))
     seam.install(api)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-from megatron_patches import arguments, cpu
+from megatron_patches import arguments, cpu, refit_training
 from megatron_patches.registry import PatchRecord
 
 USAGE_ERROR = 2
@@ -62,7 +62,7 @@ def records(api: Configurable) -> tuple[PatchRecord, ...]:
     def with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(add_megatron_arguments)
         def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = arguments.add_arguments(add_megatron_arguments(parser))
+            parser = refit_training.add_arguments(arguments.add_arguments(add_megatron_arguments(parser)))
             _mend_help(parser)
             return parser
 
@@ -84,6 +84,7 @@ def records(api: Configurable) -> tuple[PatchRecord, ...]:
             try:
                 arguments.apply_to_megatron(args)
                 arguments.check(args)
+                refit_training.check(args)
                 config = arguments.config_from_args(args)
             except arguments.UnsupportedConfigurationError as error:
                 exit_with(str(error), args.rank)

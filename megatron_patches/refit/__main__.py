@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit``: ``export`` (alone or under torchrun), ``plan`` and ``verify``."""
+"""``python -m megatron_patches.refit``: ``export`` and ``push`` (alone or under torchrun), ``plan`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
-from megatron_patches.refit import plan_command
-from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
+from megatron_patches.refit import checkpoint_model, plan_command, push_command
+from megatron_patches.refit.errors import CheckpointReadError, RefitError
 from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
-from megatron_patches.refit.megatron_checkpoint import (
-    ParallelSizes,
-    build_model,
-    find_iteration,
-    load_weights,
-    process_groups,
-    saved_arguments,
-    vocabulary_of,
-)
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
 
@@ -56,23 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Writes a Megatron checkpoint (torch_dist) as a Hugging Face checkpoint. Alone, one process holds "
         "the model; under torchrun it is sharded as asked, and no process ever holds a full tensor.",
     )
-    export.add_argument("--load", type=Path, required=True, help="directory that Megatron's --save wrote")
+    checkpoint_model.add_options(export, "exporting")
     export.add_argument("--output", type=Path, required=True, help="directory for the Hugging Face checkpoint")
-    export.add_argument("--iteration", type=int, help="which iteration; the latest by default")
     export.add_argument("--max-shard-size", type=parse_size, default=parse_size("5GB"), help="most bytes in a file")
     export.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint at --output")
     export.add_argument("--dtype", choices=FLOAT_DTYPES, help="element type of the checkpoint; kept by default")
-    export.add_argument("--vocab-size", type=int, help="tokens without padding; from the run's tokenizer by default")
     export.add_argument("--bos-token-id", type=int, help="token that begins a text, for the configuration")
     export.add_argument("--eos-token-id", type=int, help="token that ends a text, for the configuration")
-    export.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel size while exporting"
-    )
-    export.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages while exporting")
-    export.add_argument(
-        "--etp-size", type=int, default=1, help="extended-tensor-parallel size (not expert tensor parallelism)"
-    )
-    export.add_argument("--timeout-minutes", type=float, default=30.0, help="longest wait for another process")
+    push_command.add_command(commands)
     plan_command.add_commands(commands, parse_size)
     return parser
 
@@ -83,33 +64,16 @@ def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
     Raises:
         RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
     """
-    directory = find_iteration(options.load, options.iteration)
+    directory = checkpoint_model.directory_of(options)
     probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
     if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading, not after
         probe.create()
         probe.discard()
-    sizes = ParallelSizes(
-        tensor=options.tensor_model_parallel_size,
-        pipeline=options.pipeline_model_parallel_size,
-        etp=options.etp_size,
-    )
-    sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
-    import megatron_patches
-
-    try:
-        megatron_patches.apply()
-    except megatron_patches.IncompatibleMegatronError as error:
-        raise ExportError(str(error)) from error
-    progress.phase("load", 0)
-    with process_groups(sizes, timedelta(minutes=options.timeout_minutes)):
-        args = saved_arguments(directory)
-        vocab_size = options.vocab_size or vocabulary_of(args)
-        model = build_model(args, sizes)
-        load_weights(model, directory)
+    with checkpoint_model.loaded(options, directory, progress) as found:
         return export_checkpoint(
-            [model],
+            [found.model],
             options.output,
-            vocab_size=vocab_size,
+            vocab_size=found.vocab_size,
             options=ExportOptions(
                 max_shard_bytes=options.max_shard_size,
                 overwrite=options.overwrite,
@@ -135,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return plan_command.main(options)
     first = int(os.environ.get("RANK", "0")) == 0
     _silence_imports()
+    if options.command == "push":
+        return push_command.main(options)
     try:
         with ExitStack() as stack:
             progress = stack.enter_context(TerminalProgress()) if first else Quiet()

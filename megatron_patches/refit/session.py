@@ -60,8 +60,8 @@ class PushReport:
     Attributes:
         version: number of the weights that now serve.
         nbytes: bytes that all destinations together were sent.
-        seconds: duration of each phase on this rank: ``send`` until every byte was verified, ``commit`` until all
-            engines serve the new weights (0 on ranks other than the first).
+        seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
+            waited for it, ``commit`` until all engines serve the new weights.
     """
 
     version: int
@@ -98,6 +98,7 @@ class RefitSession:
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
         self._manifest: Manifest | None = None
+        self._commit: _Commit | None = None
         self.version = 0
 
     @property
@@ -139,16 +140,21 @@ class RefitSession:
         calls.finish(self._options.timeout_s)
         return self._party.plan.digest
 
-    def push(self, version: int) -> PushReport:
+    def push(self, version: int, *, wait: bool = True) -> PushReport:
         """Sends the weights as they are now and lets the engines serve them as ``version``.
+
+        When it returns, the weights may change again.
 
         Args:
             version: number of the weights; later than any pushed before.
+            wait: whether to wait until all engines have committed it. Without it they commit while the caller goes
+                on, and :meth:`wait`, which the next push begins with, raises what went wrong.
 
         Raises:
             RefitError: on every rank, if any rank or engine failed. Every engine serves the old weights or, where
                 its own commit had succeeded, the new ones; none a mixture.
         """
+        self.wait()
         party, assembly = self._party, self._assembly
         if party is None or assembly is None:
             raise RefitError("prepare() has not succeeded")
@@ -161,22 +167,35 @@ class RefitSession:
         for engine in self._engines if self._first else ():
             calls.start(engine, lambda engine=engine: engine.receive(receiving))  # type: ignore[misc]
         party.push(version, memory)
-        sent = time.perf_counter()
-        outcome = self._commit(version, calls)
-        reason = self._exchange.gather(outcome)[0]
-        if reason is not None:
-            raise RefitError(f"committing version {version} failed: {reason}")
+        seconds = {"send": time.perf_counter() - started}
         self.version = version
-        seconds = {"send": sent - started, "commit": time.perf_counter() - sent if self._first else 0.0}
+        self._commit = _Commit(version, calls, self._engines if self._first else (), self._options)
+        if wait:
+            started = time.perf_counter()
+            self.wait()
+            seconds["commit"] = time.perf_counter() - started
         return PushReport(version=version, nbytes=party.plan.nbytes, seconds=seconds)
 
+    def wait(self) -> None:
+        """Waits until all engines serve the version that was pushed last.
+
+        Raises:
+            RefitError: on every rank, if one of them did not take it.
+        """
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            reason = self._exchange.gather(commit.reason() if self._first else None)[0]
+            if reason is not None:
+                raise RefitError(f"committing version {commit.version} failed: {reason}")
+
     def close(self) -> None:
-        """Leaves the engines as they are."""
+        """Leaves the engines as they are; a commit under way goes on."""
         if self._party is not None:
             self._party.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous, self._party, self._assembly, self._manifest = None, None, None, None
+        self._commit = None
 
     def _invite(self) -> tuple[Invitation, list[int]]:
         """Opens the rendezvous on the first rank and tells all ranks; a failure there is raised on all."""
@@ -220,17 +239,31 @@ class RefitSession:
             raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
         return memory
 
-    def _commit(self, version: int, calls: _Calls) -> str | None:
-        """On the first rank: why it failed, or None."""
-        if not self._first:
-            return None
+
+class _Commit:
+    """The engines' commit of one version, in a thread of its own; nothing to do on ranks without engines."""
+
+    def __init__(self, version: int, calls: _Calls, engines: Sequence[EngineClient], options: RefitOptions) -> None:
+        self.version = version
+        self._calls, self._engines, self._options = calls, engines, options
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"refit-commit-{version}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            calls.finish(self._options.timeout_s)
+            self._calls.finish(self._options.timeout_s)
             for engine in self._engines:
-                engine.commit({"version": version, "phase": "commit"}, self._options.pause)
-        except RefitError as error:
-            return describe_error(error)
-        return None
+                engine.commit({"version": self.version, "phase": "commit"}, self._options.pause)
+        except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
+            self._failure = describe_error(error)
+
+    def reason(self) -> str | None:
+        """Once it has ended: why it failed, or None."""
+        self._thread.join(self._options.timeout_s * (1 + len(self._engines)))
+        if self._thread.is_alive():
+            return f"the engines did not commit within {self._options.timeout_s:.0f} s each"
+        return self._failure
 
 
 class _Calls:

@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
 
 REFIT = "megatron_patches.refit"
-REFIT_GLUE = (f"{REFIT}.source", f"{REFIT}.__main__", f"{REFIT}.megatron_checkpoint")
+REFIT_GLUE = tuple(f"{REFIT}.{part}" for part in ("source", "__main__", "checkpoint_model", "megatron_checkpoint"))
 """The parts of refit that know the trainer; the others see shard layouts and integers only."""
 
 REFIT_VLLM = f"{REFIT}.vllm"

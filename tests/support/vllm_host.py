@@ -194,7 +194,7 @@ def _serve(connection: Connection, served: _Served) -> None:
 def main() -> None:
     address, options = sys.argv[1], json.loads(sys.argv[2])
     served = _Served(options)
-    with Listener(address, "AF_UNIX", authkey=_KEY) as listener:
+    with Listener(address, "AF_UNIX", backlog=16, authkey=_KEY) as listener:
         while True:
             # The engine takes calls from one thread at a time; its callers see to that.
             threading.Thread(target=_serve, args=(listener.accept(), served), daemon=True).start()

@@ -101,7 +101,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.version = 0
+        self.version = 0  # that serves; 0 are the weights that vLLM loaded
+        self._latest = 0  # version that this session has committed: a new one may begin anywhere
         self._party: DestinationParty | None = None
         self._manifest: Manifest | None = None
         self._fills: Sequence[FillRecord] = ()
@@ -155,7 +156,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
     def shutdown(self) -> None:
         """Leaves the rendezvous and forgets what was staged."""
         party, self._party = self._party, None
-        self._manifest, self._staged = None, None
+        self._manifest, self._staged, self._latest = None, None, 0
         if party is not None:
             party.close()
 
@@ -190,8 +191,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
         version = update.version
         if self._party is None:
             raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
-        if version <= self.version:
-            raise StaleVersionError(f"asked to receive version {version} while version {self.version} serves")
+        if version <= self._latest:
+            raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
         self._staged = None
         staged: dict[str, torch.Tensor] = {}
         self._party.receive(version, update.step, update.linked, lambda: self._make_memory(staged))
@@ -239,7 +240,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
             ) from failure
         replacement.forget()
         self._staged = None
-        self.version = version
+        self.version = self._latest = version
         logger.info("refit: version %d serves", version)
 
     def _all_can(self, able: bool) -> bool:

@@ -1,0 +1,69 @@
+"""``python -m megatron_patches.refit push``: a checkpoint's weights into running vLLM servers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from megatron_patches.refit import checkpoint_model
+from megatron_patches.refit.engines import HttpEngine, PauseMode
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.progress import Quiet
+from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
+from megatron_patches.refit.transports.base import TransportName
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``push``."""
+    defaults = RefitOptions()
+    push = commands.add_parser(
+        "push",
+        help="stream a Megatron checkpoint into running vLLM servers",
+        description="Streams the weights of a Megatron checkpoint (torch_dist) into vLLM servers that were started "
+        "with the weight-transfer backend 'etp'. Alone, one process holds the model; under torchrun it is sharded as "
+        "asked. If anything fails, the servers go on with the weights that they had.",
+    )
+    checkpoint_model.add_options(push, "pushing")
+    push.add_argument("--engines", nargs="+", required=True, metavar="URL", help="base URLs of the servers")
+    push.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
+    push.add_argument("--transport", choices=[name.value for name in TransportName], default=defaults.transport.value)
+    push.add_argument("--pause", choices=[mode.value for mode in PauseMode], default=defaults.pause.value)
+    push.add_argument("--host", default=defaults.host, help="address of this machine that the servers reach")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        report = _push(options, first)
+    except (RefitError, ValueError) as error:
+        if first:
+            sys.stderr.write(f"error: {error}\n")
+        return 1
+    if first:
+        seconds = ", ".join(f"{name} {value:.3f} s" for name, value in report.seconds.items())
+        sys.stdout.write(
+            f"version {report.version} serves on {len(options.engines)} engine(s): {report.nbytes / 1e6:.2f} MB "
+            f"({seconds})\n"
+        )
+    return 0
+
+
+def _push(options: argparse.Namespace, first: bool) -> PushReport:
+    directory = checkpoint_model.directory_of(options)
+    timeout_s = options.timeout_minutes * 60
+    settings = RefitOptions(
+        transport=TransportName(options.transport),
+        pause=PauseMode(options.pause),
+        host=options.host,
+        timeout_s=timeout_s,
+    )
+    engines = [HttpEngine(url, timeout_s) for url in options.engines] if first else []
+    with checkpoint_model.loaded(options, directory, Quiet()) as found:
+        session = RefitSession([found.model], engines, vocab_size=found.vocab_size, options=settings)
+        try:
+            session.prepare()
+            return session.push(options.version or max(found.iteration, 1))
+        finally:
+            session.close()
