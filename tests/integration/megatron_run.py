@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 import megatron_patches
 from megatron_patches import cpu, registry
 from megatron_patches.fixes import dataset_build
@@ -49,16 +51,11 @@ class Trajectory:
     log: str = ""
 
 
-RUNS_PER_PROCESS = 16
-"""Some of Megatron's process groups outlive their training, and gloo's threads poll for each: start afresh in time."""
-
-
 class MegatronPool:
     """Worker processes that keep Megatron loaded, and the trajectories of command lines that they have run."""
 
     def __init__(self) -> None:
         self._workers = WorkerPool()
-        self._runs = 0
         self._known: dict[tuple[int, tuple[str, ...], Path], list[Trajectory]] = {}
 
     def train(
@@ -72,10 +69,6 @@ class MegatronPool:
 
     def run(self, body: Callable[..., T], ranks: int, timeout_s: float, args: tuple[Any, ...]) -> list[T]:
         """Run ``body(rank, world_size, *args)`` on every rank, with Megatron loaded or to be loaded."""
-        self._runs += 1
-        if self._runs % RUNS_PER_PROCESS == 0:
-            self._workers.close()
-            self._workers = WorkerPool()
         return self._workers.run(body, ranks, "gloo", timeout_s, args)
 
     def close(self) -> None:
@@ -111,18 +104,19 @@ def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) 
 def _train(rank: int, world_size: int, arguments: Sequence[str], script: Path) -> Trajectory:
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     trajectory = Trajectory()
+    chunks: list[Any] = []
     output = io.StringIO()
     try:
         with (
             _environment({name: str(value) for name, value in environment.items()}),
             _arguments([str(script), *arguments]),
-            _recorded(trajectory),
+            _recorded(trajectory, chunks),
             contextlib.redirect_stdout(output),
         ):
             runpy.run_path(str(script), run_name="__main__")
     finally:
         trajectory.log = output.getvalue()
-        _take_down()
+        _take_down(chunks)
     return trajectory
 
 
@@ -151,8 +145,8 @@ def _arguments(arguments: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recorded(trajectory: Trajectory) -> Iterator[None]:
-    """Note what ``train_step`` and ``evaluate`` return while ``pretrain`` runs."""
+def _recorded(trajectory: Trajectory, chunks: list[Any]) -> Iterator[None]:
+    """Note what ``train_step`` and ``evaluate`` return while ``pretrain`` runs, and the model chunks that it builds."""
     from megatron.training import training
 
     train_step, evaluate, setup = training.train_step, training.evaluate, training.setup_model_and_optimizer
@@ -171,6 +165,7 @@ def _recorded(trajectory: Trajectory) -> Iterator[None]:
 
     def recording_setup(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
+        chunks.extend(result[0])
         parameters = (parameter for chunk in result[0] for parameter in chunk.parameters())
         trajectory.parameter_bytes = sum(parameter.nbytes for parameter in parameters)
         return result
@@ -184,9 +179,16 @@ def _recorded(trajectory: Trajectory) -> Iterator[None]:
         training.train_step, training.evaluate, training.setup_model_and_optimizer = train_step, evaluate, setup
 
 
-def _take_down() -> None:
-    """Forget everything that Megatron keeps for the life of a process."""
+def _take_down(chunks: list[Any]) -> None:
+    """Forget everything that Megatron keeps for the life of a process.
+
+    A model outlives its training, and with it the optimizer and every process group that they know, because
+    DistributedDataParallel hangs hooks that refer to it on autograd's nodes, where Python's collector cannot see them.
+    Emptied, it holds nothing. ``destroy_model_parallel`` forgets all but two of the groups, and a cache in a class
+    keeps rotary embeddings, which know another.
+    """
     from megatron.core import parallel_state, rerun_state_machine
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training import global_vars, training
 
@@ -196,4 +198,10 @@ def _take_down() -> None:
     unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, torch.distributed.ProcessGroup):
+            setattr(parallel_state, name, None)
+    for chunk in chunks:
+        vars(chunk).clear()
+    RotaryEmbedding.forward.cache_clear()
     gc.collect()
