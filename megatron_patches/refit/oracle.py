@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_patches.refit.boxes import Box, TensorSpec
+from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement
@@ -59,7 +59,11 @@ def verify_in_memory(
         OracleError: naming the first element that differs, its tensor, box and rank.
         RefitError: if the transfer itself fails.
     """
-    dense = {spec.name: _random_bits(spec.numel, spec.dtype, f"{seed}|{spec.name}") for spec in plan.tensors}
+    copies = _copies(sources)
+    dense = {
+        spec.name: _random_bits(spec.numel, spec.dtype, f"{seed}|{copies.get(spec.name, spec.name)}")
+        for spec in plan.tensors
+    }
     shapes = {spec.name: spec.shape for spec in plan.tensors}
     senders = []
     for manifest in sources:
@@ -87,6 +91,18 @@ def verify_in_memory(
         elements += inside
         untouched += sum(storage.numel for storage in manifest.storages) - inside
     return Verification(elements, untouched, peak)
+
+
+def _copies(sources: Sequence[Manifest]) -> Mapping[str, str]:
+    """Tensors that some source has in the same memory as another, so that they are one weight: copy to original."""
+    found: dict[str, str] = {}
+    for manifest in sources:
+        first: dict[View, str] = {}
+        for placement in manifest.placements:
+            original = first.setdefault(placement.view, placement.box.tensor)
+            if original != placement.box.tensor:
+                found[placement.box.tensor] = original
+    return found
 
 
 def _compare(manifest: Manifest, found: Mapping[str, Bits], expected: Mapping[str, Bits]) -> None:

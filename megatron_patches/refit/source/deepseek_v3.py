@@ -107,12 +107,14 @@ class DeepseekV3Family(LlamaFamily):
         rule = self._outer_rules().get(shard.name)
         if rule is None:
             return None
-        copies = {"embedding.word_embeddings.weight": "embed_tokens", "output_layer.weight": "shared_head.head"}
+        copies = {"embedding.word_embeddings.weight": ["embed_tokens"], "output_layer.weight": ["shared_head.head"]}
+        names = copies.get(shard.name, [])
+        if self.traits.tied_embeddings and names:
+            names = ["embed_tokens", "shared_head.head"]
         pieces = list(rule(shard))
-        if shard.name in copies:
-            for prefix, _ in self._mtp_prefixes():
-                tensor = f"{prefix}{copies[shard.name]}.weight"
-                pieces.extend(rules.vocabulary(shard, tensor, self.traits.vocab_size))
+        for prefix, _ in self._mtp_prefixes():
+            for name in names:
+                pieces.extend(rules.vocabulary(shard, f"{prefix}{name}.weight", self.traits.vocab_size))
         return pieces
 
     def _mtp_pieces(self, shard: ParamShard, layer: int, kind: str) -> Sequence[Piece]:

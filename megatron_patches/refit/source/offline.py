@@ -290,6 +290,8 @@ def _check_divides(traits: ModelTraits, mesh: TrainerMesh, options: TrainerOptio
         rows = traits.latent.kv_rank + traits.latent.rope_dim
         cuts.append(("rows of the compressed query", traits.latent.q_rank, "tp", mesh.tp))
         cuts.append(("rows of the compressed key and value", rows, "tp", mesh.tp))
+    if traits.mtp_layers:
+        cuts.append(("hidden size, for layers that predict further tokens,", traits.hidden_size, "tp", mesh.tp))
     if traits.mamba is not None:
         cuts.append(("heads of a Mamba mixer", traits.mamba.heads, "tp", mesh.tp))
         cuts.append(("groups of a Mamba mixer", traits.mamba.groups, "tp", mesh.tp))

@@ -1,8 +1,9 @@
 """An offline model of how vLLM 0.26.0 lays out its parameters, from a model's traits and the mesh alone.
 
 It is for planning where no engine runs. It is not what a live refit goes by: that is the layout recorded from the
-engine's own loaders, in the engine's environment, with which this one still has to be compared there. Before weights
-are processed after loading; no quantization; experts placed in consecutive blocks, without redundant ones.
+engine's own loaders. Where vLLM is installed a test holds the two against each other, for every family at TP 1, TP 2
+and whole experts on two ranks. Before weights are processed after loading; no quantization; experts placed in
+consecutive blocks, without redundant ones.
 
 Where in vLLM each rule was read (published sources of several releases around 0.26.0, not that release alone):
 
@@ -23,8 +24,9 @@ Where in vLLM each rule was read (published sources of several releases around 0
   (0.26.0). ``A_log`` stands for the engine's ``A = -exp(A_log)``, which is made of it when the weights are taken; a
   router's weight has the model's type, as it has on GPUs for whose kernels the engine does not widen it.
 
-Assumed, and not read there: which ranks share the experts (expert parallelism spans TP x DP; without it experts are
-cut over TP and DP together), the order of the engine's ranks, and a tied output layer's copy on the last stage.
+Assumed, and neither read there nor tested: which ranks share the experts (expert parallelism spans TP x DP; without it
+experts are cut over TP and DP together), the order of the engine's ranks, and a tied output layer's copy on the last
+stage.
 """
 
 from __future__ import annotations
@@ -248,8 +250,8 @@ class _RankLayout:
                 box = _rows(f"{name}{projection}.weight", part * width, width, (hidden,))
                 w13.append(_Slot(local * rows + index * width, box))
             w2.append(_Slot(local * hidden, _column_box(name + "down_proj.weight", hidden, width, part)))
-        yield prefix + "experts.w13_weight", (len(experts), rows, hidden), w13, None
-        yield prefix + "experts.w2_weight", (len(experts), hidden, width), w2, None
+        yield prefix + "experts.routed_experts.w13_weight", (len(experts), rows, hidden), w13, None
+        yield prefix + "experts.routed_experts.w2_weight", (len(experts), hidden, width), w2, None
 
     def _table(self, name: str) -> _Parameter:
         """A vocabulary table, whose padding is the tail of the last ranks' parts."""

@@ -142,6 +142,20 @@ def test_the_routers_bias_stays_float32_and_the_embedding_is_on_two_stages() -> 
         assert holders == [0, 1]
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_table_has_all_its_names(pp: int) -> None:
+    family = family_from_config(CONFIG | {"tie_word_embeddings": True})
+    manifests = [trainer_manifest(family, TrainerMesh(pp=pp), rank) for rank in range(pp)]
+    assert "lm_head.weight" not in {spec.name for spec in agree_on_tensors(family.shapes(), manifests)}
+    for manifest in manifests:
+        tables = {place.box.tensor for place in manifest.placements if place.box.stop[0] == 37}
+        assert tables == {
+            "model.embed_tokens.weight",
+            "model.layers.4.embed_tokens.weight",
+            "model.layers.4.shared_head.head.weight",
+        }
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -200,10 +214,12 @@ def test_a_configuration_that_is_not_understood_is_refused(changes: dict[str, ob
         (TrainerMesh(pp=2, vpp=2, first=3), r"vpp of 2 does not divide layers of a stage \(3\)"),
         (TrainerMesh(tp=8), r"tp of 8 does not divide attention heads \(4\)"),
         (TrainerMesh(tp=2), r"tp of 2 does not divide rows of the compressed query \(9\)"),
+        (TrainerMesh(tp=4), r"tp of 4 does not divide hidden size, for layers that predict .*, \(18\)"),
     ],
 )
 def test_meshes_that_cannot_be_are_refused(mesh: TrainerMesh, message: str) -> None:
-    config = CONFIG | ({"q_lora_rank": 9} if mesh == TrainerMesh(tp=2) else {})
+    odd = {TrainerMesh(tp=2): {"q_lora_rank": 9}, TrainerMesh(tp=4): {"hidden_size": 18}}
+    config = CONFIG | odd.get(mesh, {})
     with pytest.raises(UnsupportedModelError, match=message):
         trainer_manifest(family_from_config(config), mesh, 0)
     with pytest.raises(ValueError, match="but there is one pipeline stage"):

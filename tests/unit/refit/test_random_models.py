@@ -1,0 +1,147 @@
+"""Random models of every family, spread at random over trainer and engine: planned, proved, and moved bit by bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_patches.refit.cluster import Hosts, describe_cluster
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.oracle import verify_in_memory
+from megatron_patches.refit.plan import PartOf, PlanOptions
+from megatron_patches.refit.proof import prove
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.source.offline import TrainerOptions
+from megatron_patches.refit.target.vllm_layout import EngineMesh
+
+SIZES = (1, 2, 3, 4)
+SEEN: Counter[str] = Counter()
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, object]:
+    """A small model of one of the families; heads divide by 2 and 4, little else is round."""
+    kv_heads = draw(st.sampled_from((1, 2, 4)))
+    dense: dict[str, object] = {
+        "num_hidden_layers": draw(st.sampled_from((2, 3, 4))),
+        "hidden_size": draw(st.integers(1, 7)),
+        "intermediate_size": 4 * draw(st.integers(1, 4)),
+        "num_attention_heads": 4 * draw(st.integers(1, 2)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": 2 * draw(st.integers(1, 3)),
+        "vocab_size": draw(st.integers(1, 90)),
+        "max_position_embeddings": 8,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    experts: dict[str, object] = {
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 4 * draw(st.integers(1, 3)),
+        "n_shared_experts": draw(st.integers(0, 2)),
+        "n_routed_experts": draw(st.sampled_from((4, 6))),
+    }
+    family = draw(st.sampled_from(("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "DeepseekV3", "NemotronH")))
+    config = dense | experts | {"architectures": [f"{family}ForCausalLM"], "num_experts": experts["n_routed_experts"]}
+    if family == "Llama" and draw(st.booleans()):
+        config |= {"attention_bias": True, "mlp_bias": True}
+    if family == "DeepseekV3":
+        config |= {
+            "q_lora_rank": 4 * draw(st.integers(0, 2)),
+            "kv_lora_rank": 6,
+            "qk_nope_head_dim": draw(st.integers(1, 3)),
+            "qk_rope_head_dim": 2,
+            "v_head_dim": draw(st.integers(1, 3)),
+            "first_k_dense_replace": draw(st.integers(0, 2)),
+            "num_nextn_predict_layers": draw(st.integers(0, 1)),
+        }
+    if family == "NemotronH":
+        kinds = draw(st.lists(st.sampled_from("M*-E"), min_size=2, max_size=4))
+        config |= {
+            "hybrid_override_pattern": "".join(kinds),
+            "mamba_num_heads": 4,
+            "mamba_head_dim": draw(st.integers(1, 3)),
+            "n_groups": 4,
+            "ssm_state_size": draw(st.integers(1, 3)),
+            "conv_kernel": draw(st.integers(1, 4)),
+            "moe_shared_expert_intermediate_size": 4 * draw(st.integers(1, 2)),
+        }
+    return config
+
+
+@st.composite
+def trainers(draw: st.DrawFn) -> TrainerMesh:
+    pp = draw(st.sampled_from((1, 1, 2)))
+    plain = TrainerMesh(
+        tp=draw(st.sampled_from((1, 2, 4))),
+        etp=draw(st.sampled_from(SIZES)),
+        pp=pp,
+        vpp=draw(st.sampled_from((1, 2))) if pp > 1 else 1,
+        dp=draw(st.sampled_from((1, 2))),
+        first=draw(st.sampled_from((0, 1))) if pp > 1 else 0,
+    )
+    whole = plain.stage_size
+    axes = [
+        (expert_tp, ep, expert_etp)
+        for expert_tp in (1, 2)
+        for ep in (1, 2)
+        for expert_etp in (1, 2, 3)
+        if whole % (expert_tp * ep * expert_etp) == 0
+    ]
+    expert_tp, ep, expert_etp = draw(st.sampled_from(axes))
+    return replace(plain, expert_tp=expert_tp, ep=ep, expert_etp=expert_etp)
+
+
+engines = st.builds(
+    EngineMesh,
+    tp=st.sampled_from((1, 2, 4)),
+    pp=st.sampled_from((1, 2)),
+    dp=st.sampled_from((1, 2)),
+    expert_parallel=st.booleans(),
+)
+
+
+@settings(max_examples=400, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(configs(), trainers(), engines, st.integers(0, 2**32), st.booleans(), st.booleans())
+def random_model(
+    config: dict[str, object],
+    trainer: TrainerMesh,
+    engine: EngineMesh,
+    seed: int,
+    transformer_engine: bool,
+    colocated: bool,
+) -> None:
+    family = family_from_config(config)
+    if not family.traits.num_experts:
+        trainer = replace(trainer, expert_tp=1, ep=1, expert_etp=1)
+    options = TrainerOptions(
+        vocab_multiple=1 + seed % 5,
+        pad_for_alignment=(1, 4, 16)[seed % 3],
+        fused_norms=transformer_engine,
+        grouped_experts=transformer_engine,
+    )
+    try:
+        sides = describe_cluster(family, trainer, engine, options, Hosts(ranks_per_host=3, colocated=colocated))
+    except UnsupportedModelError:
+        SEEN["refused"] += 1
+        return
+    plan_options = PlanOptions(staging_bytes=64 + seed % 4000, split_bytes=1 + seed % 200)
+    plan = sides.plan(plan_options)
+    verdict = prove(plan, sides.sources, sides.destinations, plan_options)
+    found = verify_in_memory(plan, sides.sources, sides.destinations, seed)
+    assert found.elements == verdict.elements
+    assert found.peak_staged_bytes <= plan_options.staging_bytes
+    part = sides.plan(plan_options, PartOf("destination", seed % engine.size))
+    assert part.digest == plan.digest
+    assert part.transfers == tuple(item for item in plan.transfers if item.destination == seed % engine.size)
+    SEEN[family.architecture] += 1
+
+
+def test_random_models_arrive_whole() -> None:
+    SEEN.clear()
+    random_model()
+    assert len(SEEN) == 7
+    assert min(SEEN.values()) > 8, SEEN
+    assert SEEN["refused"] < 250, SEEN
