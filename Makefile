@@ -28,7 +28,7 @@ $(READY): requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-py
 venv: $(READY)
 
 quickstart: $(READY)
-	@$(PY) examples/quickstart.py $(QUICKSTART_ARGS)
+	@$(PY) -m examples.quickstart $(QUICKSTART_ARGS)
 
 test: $(READY)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)

@@ -93,7 +93,11 @@ def main() -> None:
     """Train as the command line says."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    ours = not torch.distributed.is_initialized()
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    if ours:
+        # Threads of a process group that is still there may take the process down when the interpreter ends.
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

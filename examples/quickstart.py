@@ -2,12 +2,14 @@
 
 ``make quickstart`` runs it. Four processes train over gloo, ETP 2 x DP 2, on the Python standard library's sources;
 no GPU is needed. The checkpoint is exported to Hugging Face's format, loaded with ``transformers`` and compared with
-Megatron's own output, bit by bit the same code as on a cluster.
+Megatron's own output. Then vLLM starts with random weights, is given the trained ones while it runs, and again after
+20 more steps of training: bit by bit the same code as on a cluster. ``--no-vllm`` leaves that part out.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import re
@@ -17,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +29,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from examples.serving import Server, ServerError, serve, write_byte_tokenizer
+
 if TYPE_CHECKING:
     import torch
 
 EXAMPLES = Path(__file__).resolve().parent
 RANKS, SHARDS = 4, 2
 VOCABULARY = 256
+SEQUENCE = 128
+DEFAULT_ITERATIONS, WARMUP_ITERATIONS, MORE_ITERATIONS = 400, 10, 20
 # fp32 weight, its gradient, and Adam's two moments.
 BYTES_PER_PARAMETER = 4 * 4
 LOGITS_TOLERANCE = 1e-5
@@ -41,19 +47,20 @@ PROMPT = "def "
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope "
+    f"--num-query-groups 2 --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 1 "
     "--attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader"
 )
 SCHEDULE = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
-    "--lr-warmup-iters 10 --weight-decay 0.01 --clip-grad 1.0 --adam-beta2 0.98 "
+    f"--lr-warmup-iters {WARMUP_ITERATIONS} --weight-decay 0.01 --clip-grad 1.0 --adam-beta2 0.98 "
     "--split 98,2,0 --eval-iters 2 --eval-interval 100000 --log-interval 1"
 )
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|.*lm loss: (\S+)")
 _VALIDATION = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
+_PUSH = re.compile(r"refit: (version \d+ sent.*)")
 _SHARD = re.compile(r"number of parameters on .*rank \(0, 0, 0\): (\d+)")
 
 
@@ -72,6 +79,8 @@ class Summary:
         parameters: parameters of the whole model.
         logits_difference: largest difference between Megatron's logits and the export's.
         seconds: duration of each phase.
+        pushes: what each push into vLLM reported.
+        written: what vLLM wrote, with the weights that it then had.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -80,6 +89,8 @@ class Summary:
     parameters: int = 0
     logits_difference: float = float("nan")
     seconds: dict[str, float] = field(default_factory=dict)
+    pushes: list[str] = field(default_factory=list)
+    written: list[tuple[str, str]] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -131,9 +142,9 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
     return [*launcher, *arguments]
 
 
-def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
-    """Train and save a checkpoint to ``folder``/checkpoint."""
-    command = torchrun(
+def training_command(folder: Path, iterations: int, *more: str) -> list[str]:
+    """Command line of a training run that ends at step ``iterations``."""
+    return torchrun(
         RANKS,
         "-m",
         "megatron_patches",
@@ -141,11 +152,16 @@ def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -
         *MODEL.split(),
         *SCHEDULE.split(),
         *f"--data-path {folder / 'data' / 'stdlib'} --data-cache-path {folder / 'data' / 'cache'}".split(),
-        *f"--train-iters {iterations} --save {folder / 'checkpoint'} --save-interval {iterations}".split(),
-        *f"--etp-size {SHARDS}".split(),
+        *f"--train-iters {iterations} --etp-size {SHARDS}".split(),
+        *more,
     )
+
+
+def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
+    """Train and save a checkpoint to ``folder``/checkpoint."""
+    saving = f"--save {folder / 'checkpoint'} --save-interval {iterations}"
     task = progress.add_task("train", total=iterations, note="starting 4 processes")
-    for line in run(command, folder / "train.log"):
+    for line in run(training_command(folder, iterations, *saving.split()), folder / "train.log"):
         if match := _ITERATION.search(line):
             summary.losses.append(float(match[3]))
             progress.update(task, completed=int(match[1]), note=f"loss {summary.losses[-1]:.3f}")
@@ -154,6 +170,46 @@ def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -
         elif match := _VALIDATION.search(line):
             summary.validation = float(match[1])
     progress.update(task, note=f"loss {summary.losses[0]:.3f} -> {summary.losses[-1]:.3f}")
+
+
+def push(folder: Path, server: Server, summary: Summary) -> None:
+    """Stream the checkpoint's weights into the running server, from as many shards as it was trained with."""
+    arguments = f"push --load {folder / 'checkpoint'} --etp-size {SHARDS} --engines {server.url}"
+    for line in run(torchrun(SHARDS, "-m", "megatron_patches.refit", *arguments.split()), folder / "push.log"):
+        if line.startswith("version "):
+            summary.pushes.append(line.strip())
+
+
+def train_on(folder: Path, iterations: int, server: Server, summary: Summary) -> None:
+    """Train further from the checkpoint, and let the run push what it has learnt."""
+    total = iterations + MORE_ITERATIONS
+    more = f"--load {folder / 'checkpoint'} --override-opt_param-scheduler --refit-engines {server.url}"
+    command = training_command(folder, total, *more.split(), "--refit-interval", str(MORE_ITERATIONS))
+    for line in run(command, folder / "train_on.log"):
+        if match := _PUSH.search(line):
+            summary.pushes.append(match[1])
+
+
+def serve_and_push(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
+    """Start vLLM, push, train further, push again; note what it writes each time.
+
+    Raises:
+        QuickstartError: if a push has not changed what vLLM writes.
+    """
+    write_byte_tokenizer(folder / "hf", VOCABULARY - 1)
+    with ExitStack() as stack:
+        with summary.phase("start vLLM"), step(progress, "vLLM"):
+            server = stack.enter_context(serve(folder / "hf", SEQUENCE, folder / "vllm.log"))
+        summary.written.append(("random weights", server.complete(PROMPT, 60)))
+        with summary.phase("push into vLLM"), step(progress, "push"):
+            push(folder, server, summary)
+        summary.written.append((f"after {iterations} steps", server.complete(PROMPT, 60)))
+        with summary.phase("train on and push again"), step(progress, "train on"):
+            train_on(folder, iterations, server, summary)
+        summary.written.append((f"after {iterations + MORE_ITERATIONS} steps", server.complete(PROMPT, 60)))
+    texts = [text for _, text in summary.written]
+    if len(set(texts)) < len(texts) and iterations >= DEFAULT_ITERATIONS:
+        raise QuickstartError(f"a push did not change what vLLM writes: {texts}")
 
 
 def export(folder: Path) -> None:
@@ -226,6 +282,9 @@ def show(console: Console, summary: Summary, text: str) -> None:
     """Print the generated text and the table of results."""
     console.rule("what the model writes")
     console.print(text.rstrip(), markup=False, highlight=False)
+    for weights, written in summary.written:
+        console.rule(f"what vLLM writes: {weights}")
+        console.print(PROMPT + written.rstrip(), markup=False, highlight=False)
     table = Table(title=f"ETP {SHARDS} x DP {RANKS // SHARDS} on {RANKS} processes", show_header=False)
     table.add_row("training loss, first and last", f"{summary.losses[0]:.3f} -> {summary.losses[-1]:.3f}")
     table.add_row("loss on held-out files", f"{summary.validation:.3f}")
@@ -236,6 +295,8 @@ def show(console: Console, summary: Summary, text: str) -> None:
         f"{with_etp / 1e6:.2f} MB, without ETP {without / 1e6:.2f} MB ({with_etp / without:.0%})",
     )
     table.add_row("largest difference of logits, Megatron and export", f"{summary.logits_difference:.1e}")
+    for line in summary.pushes:
+        table.add_row("pushed into vLLM", line)
     for name, seconds in summary.seconds.items():
         table.add_row(f"seconds to {name}", f"{seconds:.1f}")
     table.add_row("seconds in all", f"{sum(summary.seconds.values()):.1f}")
@@ -255,8 +316,13 @@ def main() -> int:
     """Run all phases; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("quickstart-out"), help="folder for all that is written")
-    parser.add_argument("--iterations", type=int, default=400, help="steps of training (%(default)s)")
+    parser.add_argument("--iterations", type=int, default=DEFAULT_ITERATIONS, help="steps of training (%(default)s)")
+    parser.add_argument("--no-vllm", action="store_true", help="leave out vLLM")
     options = parser.parse_args()
+    if options.iterations <= WARMUP_ITERATIONS:
+        parser.error(f"--iterations is {options.iterations}; the learning rate alone warms up for {WARMUP_ITERATIONS}")
+    if not options.no_vllm and importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed; `make venv` installs it, --no-vllm does without")
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     quiet()
@@ -288,7 +354,9 @@ def main() -> int:
                 model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="float32").eval()
                 compare(folder, model, summary)
                 text = generate(model, 120)
-    except QuickstartError as error:
+            if not options.no_vllm:
+                serve_and_push(folder, options.iterations, progress, summary)
+    except (QuickstartError, ServerError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1
     show(console, summary, text)

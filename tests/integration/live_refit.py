@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import signal
 import warnings
 import zlib
 from typing import Any
 
 import torch
 
+from megatron_patches.refit import packets
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.export import export_checkpoint
 from megatron_patches.refit.session import RefitOptions, RefitSession
@@ -125,8 +129,8 @@ def train_body(
     (model,) = chunks
     model.train()
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    tokens = torch.randint(0, 37, (2, 17), generator=generator)
     for _ in range(3):
-        tokens = torch.randint(0, 37, (2, 17), generator=generator)
         positions = torch.arange(16).expand(2, -1)
         loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
         loss.backward()
@@ -134,7 +138,7 @@ def train_body(
         losses.append(float(loss.detach()))
         with torch.no_grad():
             for param in model.parameters():
-                param.data.add_(param.grad.to(param.dtype), alpha=-0.5)
+                param.data.add_(param.grad.to(param.dtype), alpha=-0.1)
                 param.grad = None
     model.eval()
     pushing.push(version + 1)
@@ -143,3 +147,31 @@ def train_body(
     answer = (engine.parameters(), engine.log_probabilities(PROMPTS)) if engine is not None else ([], [])
     pushing.close()
     return losses, *answer
+
+
+def killed_body(rank: int, world_size: int, case: Case, address: str, version: int, victim: int, phase: str) -> None:
+    """A push in which rank ``victim`` is killed in ``phase``."""
+    del world_size
+    chunks = start(case)
+    fill(case, chunks, 1)
+    pushing = session(case, chunks, rank, address, TransportName.SHM)
+    if rank == victim and phase == "describing":
+        kill_in(pushing, "_describe")
+    pushing.prepare()
+    if rank == victim and phase == "sending":
+        kill_in(packets.Sender, "pack", calls=2)
+    if rank == victim and phase == "committing":
+        kill_in(VllmConnection, "commit")
+    pushing.push(version)
+
+
+def kill_in(owner: Any, name: str, calls: int = 1) -> None:
+    """Ends this process, as the kernel would, in the ``calls``-th call of a method."""
+    original, left = getattr(owner, name), itertools.count(calls - 1, -1)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)

@@ -122,6 +122,10 @@ class VllmConnection:
         found: list[dict[str, str]] = self.call("parameters")
         return found
 
+    def sabotage(self, rank: int, where: str) -> None:
+        """Lets the next refit fail on worker ``rank``; see :func:`_sabotage`."""
+        self.call("sabotage", rank, where)
+
     def log_probabilities(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of each prompt's tokens after the first."""
         found: list[list[float]] = self.call("log_probabilities", [list(prompt) for prompt in prompts])
@@ -155,6 +159,9 @@ class _Served:
         found: list[dict[str, str]] = self._llm.collective_rpc(_digests)
         return found
 
+    def sabotage(self, rank: int, where: str) -> None:
+        self._llm.collective_rpc(_sabotage, args=(rank, where))
+
     def log_probabilities(self, prompts: list[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams, TokensPrompt
 
@@ -179,16 +186,38 @@ def _digests(worker: Any) -> dict[str, str]:
     }
 
 
+def _sabotage(worker: Any, rank: int, where: str) -> None:
+    """Lets the next refit fail on one worker: when it makes ``memory``, in ``build`` or, half done, in ``apply``."""
+    from megatron_patches.refit.vllm.reload import Replacement
+
+    if worker.rank != rank:
+        return
+    engine = worker.weight_transfer_engine
+    owner, name = (engine, "_make_memory") if where == "memory" else (Replacement, where)
+    original = getattr(owner, name)
+
+    def fail(*args: Any) -> None:
+        setattr(owner, name, original)
+        if where == "apply":
+            original(*args)
+        raise MemoryError(f"sabotaged {where}")
+
+    setattr(owner, name, fail)
+
+
 def _serve(connection: Connection, served: _Served) -> None:
     while True:
         try:
             command, args = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         try:
-            connection.send((True, getattr(served, command)(*args)))
+            answer = True, getattr(served, command)(*args)
         except Exception as error:  # noqa: BLE001 - carried to the caller
-            connection.send((False, f"{type(error).__name__}: {error}"))
+            answer = False, f"{type(error).__name__}: {error}"
+        # The caller may have been killed.
+        with contextlib.suppress(OSError):
+            connection.send(answer)
 
 
 def main() -> None:

@@ -1,0 +1,85 @@
+"""Whatever fails, and whenever: a live engine goes on with the weights it had, says why, and takes the next push."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.integration.live_refit import PROMPTS, export_body, killed_body, push_body
+from tests.integration.test_live_refit import QWEN3
+from tests.support.launch import RanksFailedError, run_distributed
+from tests.support.live_models import Case
+from tests.support.vllm_host import VllmConnection, VllmHost
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(600),
+]
+
+CASE = Case(TrainerMesh(etp=2), (), QWEN3)
+
+
+@dataclass
+class Engine:
+    """An engine of two workers that serves model 2."""
+
+    address: str
+    connection: VllmConnection
+    versions: Iterator[int]
+
+    def state(self) -> tuple[list[dict[str, str]], list[list[float]]]:
+        return self.connection.parameters(), self.connection.log_probabilities(PROMPTS)
+
+    def push(self, seed: int) -> None:
+        args = ([(CASE, next(self.versions))], self.address, (seed,))
+        run_distributed(push_body, 2, args=args, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("engine")
+    args = (Case(TrainerMesh(), (), QWEN3), 2, str(folder / "checkpoint"))
+    run_distributed(export_body, 1, args=args, timeout_s=180)
+    with VllmHost(folder / "checkpoint", folder, tensor_parallel_size=2) as host:
+        yield Engine(host.address, host.connect(), itertools.count(1))
+
+
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [(1, "describing"), (0, "describing"), (1, "sending"), (0, "sending"), (0, "committing")],
+)
+def test_a_killed_trainer_leaves_the_old_weights_and_no_wait(engine: Engine, victim: int, phase: str) -> None:
+    before = engine.state()
+    args = (CASE, engine.address, next(engine.versions), victim, phase)
+    started = time.monotonic()
+    with pytest.raises(RanksFailedError) as raised:
+        run_distributed(killed_body, 2, args=args, timeout_s=120, fresh=True)
+    assert time.monotonic() - started < 90
+    kinds = {failure.rank: failure.kind for failure in raised.value.failures}
+    assert kinds[victim] == "exit"
+    assert engine.state() == before
+    engine.push(1)
+    assert engine.state() != before
+    engine.push(2)
+    assert engine.state() == before
+
+
+@pytest.mark.parametrize("where", ["memory", "build", "apply"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_fails_keeps_both_workers_on_the_old_weights(engine: Engine, rank: int, where: str) -> None:
+    before = engine.state()
+    seed = 4 + rank
+    engine.connection.sabotage(rank, where)
+    with pytest.raises(RanksFailedError, match=r"sabotaged|was not taken"):
+        engine.push(seed)
+    assert engine.state() == before
+    engine.push(seed)
+    assert engine.state() != before
+    engine.push(2)
+    assert engine.state() == before
