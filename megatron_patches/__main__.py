@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import megatron_patches
 from megatron_patches.command_line import USAGE_ERROR, exit_with
+from megatron_patches.process_exit import ProcessGroupsAtExit
 
 _USAGE = "usage: torchrun [...] -m megatron_patches SCRIPT.py [arguments of the script] [--etp-size N] [--help]"
 
@@ -40,7 +42,14 @@ def main(arguments: list[str]) -> None:
         exit_with(str(error), rank)
     # run_path makes the script the __main__ module while it runs, under its own path: processes that it spawns, such
     # as checkpoint writers, import it from there and stop at its `if __name__ == "__main__"`.
-    runpy.run_path(str(script), run_name="__main__")
+    at_exit = ProcessGroupsAtExit()
+    atexit.register(at_exit)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        at_exit.went_well = not end.code
+        raise
+    at_exit.went_well = True
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.cases import LLAMA, SCHEDULE
-from tests.integration.megatron_run import PRETRAIN_GPT
+from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
 
 pytestmark = pytest.mark.integration
 
@@ -29,6 +29,26 @@ def square(value):
 if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print("RESULT", sys.argv[1:], beside.NAME, pool.map(square, [7]), __file__)
+"""
+
+
+ENDING = """
+import atexit
+import sys
+
+import torch.distributed as dist
+
+destroy = dist.destroy_process_group
+
+def destroy_and_say_so(group=None):
+    if group is None:
+        print("DESTROYED")
+    destroy(group)
+
+dist.destroy_process_group = destroy_and_say_so
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(lambda: print("SCRIPT ENDS", dist.is_initialized()))
+{end}
 """
 
 
@@ -64,6 +84,36 @@ def test_the_script_runs_as_the_main_program(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     expected = f"RESULT ['--one', '2'] next to the script [49] {script}"
     assert expected in process.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "expected"),
+    [
+        ("", 0, ["SCRIPT ENDS True", "DESTROYED"]),
+        ("sys.exit()", 0, ["SCRIPT ENDS True", "DESTROYED"]),
+        ("sys.exit(3)", 3, ["SCRIPT ENDS True"]),
+        ("raise ValueError('mine')", 1, ["SCRIPT ENDS True"]),
+    ],
+)
+def test_process_groups_end_with_a_script_that_ends_well(
+    tmp_path: Path, end: str, status: int, expected: list[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING.format(end=end))
+    process = launch(str(script))
+    assert process.returncode == status, process.stderr
+    assert process.stdout.splitlines() == expected
+    assert ("ValueError: mine" in process.stderr) == (status == 1)
+
+
+@pytest.mark.parametrize("script", [PRETRAIN_GPT, PRETRAIN_FROZEN], ids=["that ends its groups", "that does not"])
+def test_a_training_ends_without_a_word(script: Path) -> None:
+    flags = f"{LLAMA} {SCHEDULE} --etp-size 2 --train-iters 2 --use-distributed-optimizer".split()
+    freeze = ["--freeze", "^embedding"] if script == PRETRAIN_FROZEN else []
+    process = launch(str(script), *flags, *freeze, ranks=2, PYTHONPATH=str(ROOT))
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "terminate called" not in process.stderr
 
 
 def test_help_of_a_megatron_script_lists_the_flags() -> None:
