@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patches import refit_training
 from megatron_patches.arguments import add_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,12 @@ def test_flags_that_are_documented_are_the_flags(page: str) -> None:
     assert documented <= options
     # A flag with a negation is documented by the one that is not the default.
     assert {option.replace("--no-", "--") for option in documented} == {o.replace("--no-", "--") for o in options}
+
+
+def test_refit_flags_that_are_documented_are_the_flags() -> None:
+    parser = refit_training.add_arguments(argparse.ArgumentParser())
+    options = {option for action in parser._actions for option in action.option_strings if "refit" in option}
+    assert set(FLAG.findall((ROOT / "docs" / "live_refit.md").read_text())) == options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
