@@ -107,8 +107,10 @@ def _expert_maps_with_memory() -> Iterator[None]:
 
     names = [name for name in dir(maps) if "expert_map" in name and callable(getattr(maps, name))]
     functions = {name: getattr(maps, name) for name in names if not isinstance(getattr(maps, name), type)}
-    classes = [item for item in vars(maps).values() if isinstance(item, type) and item.__module__ == maps.__name__]
-    constructors = {item: item.__init__ for item in classes if "__init__" in vars(item)}
+    classes: list[Any] = [
+        item for item in vars(maps).values() if isinstance(item, type) and item.__module__ == maps.__name__
+    ]
+    constructors: dict[Any, Any] = {item: item.__init__ for item in classes if "__init__" in vars(item)}
 
     def on_cpu(function: Any) -> Any:
         @functools.wraps(function)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import TensorSpec, View
+from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer, make_part, make_plan
@@ -98,3 +98,30 @@ def test_what_only_one_rank_has_counts_before_anything_is_shared() -> None:
     sources = [having(0, large), having(1, large + small)]
     plan = make_plan(large + small, sources, [having(0, large + small)])
     assert plan.bytes_by_source() == {0: 120, 1: 124}
+
+
+def test_the_worked_example_of_the_documentation() -> None:
+    spec = TensorSpec("w", (6, 2), "float32")
+    first, second = spec.box.with_range(0, 0, 4), spec.box.with_range(0, 4, 6)
+
+    def rank(number: int, box: Box, row: int = 0, rows: int = 4) -> Manifest:
+        end = 2 * (row + box.shape[0])
+        place = Placement(box, View("p", 2 * row, box.shape, (2, 1)))
+        return Manifest(number, "", (Storage("p", "float32", 2 * rows, end),), (place,))
+
+    sources = [rank(0, first), rank(1, second), rank(2, first), rank(3, second)]
+    wanted = [rank(0, spec.box.with_range(0, 0, 3)), rank(1, spec.box.with_range(0, 3, 6), row=3, rows=6)]
+    plan = make_plan([spec], sources, wanted)
+    assert prove(plan, sources, wanted).elements == 12
+    found = [
+        (
+            item.box.start[0],
+            item.box.stop[0],
+            item.source,
+            item.destination,
+            item.read.offset // 2,
+            item.write.offset // 2,
+        )
+        for item in plan.transfers
+    ]
+    assert found == [(0, 3, 0, 0, 0, 0), (3, 4, 2, 1, 3, 3), (4, 6, 1, 1, 0, 4)]
