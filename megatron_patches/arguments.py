@@ -33,13 +33,20 @@ class MegatronEtpConfig:
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags to ``parser`` and return it."""
-    defaults = EtpConfig()
     group = parser.add_argument_group(
         title="extended tensor parallelism (ETP)",
         description="Shards every linear weight, its gradient and its optimizer state over one more group of ranks, "
         "laid along data parallelism: the ranks of a group see different microbatches. This is NOT Megatron's expert "
         "tensor parallelism (--expert-tensor-parallel-size), which is also written ETP.",
     )
+    _add_sizes(group)
+    _add_gathering(group)
+    _add_reducing(group)
+    _add_diagnosis(group)
+    return parser
+
+
+def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--etp-size",
         type=int,
@@ -56,6 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Shard each expert's weights over N ranks, on top of expert tensor parallelism and apart from "
         "--etp-size. Default: 1.",
     )
+    group.add_argument(
+        "--etp-pad-for-alignment",
+        type=int,
+        default=EtpConfig().pad_for_alignment,
+        metavar="ROWS",
+        help="Pad weights so that each shard's rows are a multiple of this; 0 forbids padding, and a weight that does "
+        "not divide is an error. Padding never reaches a checkpoint. Default: %(default)s.",
+    )
+
+
+def _add_gathering(group: argparse._ArgumentGroup) -> None:
+    defaults = EtpConfig()
     group.add_argument(
         "--etp-transport",
         choices=[name.value for name in TransportName],
@@ -79,14 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Bytes of gathered weights that may stay between forward and backward, to save gathers where there is "
         "memory to spare. Default: %(default)s.",
     )
-    group.add_argument(
-        "--etp-pad-for-alignment",
-        type=int,
-        default=defaults.pad_for_alignment,
-        metavar="ROWS",
-        help="Pad weights so that each shard's rows are a multiple of this; 0 forbids padding, and a weight that does "
-        "not divide is an error. Padding never reaches a checkpoint. Default: %(default)s.",
-    )
+
+
+def _add_reducing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--etp-reduce-once-per-iteration",
         action="store_true",
@@ -96,10 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--etp-fp32-accumulation",
         action=argparse.BooleanOptionalAction,
-        default=defaults.fp32_accumulation,
+        default=EtpConfig().fp32_accumulation,
         help="Sum the ranks' gradients in fp32 and in rank order; otherwise in the gradients' own type, by the "
         "backend's reduce-scatter.",
     )
+
+
+def _add_diagnosis(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--etp-print-chains",
         action="store_true",
@@ -113,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Wait this long for a collective before ending with an error that names it and the weight. Default: the "
         "process group's own, see --distributed-timeout-minutes.",
     )
-    return parser
 
 
 def apply_to_megatron(args: argparse.Namespace) -> None:

@@ -52,65 +52,67 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
                 action.help = action.help.replace("%", "%%")
 
 
+def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add_megatron_arguments)
+    def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = refit_training.add_arguments(arguments.add_arguments(add_megatron_arguments(parser)))
+        _mend_help(parser)
+        return parser
+
+    return replacement
+
+
+def _with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse_args)
+    def replacement(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        parsed: argparse.Namespace = parse_args(*args, **kwargs)
+        if cpu.needed():
+            cpu.set_required_arguments(parsed)
+        return parsed
+
+    return replacement
+
+
+def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Callable[..., Any]:
+    @functools.wraps(validate_args)
+    def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        try:
+            arguments.apply_to_megatron(args)
+            arguments.check(args)
+            refit_training.check(args)
+            config = arguments.config_from_args(args)
+        except arguments.UnsupportedConfigurationError as error:
+            exit_with(str(error), args.rank)
+        validated = validate_args(args, *rest, **kwargs)
+        api.configure(config)
+        return validated
+
+    return replacement
+
+
 def records(api: Configurable) -> tuple[PatchRecord, ...]:
     """The replacements in Megatron's parser.
 
     Args:
         api: told the options once they are parsed and checked.
     """
-
-    def with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(add_megatron_arguments)
-        def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = refit_training.add_arguments(arguments.add_arguments(add_megatron_arguments(parser)))
-            _mend_help(parser)
-            return parser
-
-        return replacement
-
-    def with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(parse_args)
-        def replacement(*args: Any, **kwargs: Any) -> argparse.Namespace:
-            parsed: argparse.Namespace = parse_args(*args, **kwargs)
-            if cpu.needed():
-                cpu.set_required_arguments(parsed)
-            return parsed
-
-        return replacement
-
-    def with_checks(validate_args: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(validate_args)
-        def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-            try:
-                arguments.apply_to_megatron(args)
-                arguments.check(args)
-                refit_training.check(args)
-                config = arguments.config_from_args(args)
-            except arguments.UnsupportedConfigurationError as error:
-                exit_with(str(error), args.rank)
-            validated = validate_args(args, *rest, **kwargs)
-            api.configure(config)
-            return validated
-
-        return replacement
-
     module = "megatron.training.arguments"
     return (
         PatchRecord(
             target=f"{module}:add_megatron_arguments",
-            replace=with_arguments,
+            replace=_with_arguments,
             reason="adds the flags of extended tensor parallelism to every Megatron script",
             sha256="a020f70583f160f2",
         ),
         PatchRecord(
             target=f"{module}:parse_args",
-            replace=with_cpu_settings,
+            replace=_with_cpu_settings,
             reason="a CPU run needs other values than Megatron's defaults",
             sha256="d7de3b150d7b2140",
         ),
         PatchRecord(
             target=f"{module}:validate_args",
-            replace=with_checks,
+            replace=functools.partial(_with_checks, api=api),
             reason="sets Megatron's shard counts and refuses what would not train correctly, before Megatron's checks",
             sha256="f379171b89b5c726",
         ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -181,29 +182,15 @@ def make_sharded_tensors_for_checkpoint_with_gtp_remat(
         One entry per name.
     """
     from megatron.core import parallel_state
-    from megatron.core import utils as core
-    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-    axes = tensor_parallel_layers_axis_map or {}
-    shard_group = next((tensor.group for tensor in state_dict.values() if is_sharded(tensor)), None)
     if intra_dp_cp_group is None:
         intra_dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
-    shard, shards = (
-        (core.get_pg_rank(shard_group), core.get_pg_size(shard_group)) if shard_group is not None else (0, 1)
-    )
-    data_rank = core.get_pg_rank(intra_dp_cp_group)
-    # What is not sharded is replicated over the shards' ranks. They go into the middle number of the replica id
-    # because Megatron overwrites the last one for experts.
-    cut_replica = (0, shard, data_rank)
-    whole_replica = (0, core.get_pg_rank(tp_group) * shards + shard, data_rank)
-    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
-
+    axes = tensor_parallel_layers_axis_map or {}
+    replicas = _Replicas.of(state_dict.values(), tp_group, intra_dp_cp_group)
     entries: dict[str, ShardedBase] = {}
     for name, tensor in state_dict.items():
         key = f"{prefix}{name}"
-        if name.endswith(extra_state_suffix):
-            entries[key] = make_sharded_object_for_checkpoint(tensor, key, sharded_offsets, replica_id=whole_replica)
-        elif is_sharded(tensor):
+        if is_sharded(tensor):
             entries[key] = sharded_rows_entry(
                 tensor,
                 key,
@@ -212,12 +199,56 @@ def make_sharded_tensors_for_checkpoint_with_gtp_remat(
                 tp_group=tp_group,
                 replica_group=intra_dp_cp_group,
             )
-        elif name in axes:
-            entries[key] = core.make_tp_sharded_tensor_for_checkpoint(
-                tensor, key, axes[name], replica_id=cut_replica, prepend_offsets=sharded_offsets, **groups
-            )
         else:
-            entries[key] = core.make_sharded_tensor_for_checkpoint(
-                tensor, key, replica_id=whole_replica, prepend_offsets=sharded_offsets, **groups
-            )
+            is_object = name.endswith(extra_state_suffix)
+            groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+            entries[key] = _replicated_entry(tensor, key, is_object, axes.get(name), sharded_offsets, replicas, groups)
     return entries
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Replica ids of what is not sharded, and so replicated over the ranks of the shards.
+
+    These go into the middle number because Megatron overwrites the last one for experts.
+
+    Attributes:
+        cut: of what tensor parallelism cuts.
+        whole: of what it does not cut.
+    """
+
+    cut: tuple[int, int, int]
+    whole: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor], tp_group: ProcessGroup, data_group: ProcessGroup) -> _Replicas:
+        """``data_group``: the ranks that hold the same shard of the sharded parameters among ``tensors``."""
+        from megatron.core.utils import get_pg_rank, get_pg_size
+
+        group = next((tensor.group for tensor in tensors if is_sharded(tensor)), None)
+        shard, shards = (0, 1) if group is None else (get_pg_rank(group), get_pg_size(group))
+        data_rank = get_pg_rank(data_group)
+        return cls(cut=(0, shard, data_rank), whole=(0, get_pg_rank(tp_group) * shards + shard, data_rank))
+
+
+def _replicated_entry(
+    tensor: torch.Tensor,
+    key: str,
+    is_object: bool,
+    tp_axis: int | None,
+    offsets: Offsets,
+    replicas: _Replicas,
+    groups: Mapping[str, ProcessGroup],
+) -> ShardedBase:
+    from megatron.core import utils as core
+    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
+    if is_object:
+        return make_sharded_object_for_checkpoint(tensor, key, offsets, replica_id=replicas.whole)
+    if tp_axis is None:
+        return core.make_sharded_tensor_for_checkpoint(
+            tensor, key, replica_id=replicas.whole, prepend_offsets=offsets, **groups
+        )
+    return core.make_tp_sharded_tensor_for_checkpoint(
+        tensor, key, tp_axis, replica_id=replicas.cut, prepend_offsets=offsets, **groups
+    )
