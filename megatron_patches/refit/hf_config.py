@@ -7,12 +7,16 @@ feature is refused by name of its flag, and the rotary frequencies are compared 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_families import read_hybrid_traits, read_latent_traits
+from megatron_patches.refit.hf_refusals import activation_name, attention_refusals, expert_refusals
+from megatron_patches.refit.source.deepseek_v3 import DeepseekV3Family
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import LlamaFamily
+from megatron_patches.refit.source.nemotron_h import NemotronHFamily
 from megatron_patches.refit.source.qwen2 import Qwen2Family
 from megatron_patches.refit.source.qwen3 import Qwen3Family
 from megatron_patches.refit.source.qwen3_moe import Qwen3MoeFamily
@@ -26,7 +30,7 @@ _LOW_FACTOR, _HIGH_FACTOR, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
 
 
 def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
-    """What a GPTModel is.
+    """What a GPTModel or a HybridModel is.
 
     Args:
         model: the model, or any pipeline stage of it, without wrappers.
@@ -35,6 +39,10 @@ def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
     Raises:
         UnsupportedModelError: naming every feature that cannot be exported, and its flag.
     """
+    if getattr(model, "hybrid_layer_pattern", None):
+        return read_hybrid_traits(model, vocab_size)
+    if model.config.multi_latent_attention:  # type: ignore[union-attr]
+        return read_latent_traits(model, vocab_size)
     refused = list(_refusals(model, vocab_size))
     if refused:
         raise UnsupportedModelError("cannot export this model: " + "; ".join(refused))
@@ -71,6 +79,10 @@ def family_for(traits: ModelTraits) -> ModelFamily:
     Raises:
         UnsupportedModelError: if none has.
     """
+    if traits.layer_kinds:
+        return NemotronHFamily(traits)
+    if traits.latent is not None:
+        return DeepseekV3Family(traits)
     if traits.qk_norm:
         if traits.qkv_bias or traits.linear_bias:
             raise UnsupportedModelError(
@@ -119,8 +131,6 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
         return
     if config.num_moe_experts:
         yield from _expert_refusals(config)
-    if config.multi_latent_attention:
-        yield "it uses multi-latent attention (--multi-latent-attention)"
     if config.mtp_num_layers:
         yield f"it has {config.mtp_num_layers} multi-token prediction layers (--mtp-num-layers)"
     if config.normalization != "RMSNorm":
@@ -128,12 +138,12 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
     if config.layernorm_zero_centered_gamma:
         yield "its norm weights are centred at zero (--apply-layernorm-1p)"
     if not config.gated_linear_unit or config.activation_func is not functional.silu:
-        yield f"its feed-forward is not a gated SiLU but {_activation_name(config)}; train with --swiglu"
+        yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
     if model.position_embedding_type != "rope":
         yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type rope"
     else:
         yield from _rotary_refusals(model, config)
-    yield from _attention_refusals(config)
+    yield from attention_refusals(config)
     if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
         yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"
 
@@ -145,49 +155,17 @@ def _expert_refusals(config: Any) -> Iterator[str]:
         yield f"only some of its layers have experts (--moe-layer-freq {frequency})"
     if config.moe_router_score_function != "softmax":
         yield f"its router scores by {config.moe_router_score_function} (--moe-router-score-function)"
-    kinds = config.moe_router_load_balancing_type
-    balancing = {kinds} if isinstance(kinds, str) else set(kinds)
-    if not balancing <= {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}:
-        yield f"its router chooses experts by --moe-router-load-balancing-type {kinds}"
     if config.moe_router_topk_scaling_factor not in {None, 1.0}:
         yield f"it scales its experts (--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor})"
     if not isinstance(getattr(config, "moe_router_pre_softmax", None), bool):
         yield "whether its experts' scores add up to one cannot be told (--moe-router-pre-softmax)"
-    unsupported = (
-        ("moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
-        ("moe_router_enable_expert_bias", "--moe-router-enable-expert-bias"),
-        ("moe_router_num_groups", "--moe-router-num-groups"),
-        ("moe_expert_capacity_factor", "--moe-expert-capacity-factor"),
-        ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
-        ("moe_latent_size", "--moe-latent-size"),
-        ("moe_mlp_glu_interleave_size", "--moe-mlp-glu-interleave-size"),
-        ("moe_router_force_load_balancing", "--moe-router-force-load-balancing"),
-        ("moe_router_force_biased", "--moe-router-force-biased"),
-    )
-    for name, flag in unsupported:
-        if getattr(config, name, None):
-            yield f"it sets {flag} ({getattr(config, name)})"
-
-
-def _attention_refusals(config: Any) -> Iterator[str]:
-    unsupported: Sequence[tuple[str, object, str]] = (
-        ("qk_l2_norm", False, "--qk-l2-norm"),
-        ("attention_output_gate", False, "--attention-output-gate"),
-        ("window_size", None, "--window-size"),
-        ("softmax_scale", None, "--softmax-scale"),
-        ("softmax_type", "vanilla", "--softmax-type"),
-        ("experimental_attention_variant", None, "--experimental-attention-variant"),
-        ("no_rope_freq", None, "--no-rope-freq"),
-        ("apply_residual_connection_post_layernorm", False, "--apply-residual-connection-post-layernorm"),
-        ("activation_func_clamp_value", None, "--activation-func-clamp-value"),
-        ("glu_linear_offset", 0.0, "--glu-linear-offset"),
-        ("heterogeneous_block_specs", False, "--heterogeneous-layers-config-path"),
-        ("use_mup", False, "--use-mup"),
-    )
-    for name, plain, flag in unsupported:
-        value = getattr(config, name, plain)
-        if value != plain and value:
-            yield f"it sets {flag} ({value})"
+    if config.moe_shared_expert_intermediate_size:
+        yield f"it sets --moe-shared-expert-intermediate-size ({config.moe_shared_expert_intermediate_size})"
+    if config.moe_router_enable_expert_bias:
+        yield "it sets --moe-router-enable-expert-bias (True)"
+    if config.moe_router_num_groups:
+        yield f"it sets --moe-router-num-groups ({config.moe_router_num_groups})"
+    yield from expert_refusals(config)
 
 
 def _rotary_refusals(model: torch.nn.Module, config: Any) -> Iterator[str]:
@@ -200,11 +178,6 @@ def _rotary_refusals(model: torch.nn.Module, config: Any) -> Iterator[str]:
         yield f"it uses --rotary-seq-len-interpolation-factor {rotary.seq_len_interpolation_factor}"
     if float(model.rotary_percent) == 1.0 and not _rope_agrees(model, config):  # type: ignore[arg-type]
         yield "its rotary frequencies follow neither --rotary-base alone nor Llama 3's scaling of it"
-
-
-def _activation_name(config: Any) -> str:
-    name = getattr(config.activation_func, "__name__", str(config.activation_func))
-    return f"a {'gated ' if config.gated_linear_unit else ''}{name}"
 
 
 def rotary_frequencies(head_dim: int, base: float, scaling_factor: float | None) -> list[float]:

@@ -55,6 +55,7 @@ def build_hybrid_chunk(case: Case, chunk: int) -> Any:
         moe_shared_expert_intermediate_size=traits.shared_ffn_hidden_size or None,
         moe_router_enable_expert_bias=traits.router_bias,
         moe_router_score_function="sigmoid",
+        layernorm_epsilon=traits.norm_eps,
         **common_settings(case),
     )
     stage = chunk if mesh.vpp > 1 else None

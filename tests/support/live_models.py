@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_patches.refit.hf_config import read_traits
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.mesh import TrainerMesh
@@ -120,6 +121,8 @@ def compare(case: Case) -> None:
     options = TrainerOptions(vocab_multiple=40 // case.mesh.tp)
     for rank in case.ranks:
         with live_chunks(case, rank) as chunks:
+            if family.traits.latent is not None or family.traits.layer_kinds:
+                assert read_traits(chunks[0], family.traits.vocab_size) == family.traits
             live = by_storage(item.shard for item in describe_model(chunks))
             sizes = {item.shard.storage: item.memory.numel() for item in describe_model(chunks)}
         found = by_storage(param_shards(family.traits, case.mesh, rank, options))
@@ -153,8 +156,14 @@ def common_settings(case: Case) -> dict[str, Any]:
             "num_moe_experts": traits.num_experts,
             "moe_ffn_hidden_size": traits.moe_ffn_hidden_size,
             "expert_gtp_weight_remat_size": mesh.expert_etp,
+            "moe_router_topk": traits.experts_per_token,
             "sequence_parallel": mesh.tp > 1,
         }
+    if traits.router is not None:
+        grouped = traits.router.groups > 1
+        settings["moe_router_num_groups"] = traits.router.groups if grouped else None
+        settings["moe_router_group_topk"] = traits.router.groups_per_token if grouped else None
+        settings["moe_router_topk_scaling_factor"] = traits.router.scaling
     return settings
 
 
@@ -195,6 +204,7 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
         moe_shared_expert_intermediate_size=traits.shared_ffn_hidden_size or None,
         moe_router_enable_expert_bias=traits.router_bias,
         moe_router_score_function="sigmoid",
+        layernorm_epsilon=traits.norm_eps,
         mtp_num_layers=traits.mtp_layers or None,
         **common_settings(case),
     )

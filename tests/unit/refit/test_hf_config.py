@@ -35,6 +35,10 @@ def fake_model(**changes: Any) -> Any:
         moe_router_score_function="softmax",
         moe_router_load_balancing_type="aux_loss",
         moe_router_topk_scaling_factor=None,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_enable_expert_bias=False,
+        moe_shared_expert_intermediate_size=None,
         multi_latent_attention=False,
         mtp_num_layers=None,
         normalization="RMSNorm",
@@ -78,7 +82,6 @@ def test_a_plain_model_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"multi_latent_attention": True}, "--multi-latent-attention"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"normalization": "LayerNorm"}, "--normalization RMSNorm"),
         ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
@@ -100,8 +103,8 @@ def test_what_llama_cannot_express_is_refused_by_its_flag(changes: dict[str, Any
 
 
 def test_every_refused_feature_is_listed() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"--multi-latent-attention.*; .*--qk-l2-norm"):
-        read_traits(fake_model(multi_latent_attention=True, qk_l2_norm=True), 251)
+    with pytest.raises(UnsupportedModelError, match=r"--mtp-num-layers.*; .*--qk-l2-norm"):
+        read_traits(fake_model(mtp_num_layers=1, qk_l2_norm=True), 251)
 
 
 @pytest.mark.parametrize("pre_softmax", [False, True])
@@ -185,3 +188,121 @@ def test_transformers_computes_the_same_frequencies(factor: float | None) -> Non
     theirs = LlamaRotaryEmbedding(config).inv_freq
     ours = torch.tensor(rotary_frequencies(128, 500000.0, factor))
     assert torch.allclose(theirs, ours, rtol=1e-6, atol=0)
+
+
+def latent_model(**changes: Any) -> Any:
+    """A model like DeepSeek-V3."""
+    plain: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 12,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 10,
+        "rope_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_base": 10000,
+        "rotary_scaling_factor": 40,
+        "mscale_all_dim": 0.0,
+        "num_moe_experts": 8,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 64,
+        "mtp_num_layers": 1,
+    }
+    return fake_model(**(plain | changes))
+
+
+def test_latent_attention_is_deepseek_v3() -> None:
+    from transformers import DeepseekV3Config
+
+    config = build_config(family_for(read_traits(latent_model(), 251)), "bfloat16")
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    read = DeepseekV3Config(**config)
+    assert (read.q_lora_rank, read.kv_lora_rank, read.qk_nope_head_dim, read.qk_rope_head_dim) == (24, 16, 12, 8)
+    assert (read.n_group, read.topk_group, read.routed_scaling_factor, read.num_experts_per_tok) == (4, 2, 2.5, 4)
+    assert (read.first_k_dense_replace, read.n_shared_experts, read.norm_topk_prob) == (1, 2, True)
+    assert config["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_type": "yarn"}, "--rope-type rope"),
+        ({"mscale_all_dim": 1.0}, "--mscale-all-dim 1.0"),
+        ({"qk_layernorm": False}, "--qk-layernorm"),
+        ({"num_moe_experts": None}, "it has no experts"),
+        ({"moe_layer_freq": [0, 1, 0, 1]}, "--moe-layer-freq"),
+        ({"moe_shared_expert_intermediate_size": 50}, "50 wide, no multiple of 32"),
+        ({"moe_router_score_function": "softmax"}, "--moe-router-score-function sigmoid"),
+        ({"moe_router_enable_expert_bias": False}, "--moe-router-enable-expert-bias"),
+        ({"moe_router_group_topk": 1}, "ranks groups by their best 4 experts"),
+        ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate"),
+        ({"add_bias_linear": True}, "--disable-bias-linear"),
+        ({"normalization": "LayerNorm"}, "--normalization RMSNorm"),
+        ({"activation_func": functional.gelu}, "a gated gelu"),
+        ({"window_size": (128, 0)}, "--window-size"),
+        ({"model_vocab_size": 128}, "which cannot hold 251 tokens"),
+    ],
+)
+def test_what_deepseek_v3_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_traits(latent_model(**changes), 251)
+
+
+def hybrid_model(**changes: Any) -> Any:
+    """A model like NemotronH."""
+    plain: dict[str, Any] = {
+        "model_hybrid_layer_pattern": "M-M*|ME",
+        "model_position_embedding_type": "none",
+        "gated_linear_unit": False,
+        "activation_func": lambda x: functional.relu(x).square(),
+        "layernorm_epsilon": 1e-5,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 4,
+        "num_moe_experts": 8,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 48,
+    }
+    return fake_model(**(plain | changes))
+
+
+def test_a_hybrid_is_nemotron_h() -> None:
+    from transformers import NemotronHConfig
+
+    config = build_config(family_for(read_traits(hybrid_model(), 251)), "bfloat16")
+    assert config["architectures"] == ["NemotronHForCausalLM"]
+    read = NemotronHConfig(**config)
+    assert read.hybrid_override_pattern == "M-M*ME"
+    assert (read.mamba_num_heads, read.mamba_head_dim, read.n_groups, read.ssm_state_size) == (8, 16, 2, 4)
+    assert (read.n_routed_experts, read.moe_intermediate_size, read.moe_shared_expert_intermediate_size) == (8, 32, 48)
+    dense = read_traits(hybrid_model(model_hybrid_layer_pattern="M*-", mamba_num_heads=None), 251)
+    assert (dense.num_experts, dense.mamba.heads) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_hybrid_layer_pattern": "MG"}, "its layers are MG .--hybrid-layer-pattern"),
+        ({"model_position_embedding_type": "rope"}, "--position-embedding-type none"),
+        ({"activation_func": functional.relu}, "not a squared ReLU but a relu"),
+        ({"gated_linear_unit": True}, "--squared-relu"),
+        ({"qk_layernorm": True}, "--qk-layernorm"),
+        ({"layernorm_epsilon": 1e-6}, "epsilon of 1e-06"),
+        ({"moe_router_score_function": "softmax"}, "--moe-router-score-function sigmoid"),
+        ({"moe_latent_size": 8}, "--moe-latent-size"),
+        ({"add_qkv_bias": True}, "--add-qkv-bias"),
+    ],
+)
+def test_what_nemotron_h_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_traits(hybrid_model(**changes), 251)
