@@ -24,7 +24,10 @@ class PauseMode(StrEnum):
 
 
 class EngineClient(Protocol):
-    """One engine. Calls block until all of its workers have done their part; errors carry the engine's reason."""
+    """One engine. Calls block until all of its workers have done their part.
+
+    How that went is told at the rendezvous; what is raised here is that an engine could not be reached.
+    """
 
     @property
     def name(self) -> str:
@@ -33,13 +36,10 @@ class EngineClient(Protocol):
     def world_size(self) -> int:
         """Number of its workers."""
 
-    def join(self, init_info: dict[str, Any]) -> None:
-        """Makes its workers join the rendezvous and agree on a plan."""
+    def call(self, call: dict[str, Any]) -> None:
+        """Makes its workers join the rendezvous, or receive a version beside the one that serves."""
 
-    def receive(self, update_info: dict[str, Any]) -> None:
-        """Makes its workers receive a version beside the one that serves."""
-
-    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
         """Lets the received version serve, with empty prefix caches."""
 
 
@@ -64,21 +64,15 @@ class HttpEngine:
         """See :class:`EngineClient`."""
         return int(self._call("GET", "get_world_size")["world_size"])
 
-    def join(self, init_info: dict[str, Any]) -> None:
+    def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
-        self._call("POST", "init_weight_transfer_engine", {"init_info": init_info})
+        self._call("POST", "init_weight_transfer_engine", {"init_info": call})
 
-    def receive(self, update_info: dict[str, Any]) -> None:
-        """See :class:`EngineClient`."""
-        self._call("POST", "start_weight_update")
-        self._call("POST", "update_weights", {"update_info": update_info})
-
-    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
         """See :class:`EngineClient`."""
         self._call("POST", f"pause?{urllib.parse.urlencode({'mode': pause.value})}")
         try:
-            self._call("POST", "update_weights", {"update_info": update_info})
-            self._call("POST", "finish_weight_update")
+            self.call(call)
             if pause is not PauseMode.KEEP:
                 self._call("POST", "reset_prefix_cache")
         finally:
@@ -118,20 +112,14 @@ class LocalEngine:
         """See :class:`EngineClient`."""
         return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
 
-    def join(self, init_info: dict[str, Any]) -> None:
+    def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        self._llm.init_weight_transfer_engine({"init_info": call})
 
-    def receive(self, update_info: dict[str, Any]) -> None:
-        """See :class:`EngineClient`."""
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": update_info})
-
-    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
+    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
         """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""
         del pause
-        self._llm.update_weights({"update_info": update_info})
-        self._llm.finish_weight_update()
+        self.call(call)
         self._llm.reset_prefix_cache()
 
 

@@ -126,6 +126,10 @@ class _Common:
         return dict(enumerate(addresses[self._options.sources :]))
 
 
+def _commit_topic(version: int) -> str:
+    return f"committing version {version}"
+
+
 class SourceParty(_Common):
     """One trainer rank.
 
@@ -178,6 +182,23 @@ class SourceParty(_Common):
             # Packets of the failed version may still be on their way; the next one takes fresh links.
             self._unlink()
             raise
+
+    def collect_commits(self, version: int, destinations: int, timeout_s: float) -> list[str]:
+        """Why workers have not committed a version; nothing where all have.
+
+        Args:
+            version: number of the weights.
+            destinations: number of workers.
+            timeout_s: seconds to wait for them.
+        """
+        parties = range(self._options.sources, self._options.sources + destinations)
+        found = self._assembly.collect(_commit_topic(version), parties, timeout_s)
+        reasons = {
+            f"engine worker {party - self._options.sources}: {reason}"
+            for party, reason in found.items()
+            if reason is not None
+        }
+        return sorted(reasons)
 
     def close(self) -> None:
         """Leaves."""
@@ -283,6 +304,10 @@ class DestinationParty(_Common):
         except BaseException:
             self._unlink()
             raise
+
+    def post_commit(self, version: int, reason: str | None) -> None:
+        """Tells the sources how a commit went; ``reason`` is why it failed, or None."""
+        self._assembly.post(_commit_topic(version), reason)
 
     def close(self) -> None:
         """Leaves."""

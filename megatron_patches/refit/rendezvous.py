@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -73,8 +73,16 @@ class _Alert(msgspec.Struct, tag=True):
     reason: str
 
 
-_ToServer = msgspec.msgpack.Decoder(_Join | _Outcome)
-_ToParty = msgspec.msgpack.Decoder(_Results | _Failure | _Alert)
+class _Notice(msgspec.Struct, tag=True):
+    """What a party has to say outside of any step; with an empty topic, that it has ended."""
+
+    topic: str
+    party: int
+    reason: str | None = None
+
+
+_ToServer = msgspec.msgpack.Decoder(_Join | _Outcome | _Notice)
+_ToParty = msgspec.msgpack.Decoder(_Results | _Failure | _Alert | _Notice)
 _encode = msgspec.msgpack.encode
 
 
@@ -155,9 +163,11 @@ class Rendezvous:
                 self._catch_up(party)
             while True:
                 message = _ToServer.decode(frames.receive(connection, Patience(_FOREVER_S, "a step")))
-                if isinstance(message, _Outcome):
-                    with self._lock:
+                with self._lock:
+                    if isinstance(message, _Outcome):
                         self._report(party, message)
+                    elif isinstance(message, _Notice):
+                        self._tell_all(message)
         except (PartyFailedError, msgspec.MsgspecError) as error:
             if party is not None:
                 with self._lock:
@@ -179,6 +189,7 @@ class Rendezvous:
             return
         self._gone[party] = f"{self._names[party]} has ended or closed its connection"
         logger.debug("refit: %s (%s)", self._gone[party], error)
+        self._tell_all(_Notice("", party, self._gone[party]))
         for number, step in list(self._steps.items()):
             if party not in step.outcomes:
                 step.outcomes[party] = _Outcome(number, step.what, reason=self._gone[party])
@@ -231,12 +242,12 @@ class Rendezvous:
                             step.outcomes[party] = _Outcome(number, step.what, reason=known)
                         self._settle(number)
 
-    def _tell_all(self, message: _Results | _Failure | _Alert) -> None:
+    def _tell_all(self, message: _Results | _Failure | _Alert | _Notice) -> None:
         for party in self._connections:
             if party not in self._gone:
                 self._tell(party, message)
 
-    def _tell(self, party: int, message: _Results | _Failure | _Alert) -> None:
+    def _tell(self, party: int, message: _Results | _Failure | _Alert | _Notice) -> None:
         try:
             frames.send(self._connections[party], _encode(message), Patience(30, self._names[party]))
         except PartyFailedError as error:
@@ -280,6 +291,7 @@ class Assembly:
         self._condition = threading.Condition()
         self._answers: dict[int, _Results | _Failure] = {}
         self._alerts: dict[int, str] = {}
+        self._notices: dict[str, dict[int, str | None]] = {}
         self._lost: str | None = None
         self.next_step = 0
         self._sending = threading.Lock()
@@ -336,11 +348,33 @@ class Assembly:
         """
         self._send(_Outcome(self.next_step - 1, what, reason=reason))
 
+    def post(self, topic: str, reason: str | None) -> None:
+        """Tells all parties how something went that is no step: ``reason`` is why it failed, or None."""
+        self._send(_Notice(topic, self.party, reason))
+
+    def collect(self, topic: str, parties: Iterable[int], timeout_s: float) -> dict[int, str | None]:
+        """Waits until each of ``parties`` has posted on ``topic`` or ended; one that does neither has failed.
+
+        Returns:
+            By party: why it failed, or None.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = set(parties)
+        with self._condition:
+            while True:
+                found = self._notices.get("", {}) | self._notices.get(topic, {})
+                if wanted <= set(found) or self._lost is not None or time.monotonic() > deadline:
+                    break
+                self._condition.wait(_TICK_S)
+            self._notices.pop(topic, None)
+        missing = self._lost or f"no answer within {timeout_s:.0f} s"
+        return {party: found.get(party, missing) for party in wanted}
+
     def close(self) -> None:
         """Leaves; steps that others still take will fail."""
         self._connection.close()
 
-    def _send(self, message: _Join | _Outcome) -> None:
+    def _send(self, message: _Join | _Outcome | _Notice) -> None:
         with self._sending:
             frames.send(self._connection, _encode(message), Patience(self.timeout_s, "the rendezvous"))
 
@@ -364,6 +398,8 @@ class Assembly:
                 with self._condition:
                     if isinstance(message, _Alert):
                         self._alerts.setdefault(message.step, message.reason)
+                    elif isinstance(message, _Notice):
+                        self._notices.setdefault(message.topic, {})[message.party] = message.reason
                     else:
                         self._answers[message.step] = message
                     self._condition.notify_all()

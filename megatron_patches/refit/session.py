@@ -99,6 +99,7 @@ class RefitSession:
         self._assembly: Assembly | None = None
         self._manifest: Manifest | None = None
         self._commit: _Commit | None = None
+        self._workers = 0
         self.version = 0
 
     @property
@@ -116,6 +117,7 @@ class RefitSession:
         """
         self.close()
         invitation, sizes = self._invite()
+        self._workers = sum(sizes)
         rank, sources = self._exchange.rank, self._exchange.size
         name = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
         self._assembly = Assembly(invitation, rank, name)
@@ -127,6 +129,7 @@ class RefitSession:
         first = sources
         for engine, size in zip(self._engines if self._first else (), sizes, strict=False):
             info = {
+                "call": "join",
                 **asdict(invitation),
                 "first_party": first,
                 "sources": sources,
@@ -134,7 +137,7 @@ class RefitSession:
                 "staging_bytes": self._options.staging_bytes,
                 "listen_host": self._options.host,
             }
-            calls.start(engine, lambda engine=engine, info=info: engine.join(info))  # type: ignore[misc]
+            calls.start(engine, lambda engine=engine, info=info: engine.call(info))  # type: ignore[misc]
             first += size
         self._party.prepare(self._describe)
         calls.finish(self._options.timeout_s)
@@ -162,14 +165,14 @@ class RefitSession:
             raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
         started = time.perf_counter()
         memory = self._memory()
-        receiving = {"version": version, "phase": "receive", "step": assembly.next_step, "linked": party.linked}
+        receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
         calls = _Calls(assembly, f"sending version {version}")
         for engine in self._engines if self._first else ():
-            calls.start(engine, lambda engine=engine: engine.receive(receiving))  # type: ignore[misc]
+            calls.start(engine, lambda engine=engine: engine.call(receiving))  # type: ignore[misc]
         party.push(version, memory)
         seconds = {"send": time.perf_counter() - started}
         self.version = version
-        self._commit = _Commit(version, calls, self._engines if self._first else (), self._options)
+        self._commit = _Commit(version, calls, self._engines if self._first else (), self._options, self._confirm)
         if wait:
             started = time.perf_counter()
             self.wait()
@@ -196,6 +199,18 @@ class RefitSession:
             self._rendezvous.close()
         self._rendezvous, self._party, self._assembly, self._manifest = None, None, None, None
         self._commit = None
+
+    def _confirm(self, version: int) -> None:
+        """Waits for the workers' word that they serve a version.
+
+        Raises:
+            RefitError: with the reasons of those that do not.
+        """
+        if self._party is None:
+            raise RefitError("the session was closed")
+        reasons = self._party.collect_commits(version, self._workers, self._options.timeout_s)
+        if reasons:
+            raise RefitError("; ".join(reasons))
 
     def _invite(self) -> tuple[Invitation, list[int]]:
         """Opens the rendezvous on the first rank and tells all ranks; a failure there is raised on all."""
@@ -243,8 +258,16 @@ class RefitSession:
 class _Commit:
     """The engines' commit of one version, in a thread of its own; nothing to do on ranks without engines."""
 
-    def __init__(self, version: int, calls: _Calls, engines: Sequence[EngineClient], options: RefitOptions) -> None:
+    def __init__(
+        self,
+        version: int,
+        calls: _Calls,
+        engines: Sequence[EngineClient],
+        options: RefitOptions,
+        confirm: Callable[[int], None],
+    ) -> None:
         self.version = version
+        self._confirm = confirm
         self._calls, self._engines, self._options = calls, engines, options
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"refit-commit-{version}", daemon=True)
@@ -254,7 +277,9 @@ class _Commit:
         try:
             self._calls.finish(self._options.timeout_s)
             for engine in self._engines:
-                engine.commit({"version": self.version, "phase": "commit"}, self._options.pause)
+                engine.commit({"call": "commit", "version": self.version}, self._options.pause)
+            if self._engines:
+                self._confirm(self.version)
         except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
             self._failure = describe_error(error)
 

@@ -97,7 +97,10 @@ class VllmConnection:
     def __init__(self, address: str) -> None:
         self._connection = Client(address, "AF_UNIX", _KEY)
 
-    def call(self, command: str, *args: Any) -> Any:
+    def call(self, call: dict[str, Any]) -> None:
+        self.run("call", call)
+
+    def run(self, command: str, *args: Any) -> Any:
         """Runs a command of :class:`_Served`; raises RefitError with its reason if it fails."""
         self._connection.send((command, args))
         good, value = self._connection.recv()
@@ -106,29 +109,23 @@ class VllmConnection:
         return value
 
     def world_size(self) -> int:
-        return int(self.call("world_size"))
+        return int(self.run("world_size"))
 
-    def join(self, init_info: dict[str, Any]) -> None:
-        self.call("join", init_info)
-
-    def receive(self, update_info: dict[str, Any]) -> None:
-        self.call("receive", update_info)
-
-    def commit(self, update_info: dict[str, Any], pause: PauseMode) -> None:
-        self.call("commit", update_info, pause.value)
+    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
+        self.run("commit", call, pause.value)
 
     def parameters(self) -> list[dict[str, str]]:
         """Digest of each parameter and buffer, by name, for every worker."""
-        found: list[dict[str, str]] = self.call("parameters")
+        found: list[dict[str, str]] = self.run("parameters")
         return found
 
     def sabotage(self, rank: int, where: str) -> None:
         """Lets the next refit fail on worker ``rank``; see :func:`_sabotage`."""
-        self.call("sabotage", rank, where)
+        self.run("sabotage", rank, where)
 
     def log_probabilities(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Of each prompt's tokens after the first."""
-        found: list[list[float]] = self.call("log_probabilities", [list(prompt) for prompt in prompts])
+        found: list[list[float]] = self.run("log_probabilities", [list(prompt) for prompt in prompts])
         return found
 
 
@@ -146,14 +143,11 @@ class _Served:
     def world_size(self) -> int:
         return self._engine.world_size()
 
-    def join(self, init_info: dict[str, Any]) -> None:
-        self._engine.join(init_info)
+    def call(self, call: dict[str, Any]) -> None:
+        self._engine.call(call)
 
-    def receive(self, update_info: dict[str, Any]) -> None:
-        self._engine.receive(update_info)
-
-    def commit(self, update_info: dict[str, Any], pause: str) -> None:
-        self._engine.commit(update_info, PauseMode(pause))
+    def commit(self, call: dict[str, Any], pause: str) -> None:
+        self._engine.commit(call, PauseMode(pause))
 
     def parameters(self) -> list[dict[str, str]]:
         found: list[dict[str, str]] = self._llm.collective_rpc(_digests)

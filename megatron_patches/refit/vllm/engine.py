@@ -1,9 +1,14 @@
 """vLLM's side of a refit: a ``WeightTransferEngine`` in every worker.
 
-vLLM calls it through ``init_weight_transfer_engine``, then per version ``start_weight_update``, ``update_weights``
-twice (``{"version": 7, "phase": "receive"}``, then ``"commit"``) and ``finish_weight_update``. Between the two phases
-the old version serves. A version takes effect on all workers of an engine or on none: each tells the others that it
-can before any does, and that it has before any forgets the old weights.
+[Note: calls] Everything comes through ``init_weight_transfer_engine``, with a ``call``: ``join`` once, then for each
+version ``receive`` and ``commit``; between the two the old version serves. vLLM's other calls are not used, for two
+reasons. Its worker notes that an update was started and refuses the next one until it was finished, which a trainer
+that was killed never does. And where an engine has several workers, an exception in one call leaves the answers of
+the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an
+earlier one. For the same reason no call raises: how it went is told at the trainer's rendezvous, and in the log.
+
+A version takes effect on all workers of an engine or on none: each tells the others that it can before any does, and
+that it has before any forgets the old weights.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from megatron_patches.refit.errors import RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.joint import DestinationParty, LinkOptions, Model
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Bits
@@ -44,57 +50,53 @@ logger = logging.getLogger(__name__)
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-@dataclass
-class RefitInitInfo(WeightTransferInitInfo):
-    """What a worker needs to join; JSON, as it may come over HTTP.
+@dataclass(kw_only=True)
+class RefitCall(WeightTransferInitInfo):
+    """One call; JSON, as it may come over HTTP.
 
     Attributes:
-        host: address of the rendezvous.
-        port: its port.
-        token: secret that all parties share.
-        parties: number of all parties.
-        first_party: number of this engine's worker 0 among them.
-        sources: number of trainer ranks.
-        transport: how packets travel.
-        staging_bytes: most bytes that a party stages.
-        timeout_s: seconds that one step may take after its first party has finished.
-        listen_host: address that workers listen on, for TCP.
-    """
-
-    host: str
-    port: int
-    token: str
-    parties: int
-    first_party: int
-    sources: int
-    transport: str
-    staging_bytes: int
-    timeout_s: float
-    listen_host: str = "127.0.0.1"
-
-
-@dataclass
-class RefitUpdateInfo(WeightTransferUpdateInfo):
-    """One phase of one version.
-
-    Attributes:
-        version: number of the weights.
-        phase: ``receive`` or ``commit``.
+        call: ``join``, ``receive`` or ``commit``.
+        host: to join: address of the rendezvous.
+        port: to join: its port.
+        token: to join: secret that all parties share.
+        parties: to join: number of all parties.
+        timeout_s: to join: seconds that one step may take after its first party has finished.
+        first_party: to join: number of this engine's worker 0 among all parties.
+        sources: to join: number of trainer ranks.
+        transport: to join: how packets travel.
+        staging_bytes: to join: most bytes that a party stages.
+        listen_host: to join: address that workers listen on, for TCP.
+        version: to receive and commit: number of the weights.
         step: to receive: number of the step at which the trainer is.
         linked: to receive: whether the trainer's links are up.
     """
 
-    version: int
-    phase: str
+    call: str
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    parties: int = 0
+    timeout_s: float = 0.0
+    first_party: int = 0
+    sources: int = 0
+    transport: str = "shm"
+    staging_bytes: int = 0
+    listen_host: str = "127.0.0.1"
+    version: int = 0
     step: int = 0
     linked: bool = False
 
 
-class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+@dataclass
+class NoUpdate(WeightTransferUpdateInfo):
+    """vLLM's updates are not how this engine gets weights."""
+
+
+class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     """See the module's docstring."""
 
-    init_info_cls = RefitInitInfo
-    update_info_cls = RefitUpdateInfo
+    init_info_cls = RefitCall
+    update_info_cls = NoUpdate
     supports_draft_weight_update = False
 
     def __init__(
@@ -108,50 +110,27 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
         self._fills: Sequence[FillRecord] = ()
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
 
-    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
-        """Joins the trainer's rendezvous and agrees on a plan. Ends an earlier session.
-
-        Raises:
-            RefitError: if any party failed; the weights are as they were.
-        """
-        self.shutdown()
-        worker = self._worker()
-        invitation = Invitation(init_info.host, init_info.port, init_info.token, init_info.parties, init_info.timeout_s)
-        number = init_info.first_party - init_info.sources + worker
-        name = f"engine worker {number} on {socket.gethostname()}:{os.getpid()}"
-        assembly = Assembly(invitation, init_info.first_party + worker, name)
-        options = LinkOptions(
-            transport=TransportName(init_info.transport),
-            staging_bytes=init_info.staging_bytes,
-            sources=init_info.sources,
-            host=init_info.listen_host,
-        )
-        self._party = DestinationParty(assembly, options)
+    def init_transfer_engine(self, init_info: RefitCall) -> None:
+        """Carries out one call. Never raises; see [Note: calls]."""
+        calls = {"join": self._join, "receive": self._receive, "commit": self._commit_and_tell}
         try:
-            self._manifest = self._party.prepare(self._record)
-        except BaseException:
-            self.shutdown()
-            raise
+            if init_info.call not in calls:
+                raise ValueError(f"call is {init_info.call!r}; it must be one of {', '.join(calls)}")
+            calls[init_info.call](init_info)
+        except Exception:
+            logger.exception("refit: %s failed; version %d serves on", init_info.call, self.version)
 
     def start_weight_update(self) -> None:
-        """Forgets what an abandoned update has left."""
-        self._staged = None
+        """Not how this engine gets weights."""
+        logger.error("refit: start_weight_update does nothing; RefitSession drives this engine")
 
-    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
-        """Carries out one phase.
-
-        Raises:
-            RefitError: if it failed; the weights that served still serve, on all workers of this engine.
-        """
-        if update_info.phase == "receive":
-            self._receive(update_info)
-        elif update_info.phase == "commit":
-            self._commit(update_info.version)
-        else:
-            raise ValueError(f"phase is {update_info.phase!r}; it must be 'receive' or 'commit'")
+    def receive_weights(self, update_info: NoUpdate) -> None:
+        """Not how this engine gets weights."""
+        del update_info
+        logger.error("refit: update_weights does nothing; RefitSession drives this engine")
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: the commit was a phase of the update."""
+        """Not how this engine gets weights."""
 
     def shutdown(self) -> None:
         """Leaves the rendezvous and forgets what was staged."""
@@ -168,6 +147,26 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
             NotImplementedError: always.
         """
         raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.session.RefitSession")
+
+    def _join(self, call: RefitCall) -> None:
+        """Joins the trainer's rendezvous and agrees on a plan. Ends an earlier session."""
+        self.shutdown()
+        worker = self._worker()
+        invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
+        name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
+        assembly = Assembly(invitation, call.first_party + worker, name)
+        options = LinkOptions(
+            transport=TransportName(call.transport),
+            staging_bytes=call.staging_bytes,
+            sources=call.sources,
+            host=call.listen_host,
+        )
+        self._party = DestinationParty(assembly, options)
+        try:
+            self._manifest = self._party.prepare(self._record)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _worker(self) -> int:
         """Number of this worker in its engine."""
@@ -187,19 +186,23 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
             self._party.rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
         )
 
-    def _receive(self, update: RefitUpdateInfo) -> None:
+    def _receive(self, update: RefitCall) -> None:
         version = update.version
         if self._party is None:
             raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
-        if version <= self._latest:
-            raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
         self._staged = None
         staged: dict[str, torch.Tensor] = {}
-        self._party.receive(version, update.step, update.linked, lambda: self._make_memory(staged))
+        self._party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged))
         self._staged = version, staged
 
-    def _make_memory(self, staged: dict[str, torch.Tensor]) -> dict[str, Bits]:
-        """Fresh memory in loader form, with what the loader itself would fill in."""
+    def _make_memory(self, version: int, staged: dict[str, torch.Tensor]) -> dict[str, Bits]:
+        """Fresh memory in loader form, with what the loader itself would fill in.
+
+        Raises:
+            StaleVersionError: if the version is not later than the one that this session committed last.
+        """
+        if version <= self._latest:
+            raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
         if self._manifest is None:
             raise RefitError("no plan")
         for storage in self._manifest.storages:
@@ -208,6 +211,18 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInf
             region = fill.write
             staged[fill.storage].as_strided(region.shape, region.strides, region.offset).fill_(fill.value)
         return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in staged.items()}
+
+    def _commit_and_tell(self, call: RefitCall) -> None:
+        """Commits, and tells the trainer how it went if it is still there."""
+        reason: str | None = None
+        try:
+            self._commit(call.version)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {describe_error(error)}"
+            raise
+        finally:
+            if self._party is not None:
+                self._party.post_commit(call.version, reason)
 
     def _commit(self, version: int) -> None:
         if self._staged is None or self._staged[0] != version:

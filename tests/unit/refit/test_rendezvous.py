@@ -155,3 +155,20 @@ def test_parties_at_different_steps_are_told() -> None:
         for error in on_all(members, lambda m: m.gather(f"step {m.party}", int, lambda: 0)):
             assert isinstance(error, PartyFailedError)
             assert "do all run the same version of this package?" in str(error)
+
+
+def test_what_is_posted_outside_of_steps_reaches_all_who_collect_it() -> None:
+    with meeting(3) as (_, members):
+        members[1].post("commit 7", None)
+        members[2].post("commit 7", "no room")
+        members[2].post("commit 8", None)
+        assert members[0].collect("commit 7", [1, 2], TIMEOUT_S) == {1: None, 2: "no room"}
+        assert members[0].collect("commit 8", [2], TIMEOUT_S) == {2: None}
+
+
+def test_a_party_that_ends_or_keeps_silent_has_failed() -> None:
+    with meeting(3) as (_, members):
+        members[1].close()
+        found = members[0].collect("commit 7", [1], 20.0)
+        assert found == {1: "party 1 has ended or closed its connection"}
+        assert members[0].collect("commit 7", [2], 0.3) == {2: "no answer within 0 s"}
