@@ -367,7 +367,7 @@ class Assembly:
                     break
                 self._condition.wait(_TICK_S)
             self._notices.pop(topic, None)
-        missing = self._lost or f"no answer within {timeout_s:.0f} s"
+        missing = self._lost or f"no answer within {timeout_s:g} s"
         return {party: found.get(party, missing) for party in wanted}
 
     def close(self) -> None:

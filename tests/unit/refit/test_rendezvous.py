@@ -124,7 +124,7 @@ def test_the_end_of_the_server_ends_all_waits() -> None:
 def test_a_wrong_token_is_turned_away() -> None:
     server = Rendezvous(1, TIMEOUT_S)
     stranger = Assembly(replace(server.invitation, token=server.invitation.token[::-1]), 0, "a stranger")
-    with pytest.raises(PartyFailedError, match="lost the (rendezvous|connection)"):
+    with pytest.raises(PartyFailedError, match=r"lost the (rendezvous|connection)"):
         stranger.gather("work", int, lambda: 0)
     member = Assembly(server.invitation, 0, "party 0")
     assert member.gather("work", int, lambda: 5) == [5]
@@ -171,4 +171,4 @@ def test_a_party_that_ends_or_keeps_silent_has_failed() -> None:
         members[1].close()
         found = members[0].collect("commit 7", [1], 20.0)
         assert found == {1: "party 1 has ended or closed its connection"}
-        assert members[0].collect("commit 7", [2], 0.3) == {2: "no answer within 0 s"}
+        assert members[0].collect("commit 7", [2], 0.3) == {2: "no answer within 0.3 s"}
