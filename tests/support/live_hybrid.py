@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_patches.refit.source.config_traits import family_from_config
-from tests.support.live_models import Case, NoAttention, common_settings
+from tests.support.live_models import Case, PlainAttention, common_settings
 
 
 class GatedNorm(torch.nn.Module):
@@ -91,7 +91,7 @@ def stack_spec(experts: int) -> Any:
     attention = ModuleSpec(
         SelfAttention,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=NoAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear, core_attention=PlainAttention, linear_proj=RowParallelLinear
         ),
     )
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))

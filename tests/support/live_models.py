@@ -167,11 +167,25 @@ def common_settings(case: Case) -> dict[str, Any]:
     return settings
 
 
-class NoAttention(torch.nn.Module):
-    """In the place of the product of query, key and value: Megatron's own takes no latent heads, and has no weights."""
+class PlainAttention(torch.nn.Module):
+    """The causal product of query, key and value, written out: Megatron's own for CPUs takes no latent heads."""
 
-    def __init__(self, **settings: object) -> None:  # noqa: ARG002
+    def __init__(self, *, softmax_scale: float | None = None, **settings: object) -> None:  # noqa: ARG002
         super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: object,  # noqa: ARG002
+        **named: object,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """From [sequence, batch, heads, rows of a head] to [sequence, batch, heads x rows of a value]."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def build_latent_chunk(case: Case, chunk: int) -> Any:
@@ -213,7 +227,7 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)
     layers = [*spec.layer_specs, *(item.submodules.mtp_model_layer for item in (mtp.layer_specs if mtp else ()))]
     for layer in layers:
-        layer.submodules.self_attention.submodules.core_attention = NoAttention
+        layer.submodules.self_attention.submodules.core_attention = PlainAttention
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,

@@ -35,7 +35,8 @@ class DeepseekV3Family(LlamaFamily):
         return {
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
-            **common_config(t),
+            # By head_dim transformers means the part of a head that has rotary positions.
+            **{**common_config(t), "head_dim": latent.rope_dim},
             "q_lora_rank": latent.q_rank or None,
             "kv_lora_rank": latent.kv_rank,
             "qk_nope_head_dim": latent.nope_dim,

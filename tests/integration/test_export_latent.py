@@ -1,0 +1,111 @@
+"""DeepSeek-V3 as Megatron computes it, sharded and exported, gives transformers' logits."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.support.launch import run_distributed
+from tests.support.live_models import Case, build_chunk
+
+VOCABULARY = 37
+TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))
+CONFIG: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "torch_dtype": "float32",
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+}
+MESHES = {
+    1: (TrainerMesh(),),
+    2: (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(tp=2, expert_tp=2), TrainerMesh(ep=2, dp=2)),
+    4: (TrainerMesh(tp=2, etp=2, ep=2),),
+}
+
+
+def build(case: Case, rank: int) -> Any:
+    """The model in float32, with other random values in every shard, norm and router bias."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    mesh = case.mesh
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.tp,
+        gtp_remat_size=mesh.etp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.expert_tp,
+        expert_gtp_remat_size=mesh.expert_etp,
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    model = build_chunk(case, 0).float().eval()
+    where = mesh.coordinates(rank)
+    tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if "expert_bias" in item[0])]
+    for name, tensor in tensors:
+        place: tuple[object, ...] = (where.tp if getattr(tensor, "tensor_model_parallel", False) else None,)
+        if ".experts." in name:
+            place = where.ep, where.expert_tp, where.expert_etp
+        elif hasattr(tensor, "group"):
+            place = *place, where.etp
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {place}".encode()))
+        if "norm" in name:
+            tensor.data.uniform_(0.5, 1.5, generator=generator)
+        else:
+            tensor.data.normal_(0.0, 0.2, generator=generator)
+    return model
+
+
+def export(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    """Logits of every mesh's model, each of which is exported."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit.export import export_checkpoint
+
+    positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
+    found = []
+    for number, mesh in enumerate(MESHES[world_size]):
+        model = build(Case(mesh, (rank,), CONFIG), rank)
+        with torch.no_grad():
+            found.append(model(TOKENS, positions, None)[..., :VOCABULARY].clone())
+        export_checkpoint([model], Path(folder) / str(number), vocab_size=VOCABULARY)
+    return found
+
+
+@pytest.mark.integration
+@pytest.mark.multiproc
+@pytest.mark.parametrize("ranks", MESHES)
+def test_logits_of_the_export_equal_megatrons(tmp_path: Path, ranks: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    results = run_distributed(export, ranks, timeout_s=240, args=(str(tmp_path),), fresh=True)
+    for number, expected in enumerate(results[0]):
+        path = tmp_path / str(number)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        assert {name: len(keys) for name, keys in info.items() if keys} == {}
+        assert type(model).__name__ == "DeepseekV3ForCausalLM"
+        with torch.no_grad():
+            logits = model.eval()(TOKENS).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
