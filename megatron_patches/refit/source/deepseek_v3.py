@@ -35,8 +35,8 @@ class DeepseekV3Family(LlamaFamily):
         return {
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
-            # By head_dim transformers means the part of a head that has rotary positions.
-            **{**common_config(t), "head_dim": latent.rope_dim},
+            **common_config(t),
+            "head_dim": latent.rope_dim,  # what transformers means by it: the part of a head with rotary positions
             "q_lora_rank": latent.q_rank or None,
             "kv_lora_rank": latent.kv_rank,
             "qk_nope_head_dim": latent.nope_dim,
