@@ -179,10 +179,10 @@ class Rendezvous:
         """Tells a new party what others have been told before it came."""
         for number, step in self._steps.items():
             if step.verdict is not None:
-                self._tell(party, step.verdict)
+                self._tell(party, _encode(step.verdict))
             elif step.failed:
                 reason = next(item.reason for item in step.outcomes.values() if item.reason is not None)
-                self._tell(party, _Alert(number, reason))
+                self._tell(party, _encode(_Alert(number, reason)))
 
     def _leave(self, party: int, error: Exception) -> None:
         if self._closed:
@@ -209,7 +209,9 @@ class Rendezvous:
                 f"{self._names[party]} is at step {outcome.what!r} while others are at {step.what!r}; "
                 "do all run the same version of this package?"
             )
-        step.outcomes[party] = outcome
+        before = step.outcomes.get(party)
+        if before is None or before.reason is None:  # a failure that was reported for it already stands
+            step.outcomes[party] = outcome
         if outcome.reason is not None:
             step.fail()
             self._tell_all(_Alert(outcome.step, outcome.reason))
@@ -243,13 +245,14 @@ class Rendezvous:
                         self._settle(number)
 
     def _tell_all(self, message: _Results | _Failure | _Alert | _Notice) -> None:
+        encoded = _encode(message)
         for party in self._connections:
             if party not in self._gone:
-                self._tell(party, message)
+                self._tell(party, encoded)
 
-    def _tell(self, party: int, message: _Results | _Failure | _Alert | _Notice) -> None:
+    def _tell(self, party: int, encoded: bytes) -> None:
         try:
-            frames.send(self._connections[party], _encode(message), Patience(30, self._names[party]))
+            frames.send(self._connections[party], encoded, Patience(30, self._names[party]))
         except PartyFailedError as error:
             # Its own thread notices the end of the connection and reports it.
             logger.debug("refit: cannot reach %s: %s", self._names[party], error)
@@ -339,14 +342,15 @@ class Assembly:
         if reason is not None or self._lost is not None:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
 
-    def fail(self, what: str, reason: str) -> None:
-        """Fails the step under way, from another thread than the one that takes it.
+    def fail(self, step: int, what: str, reason: str) -> None:
+        """Fails a step from another thread than the one that takes it, even before that one has begun it.
 
         Args:
-            what: name of the step.
+            step: its number, from :attr:`next_step`; if this party is further already, the step under way fails.
+            what: its name.
             reason: why, for everybody.
         """
-        self._send(_Outcome(self.next_step - 1, what, reason=reason))
+        self._send(_Outcome(max(step, self.next_step - 1), what, reason=reason))
 
     def post(self, topic: str, reason: str | None) -> None:
         """Tells all parties how something went that is no step: ``reason`` is why it failed, or None."""

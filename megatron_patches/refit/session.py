@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.engines import EngineClient, PauseMode
@@ -140,7 +141,7 @@ class RefitSession:
             calls.start(engine, lambda engine=engine, info=info: engine.call(info))  # type: ignore[misc]
             first += size
         self._party.prepare(self._describe)
-        calls.finish(self._options.timeout_s)
+        self._on_all(partial(calls.finish, self._options.timeout_s))
         return self._party.plan.digest
 
     def push(self, version: int, *, wait: bool = True) -> PushReport:
@@ -199,6 +200,17 @@ class RefitSession:
             self._rendezvous.close()
         self._rendezvous, self._party, self._assembly, self._manifest = None, None, None, None
         self._commit = None
+
+    def _on_all(self, work: Callable[[], None]) -> None:
+        """Does ``work`` on every rank; a failure on the first is raised on all."""
+        reason: str | None = None
+        try:
+            work()
+        except RefitError as error:
+            reason = describe_error(error)
+        found = self._exchange.gather(reason)[0]
+        if found is not None:
+            raise RefitError(found)
 
     def _confirm(self, version: int) -> None:
         """Waits for the workers' word that they serve a version.
@@ -295,7 +307,7 @@ class _Calls:
     """Calls of engines, each in a thread, whose failure fails the step that all parties take meanwhile."""
 
     def __init__(self, assembly: Assembly, what: str) -> None:
-        self._assembly, self._what = assembly, what
+        self._assembly, self._step, self._what = assembly, assembly.next_step, what
         self._threads: list[threading.Thread] = []
         self._failures: list[str] = []
 
@@ -315,7 +327,7 @@ class _Calls:
 
     def _report(self, reason: str) -> None:
         try:
-            self._assembly.fail(self._what, reason)
+            self._assembly.fail(self._step, self._what, reason)
         except PartyFailedError as error:
             self._failures.append(str(error))  # the rendezvous is gone, which the main thread notices too
 

@@ -6,6 +6,8 @@ import itertools
 import math
 import os
 import signal
+import socket
+import time
 import warnings
 import zlib
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 
 from megatron_patches.refit import packets
 from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.export import export_checkpoint
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
@@ -175,3 +179,24 @@ def kill_in(owner: Any, name: str, calls: int = 1) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, method)
+
+
+class Unreachable(HttpEngine):
+    """A server that was there a moment ago."""
+
+    def world_size(self) -> int:
+        return 1
+
+
+def unreachable_body(rank: int, world_size: int, case: Case) -> tuple[float, str]:
+    """Prepares for an engine that cannot be reached: seconds until it failed, and why."""
+    del world_size
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    pushing = RefitSession(start(case), [Unreachable(url)] if rank == 0 else [], vocab_size=37)
+    started = time.monotonic()
+    try:
+        pushing.prepare()
+    except RefitError as error:
+        return time.monotonic() - started, str(error)
+    return 0.0, ""

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, export_body, killed_body, push_body
+from tests.integration.live_refit import PROMPTS, export_body, killed_body, push_body, unreachable_body
 from tests.integration.test_live_refit import QWEN3
 from tests.support.launch import RanksFailedError, run_distributed
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmConnection, VllmHost
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 CASE = Case(TrainerMesh(etp=2), (), QWEN3)
 
@@ -50,6 +48,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield Engine(host.address, host.connect(), itertools.count(1))
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("victim", "phase"),
     [(1, "describing"), (0, "describing"), (1, "sending"), (0, "sending"), (0, "committing")],
@@ -70,6 +69,7 @@ def test_a_killed_trainer_leaves_the_old_weights_and_no_wait(engine: Engine, vic
     assert engine.state() == before
 
 
+@needs_vllm
 @pytest.mark.parametrize("where", ["memory", "build", "apply"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_keeps_both_workers_on_the_old_weights(engine: Engine, rank: int, where: str) -> None:
@@ -83,3 +83,9 @@ def test_a_worker_that_fails_keeps_both_workers_on_the_old_weights(engine: Engin
     assert engine.state() != before
     engine.push(2)
     assert engine.state() == before
+
+
+def test_an_engine_that_cannot_be_reached_ends_the_preparation_of_all_ranks_at_once() -> None:
+    for seconds, reason in run_distributed(unreachable_body, 2, args=(CASE,), timeout_s=120):
+        assert seconds < 60  # the time-out of a step is 300
+        assert "cannot reach http://127.0.0.1:" in reason

@@ -173,8 +173,8 @@ def test_a_destination_that_missed_a_version_takes_part_in_the_next() -> None:
     case = coverable(3)
     with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
         parties.prepare()
-        dense = values(case, 1)
-        threading.Timer(0.3, lambda: parties.assemblies[0].fail("listening", "engine unreachable")).start()
+        dense, step = values(case, 1), parties.assemblies[0].next_step
+        threading.Timer(0.3, lambda: parties.assemblies[0].fail(step, "listening", "engine unreachable")).start()
         answers = parties.each(
             lambda rank: parties.sources[rank].push(1, memory(case.sources[rank], dense)), lambda _: None
         )

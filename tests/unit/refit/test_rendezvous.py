@@ -138,7 +138,7 @@ def test_another_thread_can_fail_a_step_that_a_party_is_missing_from() -> None:
 
     def work(member: Assembly) -> list[int]:
         if member.party == 0:
-            threading.Timer(0.2, lambda: member.fail("work", "the engine cannot be reached")).start()
+            threading.Timer(0.2, lambda: member.fail(0, "work", "the engine cannot be reached")).start()
         return member.gather("work", int, lambda: 0)
 
     with meeting(3, timeout_s=60) as (_, members):
@@ -172,3 +172,12 @@ def test_a_party_that_ends_or_keeps_silent_has_failed() -> None:
         found = members[0].collect("commit 7", [1], 20.0)
         assert found == {1: "party 1 has ended or closed its connection"}
         assert members[0].collect("commit 7", [2], 0.3) == {2: "no answer within 0.3 s"}
+
+
+def test_a_step_can_be_failed_before_it_is_begun() -> None:
+    with meeting(2, timeout_s=60) as (_, members):
+        members[0].fail(members[0].next_step, "work", "the engine cannot be reached")
+        started = time.monotonic()
+        with pytest.raises(PartyFailedError, match=r"^work failed: the engine cannot be reached$"):
+            members[0].gather("work", int, lambda: 0)
+        assert time.monotonic() - started < 20
