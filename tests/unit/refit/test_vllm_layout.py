@@ -192,7 +192,10 @@ class Loader:
 
         w13 = [np.concatenate([cut(expert, "gate", 0), cut(expert, "up", 0)]) for expert in mine.tolist()]
         w2 = [cut(expert, "down", 1) for expert in mine.tolist()]
-        routed = {prefix + "experts.routed_experts.w13_weight": np.stack(w13), prefix + "experts.routed_experts.w2_weight": np.stack(w2)}
+        routed = {
+            prefix + "experts.routed_experts.w13_weight": np.stack(w13),
+            prefix + "experts.routed_experts.w2_weight": np.stack(w2),
+        }
         return routed | self.shared(prefix + "shared_experts.")
 
 
@@ -248,7 +251,10 @@ class HybridLoader(Loader):
             up, down = (self.dense[f"{prefix}experts.{expert}.{kind}_proj.weight"] for kind in ("up", "down"))
             ups.append(up if mesh.expert_parallel else np.split(up, group)[place])
             downs.append(down if mesh.expert_parallel else np.split(down, group, 1)[place])
-        routed = {prefix + "experts.routed_experts.w13_weight": np.stack(ups), prefix + "experts.routed_experts.w2_weight": np.stack(downs)}
+        routed = {
+            prefix + "experts.routed_experts.w13_weight": np.stack(ups),
+            prefix + "experts.routed_experts.w2_weight": np.stack(downs),
+        }
         whole = mesh.expert_parallel and mesh.tp > 1 and mesh.dp > 1
         return gate | routed | self.plain(prefix + "shared_experts.", whole)
 
