@@ -1,0 +1,93 @@
+"""A rank that is lost in the middle of a Megatron training: its peer ends in time and says what it waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cases import LLAMA, ONE_MICROBATCH, SCHEDULE
+
+pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("pretrain_failing.py")
+START_TIMEOUT_S = 120.0
+ETP_TIMEOUT_S = 4
+# Between the error and the end of the process lie a traceback and the end of the interpreter, on a busy machine.
+MARGIN_S = 12.0
+LOST = 1
+SURVIVOR = 0
+
+
+@contextlib.contextmanager
+def training(tmp_path: Path, *flags: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two ranks of one training, without torchrun, whose agent would end the survivor itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_patches", str(SCRIPT)]
+    command += f"{LLAMA} {SCHEDULE} {ONE_MICROBATCH} --etp-size 2 --fail-rank {LOST}".split()
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(2):
+            with (tmp_path / f"rank{rank}.txt").open("wb") as output:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environment = {**os.environ, **shared, **own}
+                ranks.append(
+                    subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, stdout=output, stderr=output)
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def await_loss(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process has ended or is stopped, and leave its status to be asked for again."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    asked = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    while os.waitid(os.P_PID, process.pid, asked) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no rank failed within {START_TIMEOUT_S:.0f} s")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "collective", "reason"),
+    [
+        ("forward", "KILL", r"all-gather of [\w.]+\.weight", "A peer has most likely ended"),
+        (
+            "backward",
+            "KILL",
+            r"(all-gather of [\w.]+\.weight|reduce-scatter of [\w.]+\.weight's gradient)",
+            "A peer has most likely ended",
+        ),
+        ("forward", "STOP", r"all-gather of [\w.]+\.weight", "A peer did not come in time"),
+    ],
+    ids=["killed in forward", "killed in backward", "stopped in forward"],
+)
+def test_the_peer_of_a_lost_rank_names_what_it_waited_for(
+    tmp_path: Path, where: str, how: str, collective: str, reason: str
+) -> None:
+    flags = f"--etp-timeout {ETP_TIMEOUT_S} --fail-step 2 --fail-in {where} --fail-signal {how}".split()
+    with training(tmp_path, *flags) as ranks:
+        await_loss(ranks[LOST])
+        status = ranks[SURVIVOR].wait(timeout=ETP_TIMEOUT_S + MARGIN_S)
+    output = (tmp_path / f"rank{SURVIVOR}.txt").read_text()
+    assert status == 1, output
+    message = next((line for line in reversed(output.splitlines()) if "EtpCommunicationError: " in line), output)
+    expected = rf"EtpCommunicationError: {collective} failed on rank 0 \(shard group: ranks \[0, 1\]\): "
+    assert re.search(expected, message)
+    assert reason in message
