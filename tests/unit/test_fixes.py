@@ -19,6 +19,7 @@ from megatron_patches.fixes import (
     expert_gradients,
     expert_groups,
     frozen,
+    fused_accumulation,
     te_construction,
 )
 
@@ -26,13 +27,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns, on import, 
 
 
 class Group:
-    """A process group as far as its size."""
+    """A process group as far as its size, seen from its first rank."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def size(self) -> int:
         return self._size
+
+    def rank(self) -> int:
+        return 0
 
 
 class TestDatasetBuild:
@@ -252,6 +256,67 @@ class TestFrozen:
         replacement = frozen.RECORD.replace(original)
         assert replacement(1, 2, 3, False, True, False, None, gtp_remat_size=1) == "stock"
         assert calls == [(1, 2, 3, False, True, False, None, None, None)]
+
+
+class TestFusedAccumulation:
+    """With Megatron's own ``ColumnParallelLinear``, on a machine without APEX."""
+
+    @pytest.fixture(autouse=True)
+    def without_apex(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron.core.tensor_parallel import layers
+
+        monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+
+    @staticmethod
+    def build(dense: int, expert: int, is_expert: bool, *, fused: bool = True, fixed: bool = True) -> Any:
+        """A layer of a model whose weights have ``dense`` shards, and ``expert`` shards in its experts."""
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        config: Any = ModelParallelConfig(
+            gradient_accumulation_fusion=fused, use_cpu_initialization=True, perform_initialization=False
+        )
+        config.gtp_weight_remat_size, config.expert_gtp_weight_remat_size = dense, expert
+        init: Any = ColumnParallelLinear.__init__
+        init = fused_accumulation.RECORD.replace(init) if fixed else init
+        layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+        init(layer, 7, 5, config=config, init_method=torch.nn.init.normal_, tp_group=Group(1), is_expert=is_expert)
+        return layer
+
+    @pytest.mark.parametrize(("dense", "expert", "is_expert"), [(2, 1, False), (1, 2, True), (4, 2, False)])
+    def test_a_sharded_layer_is_built_without_apex(self, dense: int, expert: int, is_expert: bool) -> None:
+        from megatron.core.tensor_parallel import layers
+
+        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+            self.build(dense, expert, is_expert, fixed=False)
+        layer = self.build(dense, expert, is_expert)
+        assert layer.gradient_accumulation_fusion
+        assert tuple(layer.weight.shape) == (5, 7)
+        assert not layers._grad_accum_fusion_available
+
+    @pytest.mark.parametrize(("dense", "expert", "is_expert"), [(1, 1, False), (1, 2, False), (2, 1, True)])
+    def test_a_whole_weight_still_needs_apex(self, dense: int, expert: int, is_expert: bool) -> None:
+        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+            self.build(dense, expert, is_expert)
+
+    def test_without_the_option_nothing_changes(self) -> None:
+        assert not self.build(2, 2, False, fused=False).gradient_accumulation_fusion
+
+    def test_what_is_known_of_apex_is_put_back_after_an_error(self) -> None:
+        from megatron.core.tensor_parallel import layers
+
+        seen: list[bool] = []
+
+        def init(_self: object, *, config: object) -> None:
+            del config
+            seen.append(layers._grad_accum_fusion_available)
+            raise KeyError("weight")
+
+        config = types.SimpleNamespace(gtp_weight_remat_size=2, gradient_accumulation_fusion=True)
+        with pytest.raises(KeyError):
+            fused_accumulation.RECORD.replace(init)(object(), config=config)
+        assert seen == [True]
+        assert not layers._grad_accum_fusion_available
 
 
 class TestTransformerEngineConstruction:
