@@ -54,7 +54,36 @@ QWEN3_MOE = QWEN3 | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-CONFIGS = {"qwen3": QWEN3, "llama_tied": LLAMA, "qwen3_moe": QWEN3_MOE}
+DEEPSEEK_V3: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {"qwen3": QWEN3, "llama_tied": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
 MESHES = {
     "qwen3": (
         TrainerMesh(etp=2),
@@ -72,6 +101,7 @@ MESHES = {
         TrainerMesh(ep=2, etp=2, expert_etp=2, dp=2),
         TrainerMesh(tp=2, expert_tp=2),
     ),
+    "deepseek_v3": (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(tp=2, etp=2, ep=2), TrainerMesh(pp=2, dp=2, ep=2)),
 }
 CASES = [(model, tp, mesh) for model in CONFIGS for tp in (1, 2) for mesh in MESHES[model]]
 
