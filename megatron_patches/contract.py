@@ -6,7 +6,7 @@ them with the installed sources.
 
 from __future__ import annotations
 
-from megatron_patches.registry import SourceRecord
+from megatron_patches.registry import SourceRecord, relied_upon
 
 _ENGINE = "megatron.core.tensor_parallel.generalized_tensor_parallelism"
 
@@ -133,5 +133,4 @@ def records() -> tuple[SourceRecord, ...]:
         )
         for name, signature, sha256 in _SEAM
     )
-    callers = (SourceRecord(target=target, sha256=sha256, reason=reason) for target, sha256, reason in _CALLERS)
-    return (*seam, *callers)
+    return (*seam, *relied_upon(_CALLERS))

@@ -30,22 +30,14 @@ class IncompatibleMegatronError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchRecord:
-    """One replacement of one function, method or class attribute.
+class Target:
+    """A place in the sources of another package.
 
     Attributes:
-        target: what is replaced, as ``"package.module:qualified.name"``.
-        replace: called with the original, returns what takes its place.
-        reason: what goes wrong without it.
-        upstream: the pull request or issue of the original project, or "" where there is none.
-        sha256: hash of the original's source, see :func:`source_digest`; None for other than Megatron's.
+        target: ``"package.module"`` for a file, ``"package.module:qualified.name"`` for a definition in it.
     """
 
     target: str
-    replace: Callable[[Any], Any]
-    reason: str
-    upstream: str = ""
-    sha256: str | None = None
 
     @property
     def module(self) -> str:
@@ -59,7 +51,25 @@ class PatchRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceRecord:
+class PatchRecord(Target):
+    """One replacement of one function, method or class attribute.
+
+    Attributes:
+        target: what is replaced, as ``"package.module:qualified.name"``.
+        replace: called with the original, returns what takes its place.
+        reason: what goes wrong without it.
+        upstream: the pull request or issue of the original project, or "" where there is none.
+        sha256: hash of the original's source, see :func:`source_digest`; None for other than Megatron's.
+    """
+
+    replace: Callable[[Any], Any]
+    reason: str
+    upstream: str = ""
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceRecord(Target):
     """A file, or one definition in it, that is used as it is and must not change unnoticed.
 
     Attributes:
@@ -69,20 +79,14 @@ class SourceRecord:
         reason: what is relied upon.
     """
 
-    target: str
     sha256: str
     reason: str
     signature: str | None = None
 
-    @property
-    def module(self) -> str:
-        """The module that defines the target."""
-        return self.target.partition(":")[0]
 
-    @property
-    def qualified_name(self) -> str:
-        """The target's name in its module; "" for the module itself."""
-        return self.target.partition(":")[2]
+def relied_upon(table: Iterable[tuple[str, str, str]]) -> tuple[SourceRecord, ...]:
+    """Records of what is used as it is, whatever its parameters, from rows of target, hash and reason."""
+    return tuple(SourceRecord(target=target, sha256=sha256, reason=reason) for target, sha256, reason in table)
 
 
 def source_digest(source: str) -> str:

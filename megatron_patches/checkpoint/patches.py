@@ -7,7 +7,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_patches.registry import PatchRecord, SourceRecord
+from megatron_patches.registry import PatchRecord, SourceRecord, relied_upon
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 _RELIED_UPON: tuple[tuple[str, str, str], ...] = (
     ("megatron.core.dist_checkpointing.mapping:ShardedTensor", "b8bd38e4c0f8d601", "takes shards of irregular size"),
@@ -33,12 +35,12 @@ _RELIED_UPON: tuple[tuple[str, str, str], ...] = (
         "makes a state's entry from its weight's",
     ),
     (
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
         "4b6b52d956abbad8",
         "makes a state's entry from its weight's",
     ),
     (
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_fully_reshardable",
+        f"{_OPTIMIZER}.load_parameter_state_from_fully_reshardable",
         "478e9161b4aad1c7",
         "takes a state at its weight's padded shape",
     ),
@@ -66,7 +68,7 @@ def records() -> tuple[PatchRecord, ...]:
 
 def sources() -> tuple[SourceRecord, ...]:
     """What checkpoints rely upon as it is."""
-    return tuple(SourceRecord(target=target, sha256=sha256, reason=why) for target, sha256, why in _RELIED_UPON)
+    return relied_upon(_RELIED_UPON)
 
 
 def _state_records() -> tuple[PatchRecord, ...]:
@@ -84,19 +86,19 @@ def _state_records() -> tuple[PatchRecord, ...]:
             sha256="8e65d5870da9d7a1",
         ),
         PatchRecord(
-            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+            target=f"{_OPTIMIZER}.sharded_state_dict",
             replace=_deferred("optimizer_state", "wrap_distributed_optimizer_state"),
             reason="stores the padding of shards in every layout but fully_reshardable",
             sha256="365ba0883f3cc6d6",
         ),
         PatchRecord(
-            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+            target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
             replace=_deferred("optimizer_state", "wrap_set_optimizer_states"),
             reason="fails with KeyError 'step' on a fully_reshardable checkpoint where the optimizer is torch's Adam",
             sha256="553e36e13659587c",
         ),
         PatchRecord(
-            target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+            target=f"{_OPTIMIZER}.load_state_dict",
             replace=_deferred("optimizer_state", "wrap_load_optimizer_state"),
             reason="makes torch's Adam count one step per parameter after a load",
             sha256="bb573274c03ecd80",
