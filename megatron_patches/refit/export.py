@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,12 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.digest import combine
 from megatron_patches.refit.errors import ExportError, PlanMismatchError
 from megatron_patches.refit.exchange import Exchange, default_exchange, together
-from megatron_patches.refit.hf_config import build_config, family_for, read_traits
-from megatron_patches.refit.manifest import Manifest, Placement, Storage, agree_on_tensors
+from megatron_patches.refit.hf_config import build_config, family_for
+from megatron_patches.refit.manifest import Manifest, agree_on_tensors
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.progress import Progress, Quiet
 from megatron_patches.refit.proof import prove
-from megatron_patches.refit.source.describe import describe_model, unwrapped
-from megatron_patches.refit.source.live import finish_parameter_gather
-from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.source.live import describe_rank, finish_parameter_gather
 from megatron_patches.refit.source.traits import ModelTraits
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
 from megatron_patches.refit.transports.file import share_of, verify_tensors, write_boxes
@@ -153,7 +150,7 @@ class _Job:
         self._directory = directory
         self._options = options
         self._progress = progress
-        self._memory: dict[str, torch.Tensor] = {}  # this rank's storages by name, filled by _describe
+        self._memory: Mapping[str, torch.Tensor] = {}  # this rank's storages by name, filled by _describe
         self._seconds: dict[str, float] = {}
 
     def run(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> ExportReport:
@@ -189,15 +186,9 @@ class _Job:
         self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None
     ) -> tuple[ModelTraits, Manifest]:
         """What this rank holds; keeps the memory, returns what others need to know."""
-        traits = read_traits(unwrapped(chunks[0]), vocab_size)
-        family = family_for(traits)
-        storages: list[Storage] = []
-        held: list[Placement] = []
-        for live in describe_model(chunks, tp_group):
-            storages.append(live.shard.as_storage())
-            held.extend(placements(live.shard, family.pieces(live.shard)))
-            self._memory[live.shard.storage] = live.memory
-        return traits, Manifest(self._exchange.rank, socket.gethostname(), tuple(storages), tuple(held))
+        held = describe_rank(chunks, vocab_size, self._exchange.rank, tp_group)
+        self._memory = held.memory
+        return held.family.traits, held.manifest
 
     def _plan(self, traits: ModelTraits, sources: Sequence[Manifest]) -> tuple[Plan, CheckpointLayout]:
         """The plan and the files, proved and equal on all ranks. Every rank computes both alone."""

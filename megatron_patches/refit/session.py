@@ -7,21 +7,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
-from megatron_patches.refit.hf_config import build_config, family_for, read_traits
+from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.joint import Held, LinkOptions, SourceParty
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.manifest import Storage
 from megatron_patches.refit.packets import Bits
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
-from megatron_patches.refit.source.describe import describe_model, unwrapped
-from megatron_patches.refit.source.live import bits_of, finish_parameter_gather
-from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.live import bits_of, describe_rank, finish_parameter_gather
 from megatron_patches.refit.transports.base import TransportName
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class RefitSession:
         self._rendezvous: Rendezvous | None = None
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
-        self._manifest: Manifest | None = None
+        self._storages: tuple[Storage, ...] = ()
         self._commit: _Commit | None = None
         self._workers = 0
         self.version = 0
@@ -198,8 +197,7 @@ class RefitSession:
             self._party.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous, self._party, self._assembly, self._manifest = None, None, None, None
-        self._commit = None
+        self._rendezvous, self._party, self._assembly, self._commit = None, None, None, None
 
     def _on_all(self, work: Callable[[], None]) -> None:
         """Does ``work`` on every rank; a failure on the first is raised on all."""
@@ -244,25 +242,19 @@ class RefitSession:
 
     def _describe(self) -> Held:
         """What this rank holds."""
-        traits = read_traits(unwrapped(self._chunks[0]), self._vocab_size)
-        family = family_for(traits)
-        storages: list[Storage] = []
-        held: list[Placement] = []
-        for live in describe_model(self._chunks, self._tp_group):
-            storages.append(live.shard.as_storage())
-            held.extend(placements(live.shard, family.pieces(live.shard)))
-        self._manifest = Manifest(self._exchange.rank, socket.gethostname(), tuple(storages), tuple(held))
-        return Held(dict(build_config(family, "bfloat16")), dict(family.shapes()), self._manifest)
+        held = describe_rank(self._chunks, self._vocab_size, self._exchange.rank, self._tp_group)
+        self._storages = held.manifest.storages
+        config = build_config(held.family, held.manifest.storages[0].dtype)
+        return Held(dict(config), dict(held.family.shapes()), held.manifest)
 
     def _memory(self) -> dict[str, Bits]:
         """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""
         finish_parameter_gather(self._chunks)
-        described = replace(self._manifest, placements=()) if self._manifest is not None else None
         memory, storages = {}, []
         for live in describe_model(self._chunks, self._tp_group):
             storages.append(live.shard.as_storage())
             memory[live.shard.storage] = bits_of(live.memory)
-        if described is None or tuple(storages) != described.storages:
+        if tuple(storages) != self._storages:
             raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
         return memory
 

@@ -1,14 +1,62 @@
-"""The bytes of this rank's live parameters."""
+"""What this rank's live model holds, described and as bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_patches.refit.hf_config import family_for, read_traits
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.source.describe import describe_model, unwrapped
+from megatron_patches.refit.source.family import ModelFamily
+from megatron_patches.refit.source.shard import placements
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """This rank's part of a model.
+
+    Attributes:
+        family: the model.
+        manifest: which boxes of it lie where.
+        memory: the manifest's storages by name, tensors of one dimension that share the parameters' memory.
+    """
+
+    family: ModelFamily
+    manifest: Manifest
+    memory: Mapping[str, torch.Tensor]
+
+
+def describe_rank(
+    chunks: Sequence[torch.nn.Module], vocab_size: int, rank: int, tp_group: ProcessGroup | None
+) -> Holdings:
+    """Describes this rank's part.
+
+    Args:
+        chunks: the model, one module a virtual pipeline stage, wrapped or not.
+        vocab_size: number of tokens; rows of the embedding beyond it are padding and are left out.
+        rank: this rank's number as a source.
+        tp_group: tensor-parallel group; None for Megatron's own.
+
+    Raises:
+        RefitError: if the model has no Hugging Face form, or a parameter no counterpart in it.
+    """
+    family = family_for(read_traits(unwrapped(chunks[0]), vocab_size))
+    storages: list[Storage] = []
+    held: list[Placement] = []
+    memory: dict[str, torch.Tensor] = {}
+    for live in describe_model(chunks, tp_group):
+        storages.append(live.shard.as_storage())
+        held.extend(placements(live.shard, family.pieces(live.shard)))
+        memory[live.shard.storage] = live.memory
+    return Holdings(family, Manifest(rank, socket.gethostname(), tuple(storages), tuple(held)), memory)
 
 
 def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
