@@ -41,6 +41,7 @@ setup(
         "dev": [
             "hypothesis",
             "mypy",
+            "onnxscript",  # Transformer Engine's Python layer, which some tests unpack, imports it
             "pytest",
             "pytest-timeout",
             "ruff",
