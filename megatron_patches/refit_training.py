@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=defaults.staging_bytes,
         metavar="BYTES",
-        help="Most bytes that a process holds of weights on their way. Default: %(default)s.",
+        help="Half of it is the most that a process sends, or receives, in one round. Default: %(default)s.",
     )
     group.add_argument(
         "--refit-timeout",

@@ -19,7 +19,7 @@ from megatron_patches.refit.packets import Memory, Sender, Unpacker
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.rendezvous import Assembly
-from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.base import ReceivingEnd, SendingEnd, TransportName
 from megatron_patches.refit.transports.sockets import SocketReceiver, SocketSender
 
 
@@ -68,7 +68,7 @@ class LinkOptions:
 
     Attributes:
         transport: how packets travel.
-        staging_bytes: most bytes that a party stages for packets. Half of it is one round's, as two are under way.
+        staging_bytes: half of it is the most that a party sends, or receives, in one round; two may be under way.
         sources: number of source parties.
         host: address that this party listens on, for TCP.
     """
@@ -140,7 +140,7 @@ class SourceParty(_Common):
 
     def __init__(self, assembly: Assembly, options: LinkOptions) -> None:
         super().__init__(assembly, options)
-        self._link: SocketSender | None = None
+        self._link: SendingEnd | None = None
 
     def prepare(self, held: Callable[[], Held]) -> None:
         """Agrees on a plan with all parties.
@@ -158,21 +158,22 @@ class SourceParty(_Common):
         """Whether links are up; if not, the next push makes them."""
         return self._link is not None
 
-    def push(self, version: int, memory: Memory) -> None:
+    def push(self, version: int, look_up: Callable[[], Memory]) -> None:
         """Sends one version; when this returns, every destination has verified it.
 
         Args:
             version: number of the weights.
-            memory: the storages of this rank's manifest, by name, as flat arrays of unsigned integers.
+            look_up: gives the storages of this rank's manifest, by name, as flat arrays of unsigned integers. It is
+                called inside the step, so that its failure is everybody's at once.
 
         Raises:
             PartyFailedError: on all parties, if any failed.
         """
         try:
             link = self._linked()
-            sender = Sender(self.plan, self._assembly.party, memory)
 
             def send() -> None:
+                sender = Sender(self.plan, self._assembly.party, look_up())
                 for number in range(self.plan.rounds):
                     for packet in sender.pack(number, version):
                         link.send(packet, self._assembly.check)
@@ -205,7 +206,7 @@ class SourceParty(_Common):
         self._unlink()
         self._assembly.close()
 
-    def _linked(self) -> SocketSender:
+    def _linked(self) -> SendingEnd:
         if self._link is None:
             addresses = self._addresses(lambda: "")
 
@@ -241,7 +242,7 @@ class DestinationParty(_Common):
     def __init__(self, assembly: Assembly, options: LinkOptions) -> None:
         super().__init__(assembly, options)
         self.rank = assembly.party - options.sources
-        self._link: SocketReceiver | None = None
+        self._link: ReceivingEnd | None = None
         self._unpacker: Unpacker | None = None
 
     def prepare(self, wanted: Callable[[Model], Manifest]) -> Manifest:
@@ -314,7 +315,7 @@ class DestinationParty(_Common):
         self._unlink()
         self._assembly.close()
 
-    def _linked(self) -> SocketReceiver:
+    def _linked(self) -> ReceivingEnd:
         if self._link is None:
             made: list[SocketReceiver] = []
 

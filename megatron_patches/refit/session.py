@@ -34,7 +34,8 @@ class RefitOptions:
 
     Attributes:
         transport: how bytes travel; shared memory needs trainer and engines on one host.
-        staging_bytes: most bytes that one process stages for packets.
+        staging_bytes: half of it is the most that one process sends, or receives, in one round; two may be under way.
+            Links keep their buffers, and a packet is copied once more on each side; see docs/live_refit.md.
         timeout_s: seconds that a step may take after its first party has finished.
         pause: what becomes of requests under way at a commit.
         host: address of this process that engines reach; also that of their links to each other.
@@ -164,12 +165,11 @@ class RefitSession:
         if version <= self.version:
             raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
         started = time.perf_counter()
-        memory = self._memory()
         receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
         calls = _Calls(assembly, f"sending version {version}")
         for engine in self._engines if self._first else ():
             calls.start(engine, lambda engine=engine: engine.call(receiving))  # type: ignore[misc]
-        party.push(version, memory)
+        party.push(version, self._memory)
         seconds = {"send": time.perf_counter() - started}
         self.version = version
         self._commit = _Commit(version, calls, self._engines if self._first else (), self._options, self._confirm)

@@ -64,7 +64,7 @@ class RefitCall(WeightTransferInitInfo):
         first_party: to join: number of this engine's worker 0 among all parties.
         sources: to join: number of trainer ranks.
         transport: to join: how packets travel.
-        staging_bytes: to join: most bytes that a party stages.
+        staging_bytes: to join: see :class:`megatron_patches.refit.joint.LinkOptions`.
         listen_host: to join: address that workers listen on, for TCP.
         version: to receive and commit: number of the weights.
         step: to receive: number of the step at which the trainer is.

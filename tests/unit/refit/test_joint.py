@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ class Scene:
         def send(rank: int) -> None:
             held = memory(self.case.sources[rank], dense)
             spoil(rank, held)
-            self.sources[rank].push(version, held)
+            self.sources[rank].push(version, lambda: held)
 
         def take(rank: int) -> Any:
             manifest = self.case.destinations[rank]
@@ -161,7 +162,7 @@ def test_a_destination_that_fails_ends_the_sources_too() -> None:
         step = parties.assemblies[0].next_step
         dense = values(case, 1)
         answers = parties.each(
-            lambda rank: parties.sources[rank].push(1, memory(case.sources[rank], dense)),
+            lambda rank: parties.sources[rank].push(1, lambda: memory(case.sources[rank], dense)),
             lambda rank: parties.destinations[rank].receive(1, step, False, refuse),
         )
         assert all(isinstance(answer, PartyFailedError) and "no room for 7 GB" in str(answer) for answer in answers)
@@ -176,7 +177,7 @@ def test_a_destination_that_missed_a_version_takes_part_in_the_next() -> None:
         dense, step = values(case, 1), parties.assemblies[0].next_step
         threading.Timer(0.3, lambda: parties.assemblies[0].fail(step, "listening", "engine unreachable")).start()
         answers = parties.each(
-            lambda rank: parties.sources[rank].push(1, memory(case.sources[rank], dense)), lambda _: None
+            lambda rank: parties.sources[rank].push(1, lambda: memory(case.sources[rank], dense)), lambda _: None
         )
         failed = answers[: len(case.sources)]
         assert all(isinstance(answer, PartyFailedError) and "engine unreachable" in str(answer) for answer in failed)
@@ -214,3 +215,24 @@ def test_shared_memory_leaves_nothing_behind() -> None:
         parties.prepare()
         parties.check(1, parties.move(1))
         assert set(shared.iterdir()) <= names
+
+
+def test_a_source_that_cannot_look_its_memory_up_fails_the_step_at_once() -> None:
+    def look_up(rank: int) -> dict[str, Bits]:
+        if rank == 0:
+            raise RuntimeError("the parameters are others")
+        return memory(case.sources[rank], values(case, 1))
+
+    case = coverable(7)
+    with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
+        parties.prepare()
+        step = parties.assemblies[0].next_step
+        manifests = case.destinations
+        started = time.monotonic()
+        answers = parties.each(
+            lambda rank: parties.sources[rank].push(1, lambda: look_up(rank)),
+            lambda rank: parties.destinations[rank].receive(1, step, False, lambda: memory(manifests[rank], None)),
+        )
+        assert time.monotonic() - started < 30
+        assert all(isinstance(a, PartyFailedError) and "the parameters are others" in str(a) for a in answers)
+        parties.check(2, parties.move(2))
