@@ -8,11 +8,41 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.launch import session_pool
+from tests.support.launch import DEVICE_VARIABLE, TRANSPORT_VARIABLE, on_gpus, session_pool
 
 # A busy machine is no failure.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the command line say which devices bodies run on."""
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="run the bodies of several processes over gloo on the CPU, or over NCCL on GPUs (default: cpu)",
+    )
+    parser.addoption(
+        "--transport",
+        choices=("auto", "c10d", "copy_engine"),
+        default="auto",
+        help="the transport of bodies that name none (default: auto, which is copy_engine on the GPUs of one host)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Pass ``--device`` and ``--transport`` on to the launcher."""
+    os.environ[DEVICE_VARIABLE] = config.getoption("--device")
+    os.environ[TRANSPORT_VARIABLE] = config.getoption("--transport")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--device cuda``, skip what is only true of gloo on the CPU."""
+    for item in items:
+        marker = item.get_closest_marker("cpu_only")
+        if marker is not None and on_gpus():
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,1 +1,1 @@
-"""Bodies that run on several processes, on gloo and (in tests/gpu) on NCCL, and the tests that launch them."""
+"""Bodies that run on several processes, on gloo and (with --device cuda) on NCCL, and the tests that launch them."""

@@ -19,7 +19,7 @@ from torch import nn
 import etp
 from etp.collectives.base import GradSink, Transport
 from etp.group import WeightGroup
-from etp.streams import InFlight
+from etp.streams import InFlight, SplitInFlight
 from tests.multiproc.models import PlannedFailureError, Tiny, batch, loss_of
 from tests.support.launch import device
 
@@ -58,29 +58,30 @@ def train_once(model: nn.Module, rank: int, step: int = 0) -> None:
 class _Recorded:
     def __init__(self, inner: InFlight, log: list[str], event: str) -> None:
         self._inner, self._log, self._event = inner, log, event
+        self.beside = inner.beside if isinstance(inner, SplitInFlight) else ()
 
     def join(self) -> None:
         self._inner.join()
         self._log.append(self._event)
 
 
-class RecordingTransport:
-    """Notes when a collective is started and when its result is there."""
+def record(transport: Transport, log: list[str]) -> Transport:
+    """Let ``transport`` note when a collective is started and when its result is there."""
+    gather, reduce = transport.all_gather, transport.reduce_scatter
 
-    def __init__(self, inner: Transport, log: list[str]) -> None:
-        self._inner, self._log = inner, log
-
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         name = label.removeprefix("all-gather of ")
-        self._log.append(f"gather {name}")
-        return _Recorded(self._inner.all_gather(outputs, shards, label), self._log, f"gathered {name}")
+        log.append(f"gather {name}")
+        return _Recorded(gather(outputs, shards, label), log, f"gathered {name}")
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> InFlight:
+    def reduce_scatter(wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str) -> InFlight:
         name = label.removeprefix("reduce-scatter of ").removesuffix("'s gradient")
-        self._log.append(f"reduce {name}")
-        return _Recorded(self._inner.reduce_scatter(wgrads, sinks, divisor, label), self._log, f"reduced {name}")
+        log.append(f"reduce {name}")
+        return _Recorded(reduce(wgrads, sinks, divisor, label), log, f"reduced {name}")
+
+    transport.all_gather = all_gather  # type: ignore[method-assign]
+    transport.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
+    return transport
 
 
 @contextlib.contextmanager
@@ -91,8 +92,8 @@ def recorded() -> Iterator[list[str]]:
     log: list[str] = []
     select, take = routes.select_transport, WeightGroup.take
 
-    def recording_select(*args: Any, **kwargs: Any) -> RecordingTransport:
-        return RecordingTransport(select(*args, **kwargs), log)
+    def recording_select(*args: Any, **kwargs: Any) -> Transport:
+        return record(select(*args, **kwargs), log)
 
     def recording_take(self: WeightGroup, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         weights = take(self, *args, **kwargs)
@@ -233,12 +234,13 @@ class Pyramid(nn.Module):
 
 def memory(rank: int, world_size: int, depth: int, resident: int) -> dict[str, int]:
     """Bytes of all live tensors after a step, and what each purpose should take."""
-    train_pyramid(Pyramid(), rank)  # whatever torch allocates once
+    train_pyramid(Pyramid().to(device()), rank)  # whatever torch allocates once
     before = _live_storages()
     torch.manual_seed(2)
     model = Pyramid().to(device())
-    config = etp.EtpConfig(prefetch_depth=depth, resident_bytes=resident, pad_for_alignment=4)
-    etp.shard_module(model, dist.group.WORLD, config=config)
+    # Peer copies need symmetric memory besides, whose bytes their transport states.
+    options: dict[str, Any] = {"prefetch_depth": depth, "resident_bytes": resident, "pad_for_alignment": 4}
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(transport="c10d", **options))
     for _ in range(2):
         model.zero_grad()
         train_pyramid(model, rank)

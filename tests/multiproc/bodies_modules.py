@@ -263,7 +263,7 @@ def differing_peers(rank: int, world_size: int) -> dict[str, tuple[str, list[str
 
     def size(model: Tiny) -> None:
         if rank == 1:
-            model.blocks[0].up = nn.Linear(12, 31)
+            model.blocks[0].up = nn.Linear(12, 31).to(device())
 
     def dtype(model: Tiny) -> None:
         if rank == 1:
@@ -360,13 +360,14 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
         has_gradient,
         has_hook,
         has_accumulate_hook,
-        copy_engine_on_cpu,
+        *([copy_engine_on_cpu] if device().type == "cpu" else []),
         normalization,
         no_gemms,
     ):
         torch.manual_seed(0)
         try:
-            attempt()
+            with device():  # modules are created there
+                attempt()
         except ValueError as error:
             messages[attempt.__name__] = str(error)
     return messages

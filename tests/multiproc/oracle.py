@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -156,6 +156,12 @@ class Twins:
         assert torch.equal(mine, theirs), f"{what}: differs by up to {(mine - theirs).abs().max().item():.3g}"
 
 
+def _device_idle(buffers: Sequence[torch.Tensor]) -> None:
+    """On a GPU, wait until no stream uses ``buffers``: the gather that fills a slot runs beside the caller's stream."""
+    if buffers and buffers[0].is_cuda:
+        torch.cuda.synchronize(buffers[0].device)
+
+
 @contextlib.contextmanager
 def poisoned() -> Iterator[dict[str, int]]:
     """Fill every slot when it is claimed, and every gradient buffer when it is leased, with NaN.
@@ -167,8 +173,10 @@ def poisoned() -> Iterator[dict[str, int]]:
 
     def poisoned_claim(self: Slot, owner: str) -> int:
         generation = claim(self, owner)
+        _device_idle(self.buffers)
         for buffer in self.buffers:
             buffer.fill_(float("nan"))
+        _device_idle(self.buffers)
         counts["claims"] += 1
         return generation
 

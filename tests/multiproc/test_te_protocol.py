@@ -24,6 +24,7 @@ PIECES = sorted(SHARED.glob("te-site.tar.xz.[0-9][0-9]"))
 
 pytestmark = [
     pytest.mark.multiproc,
+    pytest.mark.cpu_only("tests/gpu/test_te.py runs the real kernels"),
     pytest.mark.skipif(not PIECES, reason="needs Transformer Engine and the shim in ../shared/gpu"),
     pytest.mark.skipif(find_spec("onnxscript") is None, reason="Transformer Engine imports onnxscript"),
 ]

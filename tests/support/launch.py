@@ -16,6 +16,9 @@ Importing torch costs seconds and running a body milliseconds, so the workers ar
 gives its ranks a process group of their own, and takes it down afterwards. Whatever else a body changes in its
 process (environment, patched modules, Megatron's global state) stays for the next body: undo it there, or ask
 for ``fresh=True``, which runs the body in new processes that end with it.
+
+``pytest --device cuda`` runs the same bodies over NCCL, rank r on GPU r; tests with more ranks than there are GPUs are
+skipped.
 """
 
 from __future__ import annotations
@@ -46,6 +49,12 @@ from tests.support.protocol import BodyReference, Done, Failed, Job
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 180.0
 """How long a new worker may take to import torch; generous, for a machine that is busy with other things."""
+
+DEVICE_VARIABLE = "ETP_TESTS_DEVICE"
+"""Says to this process and to its workers which devices the session's bodies run on: "cpu" or "cuda"."""
+
+TRANSPORT_VARIABLE = "ETP_TESTS_TRANSPORT"
+"""Says to the workers which transport a body's :class:`etp.EtpConfig` has if the body names none."""
 
 STRAGGLER_S = 10.0
 """How long the other ranks may take to end by themselves once one has failed."""
@@ -220,17 +229,34 @@ def _receive(worker: _Worker) -> Done | Failed:
 
 
 @functools.cache
-def session_pool() -> WorkerPool:
-    """The pool that all tests of a session share; conftest closes it."""
+def session_pool(only_ranks: int | None = None) -> WorkerPool:
+    """A pool that all tests of a session share; it ends with the session.
+
+    Args:
+        only_ranks: a pool that runs bodies with this number of ranks only. torch numbers exchanges of symmetric memory
+            in each process, so workers that shared a body of two ranks cannot run one of four with workers that did
+            not.
+    """
+    del only_ranks
     pool = WorkerPool()
     atexit.register(pool.close)
     return pool
 
 
+def on_gpus() -> bool:
+    """Whether this session runs its bodies on GPUs."""
+    return os.environ.get(DEVICE_VARIABLE) == "cuda"
+
+
+def session_backend() -> str:
+    """The backend of this session's bodies."""
+    return "nccl" if on_gpus() else "gloo"
+
+
 def run_distributed[T](
     fn: Callable[..., T],
     world_size: int,
-    backend: str | None = "gloo",
+    backend: str | None = "session",
     timeout_s: float = 120.0,
     args: tuple[Any, ...] = (),
     *,
@@ -241,8 +267,9 @@ def run_distributed[T](
     Args:
         fn: a function at module level (or a static method of a class there); workers find it by file and name.
         world_size: number of ranks.
-        backend: "gloo" or "nccl" for a default process group of that backend; with "nccl", rank r's current device
-            is ``cuda:r``. None leaves the set-up of process groups to the body.
+        backend: "gloo" or "nccl" for a default process group of that backend, "session" for the one that
+            ``pytest --device`` names; with "nccl", rank r's current device is ``cuda:r``. None leaves the set-up of
+            process groups to the body.
         timeout_s: seconds until the body counts as hung. A collective fails earlier, at 80 % of it, with a
             traceback of its own.
         args: further arguments; pickled once, so every rank gets a copy of the same. Tensors must be on the CPU.
@@ -255,13 +282,28 @@ def run_distributed[T](
         RanksFailedError: the body raised, or its process died, on some rank.
         RanksHungError: no rank failed but some did not return in time. The processes are killed.
     """
-    if not fresh:
-        return session_pool().run(fn, world_size, backend, timeout_s, args)
-    pool = WorkerPool()
+    backend = session_backend() if backend == "session" else backend
+    over_nccl = backend is not None and "nccl" in backend
+    if over_nccl:
+        skip_without_gpus(world_size)
+    pool = WorkerPool() if fresh else session_pool(world_size if over_nccl else None)
     try:
         return pool.run(fn, world_size, backend, timeout_s, args)
+    except RanksFailedError:
+        if over_nccl:
+            pool.close()  # some ranks may have got further than others, with symmetric memory too
+        raise
     finally:
-        pool.close()
+        if fresh:
+            pool.close()
+
+
+def skip_without_gpus(count: int) -> None:
+    """Skip the test that calls this unless there are ``count`` CUDA devices."""
+    if torch.cuda.device_count() < count:
+        import pytest
+
+        pytest.skip(f"needs {count} CUDA devices")
 
 
 def device() -> torch.device:

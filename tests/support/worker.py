@@ -58,6 +58,7 @@ def _answer(job: Job) -> Done | Failed:
     try:
         _join_group(job)
         body = job.body.load()
+        _set_default_transport()
         arguments = pickle.loads(job.arguments)
         answer = Done(pickle.dumps(body(job.rank, job.world_size, *arguments)))
     except BaseException as error:  # noqa: BLE001 - what a body raises, SystemExit too, belongs to its test
@@ -78,6 +79,13 @@ def _join_group(job: Job) -> None:
     limit = timedelta(seconds=0.8 * job.timeout_s)
     store = dist.PrefixStore(job.call, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit))
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+
+
+def _set_default_transport() -> None:
+    transport = os.environ.get("ETP_TESTS_TRANSPORT", "auto")
+    config = sys.modules.get("etp.config")
+    if config is not None:
+        config.EtpConfig.__init__.__kwdefaults__["transport"] = config.TransportName(transport)
 
 
 def _leave_group() -> None:
