@@ -30,6 +30,22 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType({name: size for name, size, _ in 
 SAFETENSORS_CODE: Mapping[str, str] = MappingProxyType({name: code for name, _, code in _TABLE})
 """Code of the dtype in a safetensors header, by dtype name."""
 
+_EXACTLY_IN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "float8_e4m3fn": frozenset({"float16", "bfloat16", "float32", "float64"}),
+        "float8_e5m2": frozenset({"float16", "bfloat16", "float32", "float64"}),
+        "float8_e8m0fnu": frozenset({"bfloat16", "float32", "float64"}),
+        "float16": frozenset({"float32", "float64"}),
+        "bfloat16": frozenset({"float32", "float64"}),
+        "float32": frozenset({"float64"}),
+    }
+)
+
+
+def holds(dtype: str, other: str) -> bool:
+    """Whether ``dtype`` has every value of ``other``, so that converting to it loses nothing."""
+    return dtype == other or dtype in _EXACTLY_IN.get(other, ())
+
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element of ``dtype``.

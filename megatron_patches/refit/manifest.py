@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.conversion import Conversion, Rule
 from megatron_patches.refit.errors import RefitError
 
 
@@ -23,12 +24,24 @@ class Storage:
         dtype: torch's name of the element type.
         numel: elements allocated, padding included.
         logical_numel: elements that carry values. Padding is always a tail: elements from here on are never read.
+        rule: of a destination, how its elements are converted when all have arrived; None where they stay as they are.
     """
 
     name: str
     dtype: str
     numel: int
     logical_numel: int
+    rule: Rule | None = None
+
+    @property
+    def target(self) -> str:
+        """Name of the memory in which the elements end up."""
+        return self.name if self.rule is None else self.rule.target
+
+    @property
+    def final_dtype(self) -> str:
+        """Their type there."""
+        return self.dtype if self.rule is None else self.rule.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,15 @@ class Manifest:
     def storage(self) -> Mapping[str, Storage]:
         """The storages by name."""
         return {storage.name: storage for storage in self.storages}
+
+    @property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """The rules of its storages."""
+        return tuple(
+            Conversion(self.rank, storage.name, storage.dtype, storage.rule)
+            for storage in self.storages
+            if storage.rule is not None
+        )
 
 
 def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Manifest]) -> list[TensorSpec]:

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.pairing import Pair, deal_rounds, pair_up
@@ -33,13 +34,15 @@ class PlanOptions:
     Attributes:
         staging_bytes: bytes that one party may stage in one round, as source or as destination.
         split_bytes: cells of at least twice this size are cut among the ranks that hold them.
-        conversions: pairs (source dtype, destination dtype) that may be converted on the way; all else must be equal.
+        conversions: pairs (source dtype, dtype that arrives) that may be converted on the way; all else must be equal.
+        allow_narrowing: whether a destination's rule may go through a type that does not hold every value sent.
         bound_destinations: whether destinations stage too. A file does not.
     """
 
     staging_bytes: int = 256 << 20
     split_bytes: int = 1 << 20
     conversions: frozenset[tuple[str, str]] = frozenset()
+    allow_narrowing: bool = False
     bound_destinations: bool = True
 
     def __post_init__(self) -> None:
@@ -65,7 +68,7 @@ class Transfer:
         read: where it lies at the source.
         write: where it goes at the destination.
         source_dtype: element type at the source.
-        dtype: element type at the destination.
+        dtype: element type in which it arrives at the destination.
     """
 
     round: int
@@ -127,18 +130,20 @@ class Plan:
         tensors: all tensors of the model.
         transfers: the transfers.
         part: None for a whole plan.
+        conversions: the rules of all destinations, or of the one that the part is for, by rank.
     """
 
     tensors: tuple[TensorSpec, ...]
     transfers: tuple[Transfer, ...]
     part: PartInfo | None = None
+    conversions: tuple[Conversion, ...] = ()
 
     @cached_property
     def digest(self) -> str:
         """sha256 over everything in the whole plan, as hexadecimal digits."""
         if self.part is not None:
             return self.part.whole_digest
-        content = _PlanHash(self.tensors)
+        content = _PlanHash(self.tensors, self.conversions)
         for item in self.transfers:
             content.add(item)
         return content.result()
@@ -174,10 +179,12 @@ class Plan:
 class _PlanHash:
     """Hashes a plan, transfer by transfer."""
 
-    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec], conversions: Sequence[Conversion]) -> None:
         self._content = hashlib.sha256()
         for spec in tensors:
             self._content.update(f"T|{spec.name}|{spec.shape}|{spec.dtype}\n".encode())
+        for item in conversions:
+            self._content.update(f"R|{item.storage}|{item}\n".encode())
 
     def add(self, item: Transfer) -> None:
         self._content.update(
@@ -213,7 +220,8 @@ def make_plan(
     Raises:
         CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
     """
-    return Plan(tuple(sorted(tensors)), tuple(_transfer(*item) for item in _dealt(sources, destinations, options)))
+    transfers = tuple(_transfer(*item) for item in _dealt(sources, destinations, options))
+    return Plan(tuple(sorted(tensors)), transfers, conversions=conversions_of(destinations))
 
 
 def make_part(
@@ -236,7 +244,8 @@ def make_part(
         options: budgets and allowed conversions.
     """
     ordered = tuple(sorted(tensors))
-    content = _PlanHash(ordered)
+    conversions = conversions_of(destinations)
+    content = _PlanHash(ordered, conversions)
     mine: list[Transfer] = []
     rounds = 0
     for number, pair in _dealt(sources, destinations, options):
@@ -245,7 +254,14 @@ def make_part(
         rounds = max(rounds, number + 1)
         if of.rank == (transfer.source if of.side == "source" else transfer.destination):
             mine.append(transfer)
-    return Plan(ordered, tuple(mine), PartInfo(of, content.result(), rounds))
+    own = tuple(item for item in conversions if of == PartOf("destination", item.rank))
+    return Plan(ordered, tuple(mine), PartInfo(of, content.result(), rounds), own)
+
+
+def conversions_of(destinations: Sequence[Manifest]) -> tuple[Conversion, ...]:
+    """The rules of all destinations, by rank, whatever the order of the manifests."""
+    ordered = sorted(destinations, key=lambda manifest: manifest.rank)
+    return tuple(item for manifest in ordered for item in manifest.conversions)
 
 
 def _dealt(

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, overlapping_pair, subtract
+from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer, conversions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class Verdict:
         boxes: destination boxes covered.
         transfers: transfers checked.
         plan_digest: digest of the plan that this holds for.
+        conversions: every rule by which arriving elements are changed; all others stay as the source has them.
     """
 
     elements: int
     boxes: int
     transfers: int
     plan_digest: str
+    conversions: tuple[Conversion, ...] = ()
 
 
 def prove(
@@ -46,8 +49,10 @@ def prove(
 
     Shown are: every box lies in its tensor; every read lies in a box that its rank holds, at the place where it
     holds it, and before the storage's padding; every element of every wanted box is written by exactly one
-    transfer, at the place where it is wanted; wanted boxes do not share memory; dtypes are equal, or converted by
-    a pair listed in ``options.conversions``; no round exceeds the staging budget.
+    transfer, at the place where it is wanted; wanted boxes do not share memory, neither where they arrive nor where
+    they end up; dtypes are equal, or converted on the way by a pair listed in ``options.conversions``, or at the
+    destination by a rule that the plan lists and that loses nothing unless ``options.allow_narrowing``; no round
+    exceeds the staging budget.
 
     Of the part that ``make_part`` makes, the same is shown as far as it concerns its rank: of a destination all that
     it wants, of a source all that it sends. A whole plan is proved when every destination has proved its part.
@@ -64,11 +69,12 @@ def prove(
     _check_dtypes(plan.transfers, sources, destinations, options)
     _check_owner(plan)
     covered = [manifest for manifest in destinations if _is_covered(plan, manifest.rank)]
+    _check_conversions(plan, sources, covered, options)
     for manifest in covered:
         _check_no_aliases(manifest)
     boxes, elements = _check_writes(plan.transfers, destinations, covered)
     _check_rounds(plan.transfers, options)
-    return Verdict(elements, boxes, len(plan.transfers), plan.digest)
+    return Verdict(elements, boxes, len(plan.transfers), plan.digest, plan.conversions)
 
 
 def _check_owner(plan: Plan) -> None:
@@ -152,11 +158,45 @@ def _check_dtypes(
             )
 
 
+def _check_conversions(
+    plan: Plan, sources: Sequence[Manifest], covered: Sequence[Manifest], options: PlanOptions
+) -> None:
+    """The plan lists the rules of all destinations, and each of them is sound."""
+    for manifest in sources:
+        if manifest.conversions:
+            raise ProofError(f"source rank {manifest.rank} has a rule: {manifest.conversions[0]}; only destinations do")
+    if plan.conversions != conversions_of(covered):
+        raise ProofError("the plan does not list the rules by which the destinations convert what arrives")
+    for manifest in covered:
+        _check_targets(manifest)
+        tensors = {placement.view.storage: placement.box.tensor for placement in manifest.placements}
+        for item in manifest.conversions:
+            lost_in = item.rule.narrowed_to(item.dtype)
+            if lost_in is not None and not options.allow_narrowing:
+                raise ProofError(
+                    f"{tensors.get(item.storage, 'nothing')} is {item.dtype} in the trainer, and destination rank "
+                    f"{item.rank} makes {lost_in} of it ({item.rule}) for {item.rule.target}, which loses part of its "
+                    "value; train and serve in one type, or allow narrowing"
+                )
+
+
+def _check_targets(manifest: Manifest) -> None:
+    """Storages that end up in one memory agree on its type and length."""
+    first: dict[str, Storage] = {}
+    for storage in manifest.storages:
+        known = first.setdefault(storage.target, storage)
+        if (known.final_dtype, known.numel) != (storage.final_dtype, storage.numel):
+            raise ProofError(
+                f"destination rank {manifest.rank}: {storage.target} would have {known.numel} elements of "
+                f"{known.final_dtype} by {known.name}, and {storage.numel} of {storage.final_dtype} by {storage.name}"
+            )
+
+
 def _check_no_aliases(manifest: Manifest) -> None:
     """No two wanted boxes of a rank, and no two elements of one, share memory."""
     views: dict[str, list[Placement]] = defaultdict(list)
     for placement in manifest.placements:
-        views[placement.view.storage].append(placement)
+        views[manifest.storage[placement.view.storage].target].append(placement)
     for name, placements in views.items():
         runs = [contiguous_runs(placement.view) for placement in placements]
         starts = np.concatenate([run.starts[0] for run in runs])

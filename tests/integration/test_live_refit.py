@@ -83,7 +83,35 @@ DEEPSEEK_V3: dict[str, object] = {
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
 }
-CONFIGS = {"qwen3": QWEN3, "llama_tied": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
+NEMOTRON_H: dict[str, object] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "torch_dtype": "bfloat16",
+    "hybrid_override_pattern": "M-*M",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {
+    "qwen3": QWEN3,
+    "llama_tied": LLAMA,
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "nemotron_h": NEMOTRON_H,
+}
+ENGINE_OPTIONS = {"nemotron_h": {"worker_extension_cls": "tests.support.vllm_mamba.CpuKernels"}}
 MESHES = {
     "qwen3": (
         TrainerMesh(etp=2),
@@ -102,6 +130,13 @@ MESHES = {
         TrainerMesh(tp=2, expert_tp=2),
     ),
     "deepseek_v3": (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(tp=2, etp=2, ep=2), TrainerMesh(pp=2, dp=2, ep=2)),
+    "nemotron_h": (
+        TrainerMesh(etp=2),
+        TrainerMesh(tp=2),
+        TrainerMesh(etp=3),  # pads every weight
+        TrainerMesh(tp=2, etp=2),
+        TrainerMesh(pp=2, etp=2),
+    ),
 }
 CASES = [(model, tp, mesh) for model in CONFIGS for tp in (1, 2) for mesh in MESHES[model]]
 
@@ -127,7 +162,7 @@ def push_all(model: str, tp: int, folder: Path) -> Pushed:
     args = (Case(TrainerMesh(), (), config), 2, str(folder / "checkpoint"))
     run_distributed(export_body, 1, args=args, timeout_s=180)
     after: dict[TrainerMesh, list[Answer]] = {}
-    with VllmHost(folder / "checkpoint", folder, tensor_parallel_size=tp) as host:
+    with VllmHost(folder / "checkpoint", folder, tensor_parallel_size=tp, **ENGINE_OPTIONS.get(model, {})) as host:
         connection = host.connect()
         fresh = connection.parameters(), connection.log_probabilities(PROMPTS)
         versions = itertools.count(1, 10)

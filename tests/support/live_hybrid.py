@@ -1,7 +1,7 @@
-"""Live Megatron hybrids for their parameters, where neither Mamba's kernels nor Transformer Engine are installed.
+"""Live Megatron hybrids where neither Mamba's kernels nor Transformer Engine are installed.
 
-Megatron takes norms of hybrids from Transformer Engine and refuses to build a Mamba mixer without its kernels, though
-it has no need of either before a forward pass. Here the norms are torch's, and the mixer's gated norm is a weight.
+Megatron takes norms of hybrids from Transformer Engine and refuses to build a Mamba mixer without its kernels. Here the
+norms are torch's, and the mixer's recurrence and gated norm are written out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ import torch
 
 from megatron_patches.refit.source.config_traits import family_from_config
 from tests.support.live_models import Case, PlainAttention, common_settings
+from tests.support.mamba_kernels import split_conv1d_scan
 
 
 class GatedNorm(torch.nn.Module):
-    """The weight of Mamba's gated norm, as its kernels' module has it."""
+    """The norm of Mamba's kernels, whose input was multiplied with the gate before: each group by itself."""
 
-    def __init__(self, width: int, *, dtype: torch.dtype, **settings: object) -> None:  # noqa: ARG002
+    def __init__(self, width: int, *, eps: float, group_size: int, dtype: torch.dtype, **settings: object) -> None:  # noqa: ARG002
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From [..., width] to the same."""
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.flatten(-2).to(x.dtype) * self.weight
 
 
 def build_hybrid_chunk(case: Case, chunk: int) -> Any:
@@ -34,6 +42,7 @@ def build_hybrid_chunk(case: Case, chunk: int) -> Any:
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
     mamba_context_parallel.HAVE_EINOPS = True
     mamba_mixer.ExtendedRMSNorm = GatedNorm
+    mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
     hybrid_block.TENorm = WrappedTorchNorm
     mesh, traits = case.mesh, family_from_config(case.config).traits
     mamba = traits.mamba

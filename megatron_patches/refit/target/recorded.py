@@ -2,7 +2,8 @@
 
 A recorded copy says: these elements of that Hugging Face tensor went to those places of this parameter, each side as
 offset, shape and strides. Where the loader only narrowed, split, transposed or flattened the tensor, its side is a
-box of the tensor, and the copy becomes a :class:`Placement`.
+box of the tensor, and the copy becomes a :class:`Placement`. What the loader did to each element on the way becomes
+the rule of the storage in which these elements arrive: laid out as the parameter, in the trainer's type.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, row_major_strides
+from megatron_patches.refit.conversion import Rule, Step
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 
@@ -42,12 +44,14 @@ class CopyRecord:
         read: which of its elements, in its row-major memory.
         storage: name of the parameter.
         write: where they went; as many elements, of the same shape.
+        steps: what was done to each of them on the way; nothing where the parameter has the tensor's own elements.
     """
 
     tensor: str
     read: Region
     storage: str
     write: Region
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +106,53 @@ def recorded_manifest(
         UnsupportedModelError: if a copy is not a box of a tensor; names both.
         UnmappedParameterError: if some element of a parameter was neither copied nor filled.
     """
+    # Of several copies to one place the last counts: a loader may copy again, or change what it has copied.
+    last = {(record.storage, record.write): record for record in copies}
     wanted: dict[Placement, None] = {}  # in order, each once: a loader may copy the same elements again
-    for record in copies:
-        for placement in _placements(record, tensors[record.tensor]):
+    arrivals = _Arrivals(parameters)
+    by_parameter: dict[str, list[Placement]] = {}
+    for record in last.values():
+        spec = tensors[record.tensor]
+        storage = arrivals.storage(record.storage, spec.dtype, record.steps)
+        for placement in _placements(record, spec, storage):
+            if placement not in wanted:
+                by_parameter.setdefault(record.storage, []).append(placement)
             wanted[placement] = None
-    by_storage: dict[str, list[Placement]] = {}
-    for placement in wanted:
-        by_storage.setdefault(placement.view.storage, []).append(placement)
-    storages = []
+    filled: dict[str, list[FillRecord]] = {}
+    for fill in fills:
+        filled.setdefault(fill.storage, []).append(fill)
     for parameter in parameters:
-        _check_written(parameter, by_storage.get(parameter.name, []), [f for f in fills if f.storage == parameter.name])
-        storages.append(Storage(parameter.name, parameter.dtype, parameter.numel, parameter.numel))
-    return Manifest(rank, host, tuple(storages), tuple(wanted))
+        if parameter.name not in by_parameter:  # nothing but padding
+            arrivals.storage(parameter.name, parameter.dtype, ())
+        _check_written(parameter, by_parameter.get(parameter.name, []), filled.get(parameter.name, []))
+    return Manifest(rank, host, tuple(arrivals.storages), tuple(wanted))
+
+
+class _Arrivals:
+    """The storages in which a rank's elements arrive: one a parameter, or one for each type and rule."""
+
+    def __init__(self, parameters: Sequence[RecordedParameter]) -> None:
+        self.storages: list[Storage] = []
+        self._parameters = {parameter.name: parameter for parameter in parameters}
+        self._names: dict[tuple[str, str, tuple[Step, ...]], str] = {}
+
+    def storage(self, parameter: str, dtype: str, steps: tuple[Step, ...]) -> str:
+        """Name of the storage for elements of a parameter that come as ``dtype`` and are changed by ``steps``."""
+        name = self._names.get((parameter, dtype, steps))
+        if name is None:
+            name = parameter
+            if steps:
+                others = sum(key[:2] == (parameter, dtype) and bool(key[2]) for key in self._names)
+                name = arrival_name(parameter, dtype) + (f".{others + 1}" if others else "")
+            numel = self._parameters[parameter].numel
+            self._names[parameter, dtype, steps] = name
+            self.storages.append(Storage(name, dtype, numel, numel, Rule(parameter, steps) if steps else None))
+        return name
+
+
+def arrival_name(parameter: str, dtype: str) -> str:
+    """Name of the storage in which elements arrive as ``dtype`` that are then converted for ``parameter``."""
+    return f"{parameter}@{dtype}"
 
 
 def _check_written(parameter: RecordedParameter, placements: Sequence[Placement], fills: Sequence[FillRecord]) -> None:
@@ -136,7 +175,7 @@ def _mark(seen: np.ndarray, view: View) -> None:
         seen[start : start + runs.length] = 1
 
 
-def _placements(record: CopyRecord, spec: TensorSpec) -> Iterator[Placement]:
+def _placements(record: CopyRecord, spec: TensorSpec, storage: str) -> Iterator[Placement]:
     """The boxes of one copy: one, unless elements are repeated."""
     dims = [
         (extent, read, write)
@@ -148,7 +187,7 @@ def _placements(record: CopyRecord, spec: TensorSpec) -> Iterator[Placement]:
     box, strides = _box(record, spec, kept)
     for index in np.ndindex(*(extent for extent, _ in repeated)):
         shift = sum(position * step for position, (_, step) in zip(index, repeated, strict=True))
-        yield Placement(box, View(record.storage, record.write.offset + shift, box.shape, strides))
+        yield Placement(box, View(storage, record.write.offset + shift, box.shape, strides))
 
 
 def _box(record: CopyRecord, spec: TensorSpec, dims: Sequence[tuple[int, int, int]]) -> tuple[Box, tuple[int, ...]]:

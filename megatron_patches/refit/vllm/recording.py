@@ -3,12 +3,19 @@
 The model's parameters are taken back to the form in which its loaders know them (vLLM's layerwise reloading does
 that), its ``load_weights`` runs on meta tensors of the trainer's names, shapes and dtypes, and a dispatch mode notes
 each copy instead of making it. No rule about any model is needed, and no weight is touched.
+
+[Note: operations] Between checkpoint and parameter a loader may convert elements and apply operations that torch tags
+as pointwise, with numbers beside the elements: these are noted with the copy, in order, to be replayed on real
+elements. A loader may also read back what it has copied into a parameter, as ``composed_weight_loader`` does. All
+else (sums, products of two tensors, random numbers, changes in place) is refused as soon as its result would reach a
+parameter.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.conversion import CONVERT, Step
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Region
 
@@ -49,7 +57,8 @@ def record_loading(load: Any, parameters: Mapping[str, torch.Tensor], tensors: I
         tensors: the model's tensors.
 
     Raises:
-        UnsupportedModelError: if an element would reach a parameter changed, by other than a copy.
+        UnsupportedModelError: if an element would reach a parameter changed by other than operations on each element
+            by itself; names the operation and the parameter.
     """
     sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in tensors}
     recorder = _Recorder(sources, parameters)
@@ -58,7 +67,7 @@ def record_loading(load: Any, parameters: Mapping[str, torch.Tensor], tensors: I
     recording = recorder.recording
     written = {record.storage for record in recording.copies} | {record.storage for record in recording.fills}
     recording.parameters = [
-        RecordedParameter(name, str(tensor.dtype).removeprefix("torch."), _storage_numel(tensor))
+        RecordedParameter(name, _dtype_name(tensor.dtype), _storage_numel(tensor))
         for name, tensor in parameters.items()
         if name in written
     ]
@@ -78,6 +87,28 @@ def _region(tensor: torch.Tensor) -> Region:
     return Region(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a tensor's elements are.
+
+    Attributes:
+        tensor: name of the source tensor.
+        region: which of its elements, in order.
+        steps: what was done to each.
+    """
+
+    tensor: str
+    region: Region
+    steps: tuple[Step, ...] = ()
+
+    def then(self, step: Step) -> _Origin:
+        return replace(self, steps=(*self.steps, step))
+
+
 class _Recorder(TorchDispatchMode):
     """Follows memory by the identity of its storage: views share it, so they need no attention."""
 
@@ -88,8 +119,9 @@ class _Recorder(TorchDispatchMode):
         self._parameter_of: dict[int, str] = {}
         for name, tensor in parameters.items():
             self._parameter_of.setdefault(_key(tensor), name)
-        # Tensors made on the way: the source region that each is an image of, or its name and what was done to it.
-        self._image_of: dict[int, tuple[str, Region, Region]] = {}
+        self._copied: dict[int, list[tuple[Region, _Origin]]] = defaultdict(list)  # into each parameter, in order
+        # Tensors made on the way: what each holds and where, or the name and all that was done to it.
+        self._image_of: dict[int, tuple[_Origin, Region]] = {}
         self._changed_by: dict[int, tuple[str, str]] = {}
         # An identity is only good while its object lives.
         self._alive: list[torch.Tensor] = [*sources.values(), *parameters.values()]
@@ -97,79 +129,144 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if first is not None and _key(first) in self._parameter_of:
-            if func is _aten.copy_.default:
-                return self._copy(first, args[1])
-            if func in (_aten.fill_.Scalar, _aten.zero_.default):
-                value = float(args[1]) if len(args) > 1 else 0.0
-                self.recording.fills.append(FillRecord(self._parameter_of[_key(first)], _region(first), value))
-                return first
-            if func._schema.is_mutable:
-                raise UnsupportedModelError(
-                    f"the engine's loader changes {self._parameter_of[_key(first)]} with {func}, which is no copy"
-                )
-        if func in _SAME_ELEMENTS and first is not None and self._known(first):
+        for tensor in _written(func, args, kwargs):
+            if _key(tensor) in self._parameter_of:
+                return self._write(func, tensor, args)
+        if func in _SAME_ELEMENTS and first is not None and self._is_traced(first):
             return self._image(first, kwargs.get("dtype"))
         result = func(*args, **kwargs)
         self._follow(func, args, kwargs, result)
         return result
 
-    def _known(self, tensor: torch.Tensor) -> bool:
-        return _key(tensor) in self._source_of or _key(tensor) in self._image_of
+    def _is_traced(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are, or depend on, those of a source."""
+        key = _key(tensor)
+        return key in self._source_of or key in self._image_of or key in self._changed_by or key in self._copied
+
+    def _write(self, func: Any, parameter: torch.Tensor, args: Any) -> torch.Tensor:
+        name = self._parameter_of[_key(parameter)]
+        if func is _aten.copy_.default:
+            return self._copy(parameter, args[1])
+        if func in (_aten.fill_.Scalar, _aten.zero_.default):
+            value = float(args[1]) if len(args) > 1 else 0.0
+            self.recording.fills.append(FillRecord(name, _region(parameter), value))
+            return parameter
+        raise UnsupportedModelError(f"the engine's loader changes {name} with {func}, which is no copy")
 
     def _image(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """New memory for the same elements, wherever it was asked for: there is nothing to move."""
-        if dtype is not None and dtype is not tensor.dtype:
-            raise UnsupportedModelError(
-                f"the engine's loader converts {self._name(tensor)} from {tensor.dtype} to {dtype}"
-            )
-        image = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        name, region = self._origin(tensor)
-        self._image_of[_key(image)] = (name, region, _region(image))
+        image = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
         self._alive.append(image)
+        if _key(tensor) in self._changed_by:
+            self._changed_by[_key(image)] = self._changed_by[_key(tensor)]
+        else:
+            self._image_of[_key(image)] = _converted(self._origin(tensor), tensor, image), _region(image)
         return image
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         storage = self._parameter_of[_key(target)]
         if _key(source) in self._changed_by:
-            name, operation = self._changed_by[_key(source)]
-            raise UnsupportedModelError(f"the engine's loader puts {operation} of {name} into {storage}")
-        if not self._known(source):
+            name, operations = self._changed_by[_key(source)]
+            raise UnsupportedModelError(f"the engine's loader puts {operations} of {name} into {storage}")
+        if not self._is_traced(source):
             raise UnsupportedModelError(f"the engine's loader puts values of its own into {storage}")
-        if source.dtype is not target.dtype:
-            raise UnsupportedModelError(
-                f"{self._name(source)} is {source.dtype} and the engine keeps {storage} as {target.dtype}"
-            )
-        name, region = self._origin(source.expand(target.shape))
-        self.recording.copies.append(CopyRecord(name, region, storage, _region(target)))
+        origin = _converted(self._origin(source.expand(target.shape)), source, target)
+        write = _region(target)
+        self._copied[_key(target)].append((write, origin))
+        self.recording.copies.append(CopyRecord(origin.tensor, origin.region, storage, write, origin.steps))
         return target
 
-    def _name(self, tensor: torch.Tensor) -> str:
-        return self._origin(tensor)[0]
-
-    def _origin(self, tensor: torch.Tensor) -> tuple[str, Region]:
-        """The source's name, and which of its elements ``tensor`` shows."""
+    def _origin(self, tensor: torch.Tensor) -> _Origin:
+        """What the elements of a traced tensor are, if nothing but steps was done to them."""
         name = self._source_of.get(_key(tensor))
         if name is not None:
-            return name, _region(tensor)
-        name, region, whole = self._image_of[_key(tensor)]
+            return _Origin(name, _region(tensor))
+        if _key(tensor) in self._copied:
+            return self._read_back(tensor)
+        origin, whole = self._image_of[_key(tensor)]
         if _region(tensor) != whole:
-            raise UnsupportedModelError(f"the engine's loader cuts a copy of {name}, where a view was expected")
-        return name, region
+            raise UnsupportedModelError(
+                f"the engine's loader cuts a copy of {origin.tensor}, where a view was expected"
+            )
+        return origin
+
+    def _read_back(self, parameter: torch.Tensor) -> _Origin:
+        """What was copied last to these elements of a parameter."""
+        region = _region(parameter)
+        for written, origin in reversed(self._copied[_key(parameter)]):
+            if written == region:
+                return origin
+            if _overlap(written, region):
+                break
+        raise UnsupportedModelError(
+            f"the engine's loader reads elements of {self._parameter_of[_key(parameter)]} back (offset "
+            f"{region.offset}, shape {region.shape}) other than it has copied them there"
+        )
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes results that depend on a source but are no views of it."""
+        """Notes results that depend on a source but are no views of it, and what was changed in place."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        origin = next((leaf for leaf in inputs if self._known(leaf) or _key(leaf) in self._changed_by), None)
-        if origin is None:
+        traced = next((leaf for leaf in inputs if self._is_traced(leaf)), None)
+        if traced is None:
             return
-        changed = self._changed_by.get(_key(origin))
-        name, before = changed if changed is not None else (self._name(origin), "")
-        operation = f"{before}, {func}" if before else str(func)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not self._known(leaf) and _key(leaf) not in self._parameter_of:
-                self._changed_by.setdefault(_key(leaf), (name, operation))
-                self._alive.append(leaf)
+        before = self._changed_by.get(_key(traced))
+        step = None if before is not None else _elementwise(func, args, kwargs, result)
+        known = {_key(leaf) for leaf in inputs}
+        changed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and _key(leaf) not in known]
+        if step is not None and changed:
+            self._image_of[_key(result)] = self._origin(args[0]).then(step), _region(result)
+        else:
+            changed += _written(func, args, kwargs)
+            name, operations = before or self._history(traced)
+            for leaf in changed:
+                self._changed_by[_key(leaf)] = name, f"{operations}, {func}" if operations else str(func)
+        self._alive.extend(changed)
+
+    def _history(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """Name of the source, and what was done to its elements."""
+        key = _key(tensor)
+        if key in self._source_of:
+            return self._source_of[key], ""
+        origin = self._image_of[key][0] if key in self._image_of else self._copied[key][-1][1]
+        return origin.tensor, ", ".join(map(str, origin.steps))
+
+
+def _converted(origin: _Origin, tensor: torch.Tensor, into: torch.Tensor) -> _Origin:
+    return origin if tensor.dtype is into.dtype else origin.then(Step(CONVERT, _dtype_name(into.dtype)))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation writes to, in place."""
+    if not func._schema.is_mutable:
+        return []
+    schema = func._schema.arguments
+    by_name = {**dict(zip((item.name for item in schema), args, strict=False)), **kwargs}
+    names = [item.name for item in schema if item.alias_info is not None and item.alias_info.is_write]
+    return [leaf for name in names for leaf in tree_leaves(by_name.get(name)) if isinstance(leaf, torch.Tensor)]
+
+
+def _elementwise(func: Any, args: Any, kwargs: Any, result: Any) -> Step | None:
+    """The operation as a step, if it makes each element of its first argument, and of numbers, one of its result."""
+    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    if func._schema.is_mutable or not isinstance(result, torch.Tensor) or not isinstance(args[0], torch.Tensor):
+        return None
+    if not all(isinstance(value, bool | int | float | str | None) for value in (*args[1:], *kwargs.values())):
+        return None
+    if result.shape != args[0].shape:
+        return None
+    operation = str(func).removeprefix("aten.")
+    return Step(operation, _dtype_name(result.dtype), tuple(args[1:]), tuple(sorted(kwargs.items())))
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    """Whether the stretches of memory that two regions span have elements in common."""
+
+    def span(region: Region) -> tuple[int, int]:
+        reach = sum((extent - 1) * step for extent, step in zip(region.shape, region.strides, strict=True))
+        return region.offset, region.offset + reach
+
+    return span(one)[0] <= span(other)[1] and span(other)[0] <= span(one)[1]
 
 
 def module_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -127,8 +127,15 @@ def test_what_the_loader_leaves_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda t, p: p.copy_(-t), r"puts aten\.neg\.default of t into p"),
-        (lambda t, p: p.copy_(t.exp().neg()), r"puts aten\.exp\.default, aten\.neg\.default of t into p"),
+        (lambda t, p: p.copy_(t.exp().cumsum(0)), r"puts exp, aten\.cumsum\.default of t into p"),
+        (lambda t, p: p.copy_(-t.cumsum(0)), r"puts aten\.cumsum\.default, aten\.neg\.default of t into p"),
+        (lambda t, p: p.copy_(t.clone().neg_()), r"puts aten\.neg_\.default of t into p"),
+        (lambda t, p: p.copy_(t.mul_(2.0)), r"puts aten\.mul_\.Tensor of t into p"),
+        (lambda t, p: p.copy_(t * t), r"puts aten\.mul\.Tensor of t into p"),
+        (lambda t, p: p.copy_(t.view(1, 6) * torch.ones(2, 1, device="meta"))[:1], r"puts aten\.mul\.Tensor of t"),
+        (lambda t, p: p.copy_(torch.bernoulli(t)), r"puts aten\.bernoulli\.default of t into p"),
+        (lambda t, p: torch.exp(t, out=p), r"changes p with aten\.exp\.out"),
+        (lambda t, p: (p.copy_(t), p[:4].copy_(p[:4].exp())), r"reads elements of p back \(offset 0, shape \(4,\)\)"),
         (lambda t, p: p.copy_(t.clone()[:].flip(0)), r"of t into p"),
         (lambda _, p: p.copy_(torch.ones(6)), r"puts values of its own into p"),
         (lambda t, p: p.add_(t), r"changes p with aten\.add_"),
