@@ -40,6 +40,7 @@ from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Bits
 from megatron_patches.refit.rendezvous import Assembly, Invitation
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
+from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.vllm.recording import record_loading
 from megatron_patches.refit.vllm.reload import Replacement, loader_form
@@ -193,10 +194,12 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._staged = None
         staged: dict[str, torch.Tensor] = {}
         self._party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged))
-        self._staged = version, staged
+        if self._manifest is None:
+            raise RefitError("no plan")
+        self._staged = version, finish(self._manifest, self._fills, staged)
 
     def _make_memory(self, version: int, staged: dict[str, torch.Tensor]) -> dict[str, Bits]:
-        """Fresh memory in loader form, with what the loader itself would fill in.
+        """Fresh memory in which elements arrive as the trainer sends them.
 
         Raises:
             StaleVersionError: if the version is not later than the one that this session committed last.
@@ -207,9 +210,6 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             raise RefitError("no plan")
         for storage in self._manifest.storages:
             staged[storage.name] = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype))
-        for fill in self._fills:
-            region = fill.write
-            staged[fill.storage].as_strided(region.shape, region.strides, region.offset).fill_(fill.value)
         return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in staged.items()}
 
     def _commit_and_tell(self, call: RefitCall) -> None:
