@@ -1,0 +1,241 @@
+"""Runs the whole training benchmark on this machine's GPUs within a time limit, whatever fails on the way.
+
+::
+
+    python -m benchmarks.run_all --gpus 4 --out bench-out --seconds 480
+
+The benchmark is a few jobs, the most important one first, each a `torchrun` of :mod:`benchmarks.train_step`. A job that
+dies or hangs loses the system that it was at: that is noted with its reason, and the job goes on without it as long as
+there is time. Results, logs, table and plot lie in the folder that ``--out`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train_report import load, plot, table
+
+# Importing everything on all ranks, and the first collectives: less time than this is not worth a start.
+_SHORTEST_S = 45.0
+_OURS = ("none", "etp_copy_engine", "etp_c10d", "none_graph", "etp_copy_engine_graph", "etp_c10d_graph")
+_THEIRS = ("none", "dp", "upstream_gtp", "tp", "fsdp2", "megatron_fsdp")
+# One after the other: two of them do not fit side by side.
+_BIG = ("etp_copy_engine", "upstream_gtp", "tp", "fsdp2", "etp_c10d", "megatron_fsdp", "none")
+_PROBE = "import torch, transformer_engine, megatron.core; print(torch.cuda.device_count())"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Systems that are measured together.
+
+    Attributes:
+        name: of its files.
+        kind: what ``--jobs`` calls it.
+        systems: what it measures.
+        limit_s: seconds after which it is ended.
+        arguments: for :mod:`benchmarks.train_step`.
+    """
+
+    name: str
+    kind: str
+    systems: tuple[str, ...]
+    limit_s: float
+    arguments: tuple[str, ...] = field(default=())
+
+
+def jobs(kinds: Sequence[str]) -> list[Job]:
+    """All jobs of the given kinds, the most important one first."""
+    model, small = ("--shape", "llama8b-8l"), ("--shape", "small", "--steps", "20")
+    # A step takes seconds: few of them.
+    big = ("--shape", "llama70b-40l", "--steps", "1", "--rounds", "3", "--warm-up", "0")
+    every = [
+        Job("ours", "ours", _OURS, 240.0, model),
+        Job("theirs", "theirs", _THEIRS, 240.0, model),
+        Job("small-ours", "small", _OURS, 120.0, small),
+        Job("small-theirs", "small", _THEIRS, 120.0, small),
+        *(Job(f"big-{system}", "big", (system,), 150.0, big) for system in _BIG),
+    ]
+    return [job for job in every if job.kind in kinds]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended; ``code`` is None if it was ended because its time was up."""
+
+    code: int | None
+    tail: str
+
+
+type Runner = Callable[[Job, Path, float], Ended]
+
+
+def run_job(job: Job, out: Path, deadline: float, start: Runner) -> None:
+    """Run a job, again without what failed if it died, until it is through or the time is up.
+
+    Args:
+        job: what to run.
+        out: folder for its reports: ``<name>.json``, and ``<name>-2.json`` and so on of later attempts.
+        deadline: in the clock of `time.monotonic`.
+        start: runs one process: the job, its report, its time limit.
+    """
+    attempt, left = 1, job.systems
+    while left:
+        path = out / (f"{job.name}.json" if attempt == 1 else f"{job.name}-{attempt}.json")
+        remaining = min(job.limit_s, deadline - time.monotonic())
+        if remaining < _SHORTEST_S:
+            _record(path, dict.fromkeys(left, "not run: the time was up"), job)
+            return
+        ended = start(replace(job, systems=left), path, remaining)
+        report = _read(path)
+        doing = report.get("doing", "start")
+        if not doing:
+            # All was done; a hang while the processes end does not matter any more.
+            return
+        culprit = doing.split(":")[0]
+        reason = "took too long" if ended.code is None else f"the process ended with {ended.code}"
+        text = f"{doing}: {reason}; {ended.tail}"
+        if culprit not in left:
+            _record(path, {system: text for system in left if system not in report.get("failures", {})}, job)
+            return
+        _record(path, {culprit: text}, job)
+        left = _not_yet(left, report, culprit)
+        attempt += 1
+
+
+def _not_yet(systems: Sequence[str], report: dict[str, Any], culprit: str) -> tuple[str, ...]:
+    """What another attempt should measure: "none" for the ratios, and all that has no result yet and did not fail."""
+    measured = {result["system"] for result in report.get("results", []) if result["median"]}
+    done = measured | set(report.get("failures", {})) | {culprit}
+    left = [system for system in systems if system not in done]
+    bases = [system for system in systems if system.startswith("none") and system in measured - {culprit}]
+    return (*bases, *left) if left else ()
+
+
+def _record(path: Path, failures: dict[str, str], job: Job) -> None:
+    report = _read(path)
+    if not report:
+        report = {"shape_name": _shape(job), "gpus": 0, "device": "", "results": []}
+    report["failures"] = report.get("failures", {}) | failures
+    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+def _shape(job: Job) -> str:
+    return job.arguments[job.arguments.index("--shape") + 1]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def torchrun(gpus: int) -> Runner:
+    """A runner of real processes."""
+
+    def start(job: Job, path: Path, limit_s: float) -> Ended:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus),
+            "--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "-m", "benchmarks.train_step",
+            "--systems", ",".join(job.systems), "--json", str(path), *job.arguments,
+        ]  # fmt: skip
+        log = path.with_suffix(".log")
+        with log.open("w") as sink:
+            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)  # noqa: S603 - built above
+            try:
+                code: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+                _end(process)
+        return Ended(code, what_went_wrong(log.read_text(encoding="utf-8", errors="replace")))
+
+    return start
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun, which ends its workers."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(45.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def what_went_wrong(log: str) -> str:
+    """The first line of a log that names an error, or the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b:", line)]
+    return ([*errors[:1], *lines[-1:]] or ["it wrote nothing"])[0][:300]
+
+
+def obstacle(gpus: int) -> str:
+    """Why the benchmark cannot run here, or ""."""
+    try:
+        probe = subprocess.run(  # noqa: S603 - a constant
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=300
+        )
+    except subprocess.TimeoutExpired:
+        return "importing PyTorch, Transformer Engine and Megatron-core took more than 300 s"
+    if probe.returncode != 0:
+        reason = what_went_wrong(probe.stderr)
+        return f"{sys.executable} cannot import PyTorch, Transformer Engine and Megatron-core ({reason})"
+    found = int(probe.stdout.split()[-1])
+    return "" if found >= gpus else f"it needs {gpus} GPUs and PyTorch sees {found}"
+
+
+def main() -> None:
+    """Run the jobs, then make table and plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for all that is written")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="time limit for everything")
+    parser.add_argument("--jobs", default="ours,theirs,small,big", help="comma-separated: ours, theirs, small, big")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    reason = obstacle(options.gpus)
+    if reason:
+        sys.exit(f"The training benchmark cannot run here: {reason}. It needs NVIDIA GPUs on one host and the "
+                 "packages of `pip install '.[te]'`.")  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    for job in jobs(options.jobs.split(",")):
+        print(f"{time.monotonic() - begun:.0f} s: {job.name}", flush=True)
+        run_job(job, options.out, begun + options.seconds, torchrun(options.gpus))
+    summarise(options.out)
+
+
+def summarise(out: Path) -> None:
+    """Write ``table.md`` and, where matplotlib is there, ``plot.svg`` of all reports in a folder; print the table."""
+    reports = load(sorted(out.glob("*.json"), key=_importance))
+    text = table(reports)
+    (out / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    try:
+        plot(reports, out / "plot.svg")
+    except (SystemExit, ValueError) as error:
+        print(f"no plot: {error}")
+
+
+def _importance(path: Path) -> tuple[int, str]:
+    names = [job.name for job in jobs(("ours", "theirs", "small", "big"))]
+    known = [index for index, name in enumerate(names) if path.stem == name or re.fullmatch(rf"{name}-\d+", path.stem)]
+    return (known[0] if known else len(names), path.stem)
+
+
+if __name__ == "__main__":
+    main()

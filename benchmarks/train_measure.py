@@ -1,0 +1,320 @@
+"""Measures training systems side by side: time, memory, and what a trace shows, in random order and repeated.
+
+Whatever happens to one system, the others are measured: its failure is noted with its reason. The report is written
+after each stage, with what is being done, so that a run that is ended from outside leaves what it has found.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.trace_times import trace_times
+from benchmarks.train_shapes import GIB, SHAPES, closed_form
+from benchmarks.train_systems import BuildOptions, System, build
+
+_WARM_UP_STEPS = 3
+_TRACED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is measured, and how often.
+
+    Attributes:
+        systems: names of :data:`benchmarks.train_shapes.SYSTEMS`, in the order in which they are built.
+        shape: a name of :data:`benchmarks.train_shapes.SHAPES`.
+        microbatches: numbers of microbatches a step.
+        rounds: how often everything is measured; the order is another one each time.
+        steps: steps in a row that one measurement averages.
+        warm_up: steps before each measurement.
+        seed: of the order.
+        prefetch_depth: of ETP.
+        json: where the report goes, if anywhere.
+        traces: folder in which profiler traces stay; None deletes them once they are read.
+    """
+
+    systems: tuple[str, ...]
+    shape: str
+    microbatches: tuple[int, ...] = (1, 4)
+    rounds: int = 3
+    steps: int = 5
+    warm_up: int = 1
+    seed: int = 0
+    prefetch_depth: int = 1
+    json: Path | None = None
+    traces: Path | None = None
+
+
+@dataclass
+class Result:
+    """One system with one number of microbatches; sizes are of rank 0.
+
+    Attributes:
+        milliseconds: of a step, on the slowest rank; one entry a round.
+        host_ms: until the host had enqueued a step.
+        allocated_gib: held between two steps, by PyTorch's allocator.
+        peak_gib: the most that PyTorch's allocator held in a step.
+        other_gib: held outside of PyTorch's allocator, by purpose.
+        closed_form_gib: what has to be held between two steps, by purpose.
+        loss: of the last microbatch, as a hexadecimal float.
+        trace: :class:`benchmarks.trace_times.TraceTimes`.
+    """
+
+    system: str
+    microbatches: int
+    milliseconds: list[float] = field(default_factory=list)
+    host_ms: float = 0.0
+    allocated_gib: float = 0.0
+    peak_gib: float = 0.0
+    other_gib: dict[str, float] = field(default_factory=dict)
+    closed_form_gib: dict[str, float] = field(default_factory=dict)
+    loss: str = ""
+    trace: dict[str, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report."""
+        return asdict(self) | {"median": statistics.median(self.milliseconds) if self.milliseconds else None}
+
+
+class Stepper:
+    """Runs a system's steps: as they are, or replayed from one CUDA graph for each number of microbatches."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if system.graphed else None
+
+    def prepare(self, microbatches: int) -> None:
+        """Warm up, and capture the graph if there is to be one. Collective."""
+        system, side = self.system, self.system.stream
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_STEPS):
+                system.step(microbatches)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        if not system.graphed:
+            return
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()
+        # What the collector would free in the middle of a capture may need calls that a capture forbids.
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                system.step(microbatches)
+        finally:
+            gc.enable()
+        self._graphs[microbatches] = graph
+        torch.cuda.synchronize()
+
+    def step(self, microbatches: int) -> None:
+        """One step, enqueued on the current stream."""
+        if self.system.graphed:
+            self._graphs[microbatches].replay()
+        else:
+            self.system.step(microbatches)
+
+
+class Run:
+    """One process's part in measuring all systems. Every method is collective.
+
+    Args:
+        options: what to measure.
+    """
+
+    def __init__(self, options: RunOptions) -> None:
+        self.options = options
+        self.shape = SHAPES[options.shape]
+        self.steppers: dict[str, Stepper] = {}
+        self.results: dict[tuple[str, int], Result] = {}
+        self.failures: dict[str, str] = {}
+        self._doing = ""
+        self._begun = time.monotonic()
+
+    def measure(self) -> dict[str, Any]:
+        """Build every system, measure all of them, and return the report."""
+        self._note("start")
+        _allocate_workspaces()
+        for name in self.options.systems:
+            self._try(name, "building", lambda n=name: self._build(n))  # type: ignore[misc]
+        order = random.Random(self.options.seed)  # noqa: S311 - the same order on all ranks is what is wanted
+        for _ in range(self.options.rounds):
+            for name, microbatches in order.sample(sorted(self.results), len(self.results)):
+                self._try(name, f"timing x{microbatches}", lambda n=name, m=microbatches: self._time(n, m))  # type: ignore[misc]
+        for name, microbatches in list(self.results):
+            self._try(name, f"tracing x{microbatches}", lambda n=name, m=microbatches: self._trace(n, m))  # type: ignore[misc]
+        self._note("")
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
+        """What is known so far."""
+        return {
+            "shape": asdict(self.shape),
+            "shape_name": self.options.shape,
+            "flops_per_microbatch": self.shape.flops(),
+            "gpus": dist.get_world_size(),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "options": {key: str(value) for key, value in asdict(self.options).items()},
+            "doing": self._doing,
+            "failures": self.failures,
+            "results": [result.as_json() for result in self.results.values()],
+        }
+
+    # One system ----------------------------------------------------------------------------------------------
+
+    def _build(self, name: str) -> None:
+        options = BuildOptions(prefetch_depth=self.options.prefetch_depth)
+        system = build(name, self.shape, options)
+        self.steppers[name] = stepper = Stepper(system)
+        expected = closed_form(self.shape, name, dist.get_world_size(), prefetch_depth=self.options.prefetch_depth)
+        for microbatches in self.options.microbatches:
+            torch.cuda.reset_peak_memory_stats()
+            stepper.prepare(microbatches)
+            # A replay takes what the capture reserved, which the statistics do not see.
+            peak = system.peak()
+            torch.cuda.reset_peak_memory_stats()
+            stepper.step(microbatches)
+            torch.cuda.synchronize()
+            gc.collect()
+            self.results[name, microbatches] = Result(
+                name,
+                microbatches,
+                allocated_gib=system.allocated() / GIB,
+                peak_gib=(peak if system.graphed else system.peak()) / GIB,
+                other_gib={what: nbytes / GIB for what, nbytes in system.other_memory().items()},
+                closed_form_gib={what: nbytes / GIB for what, nbytes in expected.items()},
+                loss=float(system.loss).hex(),
+            )
+
+    def _time(self, name: str, microbatches: int) -> None:
+        stepper = self.steppers[name]
+        stepper.system.activate()
+        device_ms, host_ms = time_steps(lambda: stepper.step(microbatches), self.options.steps, self.options.warm_up)
+        self.results[name, microbatches].milliseconds.append(device_ms)
+        self.results[name, microbatches].host_ms = host_ms
+
+    def _trace(self, name: str, microbatches: int) -> None:
+        stepper = self.steppers[name]
+        stepper.system.activate()
+        with tempfile.TemporaryDirectory() as folder:
+            path = (self.options.traces or Path(folder)) / f"trace_{name}_x{microbatches}.json"
+            trace_steps(lambda: stepper.step(microbatches), _TRACED_STEPS, path)
+            if dist.get_rank() == 0:
+                events = json.loads(path.read_text())["traceEvents"]
+                self.results[name, microbatches].trace = asdict(trace_times(events, _TRACED_STEPS))
+
+    # Failures ------------------------------------------------------------------------------------------------
+
+    def _try(self, name: str, doing: str, work: Callable[[], None]) -> None:
+        """Do some work on a system that has not failed yet; a failure on any rank is one on all of them."""
+        if name in self.failures:
+            return
+        self._note(f"{name}: {doing}")
+        reason = ""
+        try:
+            work()
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001 - whatever ails one system must not lose the others
+            reason = f"{doing}: {type(error).__name__}: {error}"[:500]
+        reasons: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        first = next(((rank, text) for rank, text in enumerate(reasons) if text), None)
+        if first is None:
+            return
+        self.failures[name] = f"rank {first[0]}, {first[1]}"
+        if not doing.startswith("tracing"):
+            # What was built is freed; what was measured stays in the report.
+            self.steppers.pop(name, None)
+        _say(f"{name} failed: {self.failures[name]}")
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _note(self, doing: str) -> None:
+        self._doing = doing
+        _say(f"{time.monotonic() - self._begun:.0f} s: {doing or 'done'}")
+        if self.options.json is not None and dist.get_rank() == 0:
+            write_json(self.options.json, self.report())
+
+
+def time_steps(step: Callable[[], None], steps: int, warm_up: int) -> tuple[float, float]:
+    """Milliseconds a step on the slowest rank: on the device, and until the host had enqueued it. Collective."""
+    for _ in range(warm_up):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    clock = time.perf_counter()
+    start.record()
+    for _ in range(steps):
+        step()
+    stop.record()
+    host = (time.perf_counter() - clock) * 1000 / steps
+    torch.cuda.synchronize()
+    slowest = torch.tensor([start.elapsed_time(stop) / steps, host], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    device_ms, host_ms = slowest.tolist()
+    return device_ms, host_ms
+
+
+def trace_steps(step: Callable[[], None], steps: int, path: Path) -> None:
+    """Run steps and write rank 0's trace of them. Only the GPU is traced: tracing the host would slow it down."""
+    profile = None
+    if dist.get_rank() == 0:
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if profile is not None:
+        profile.start()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    if profile is not None:
+        profile.stop()
+        profile.export_chrome_trace(str(path))
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Replace a file, so that whoever reads it finds the former report or this one."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(report, indent=1))
+    fresh.replace(path)
+
+
+def initialize() -> None:
+    """Join the process group that torchrun describes."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=3))
+
+
+def _allocate_workspaces() -> None:
+    """Step a tiny model and drop it: libraries' workspaces then belong to no system."""
+    system = build("none", SHAPES["test"], BuildOptions())
+    system.step(1)
+    torch.cuda.synchronize()
+    del system
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,206 @@
+"""The training benchmark's results as a table and a plot; from reports of one run or of several."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train_shapes import GRAPH, SYSTEMS
+
+# Where "none" does not fit, its time is calculated from the speed that it reached here on the same GPUs.
+_REFERENCE_SHAPE = "llama8b-8l"
+_HEAD = (
+    "system", "model", "GPUs", "microbatches", "ms", "spread", "ratio", "to eager none", "tokens/s/GPU",
+    "model TFLOP/s", "GiB held", "/ closed form", "GiB peak", "exposed ms", "idle ms",
+)  # fmt: skip
+
+NOTES = """\
+ratio: to "no communication" of the same run, to its CUDA graph for a CUDA graph; ~ to a calculated one.
+GiB held: between two steps, symmetric memory included; closed form: docs/performance.md. exposed, idle: milliseconds of
+a traced step on rank 0 in which communication ran and no compute kernel did, and in which nothing ran."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        system: its name.
+        model: the name of its shape.
+        gpus: how many.
+        microbatches: a step and GPU.
+        ms: median of a step.
+        spread: the fastest and the slowest measurement.
+        ratio: to "none", to its graph for a graph; None if there is nothing to compare with.
+        eager_ratio: to eager "none".
+        calculated: whether "none" was calculated.
+        tokens: a second and GPU.
+        tflops: of the model, a GPU; recomputation would not count.
+        held_gib: between two steps; None if not measured.
+        closed_form_gib: what has to be held.
+        peak_gib: in a step.
+        exposed_ms: communication alone, in a traced step; None without a trace.
+        idle_ms: nothing, in a traced step.
+    """
+
+    system: str
+    model: str
+    gpus: int
+    microbatches: int
+    ms: float
+    spread: tuple[float, float]
+    ratio: float | None
+    eager_ratio: float | None
+    calculated: bool
+    tokens: float
+    tflops: float
+    held_gib: float | None
+    closed_form_gib: float | None
+    peak_gib: float | None
+    exposed_ms: float | None
+    idle_ms: float | None
+
+
+def load(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read reports."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
+    """What was measured, in the order of the reports."""
+    return [_row(result, report, reports) for report in reports for result in report["results"] if result["median"]]
+
+
+def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Row:
+    ms, microbatches, shape = result["median"], result["microbatches"], report["shape"]
+    medians = _medians(report)
+    eager = medians.get(("none", microbatches))
+    calculated = eager is None
+    if eager is None:
+        eager = _calculated_none(report, microbatches, reports)
+    like = medians.get(("none" + GRAPH, microbatches)) if result["system"].endswith(GRAPH) else eager
+    other, trace = sum(result["other_gib"].values()), result.get("trace") or {}
+    held = result["allocated_gib"] + other if result["allocated_gib"] else None
+    return Row(
+        system=result["system"],
+        model=model_of(report),
+        gpus=report["gpus"],
+        microbatches=microbatches,
+        ms=ms,
+        spread=(min(result["milliseconds"]), max(result["milliseconds"])),
+        ratio=ms / like if like else None,
+        eager_ratio=ms / eager if eager else None,
+        calculated=calculated,
+        tokens=shape["micro_batch"] * shape["sequence"] * microbatches / ms * 1e3,
+        tflops=report["flops_per_microbatch"] * microbatches / ms / 1e9,
+        held_gib=held,
+        closed_form_gib=sum(result.get("closed_form_gib", {}).values()) or None,
+        peak_gib=result["peak_gib"] + other if held else None,
+        exposed_ms=trace.get("exposed"),
+        idle_ms=trace.get("idle"),
+    )
+
+
+def model_of(report: dict[str, Any]) -> str:
+    """The name of the shape that a report is about."""
+    name: str = report.get("shape_name") or report["options"]["shape"]
+    return name
+
+
+def _medians(report: dict[str, Any]) -> dict[tuple[str, int], float]:
+    return {(r["system"], r["microbatches"]): r["median"] for r in report["results"] if r["median"]}
+
+
+def _calculated_none(report: dict[str, Any], microbatches: int, reports: Sequence[dict[str, Any]]) -> float | None:
+    """Milliseconds of "none" at the FLOP/s of the reference model on the same GPUs, if that was measured."""
+    for other in reports:
+        reference = _medians(other).get(("none", microbatches))
+        same = other["device"] == report["device"] and other["gpus"] == report["gpus"]
+        if reference and same and model_of(other) == _REFERENCE_SHAPE:
+            return reference * report["flops_per_microbatch"] / other["flops_per_microbatch"]
+    return None
+
+
+def table(reports: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown, then what the columns mean, then what failed."""
+    lines = [_line(_HEAD), "|" + "---|" * len(_HEAD)]
+    lines += [_line(_cells(row)) for row in rows(reports)]
+    failed = [
+        f"- {SYSTEMS.get(name, name)}, {model_of(report)} on {report['gpus']} GPUs: {reason}"
+        for report in reports
+        for name, reason in report.get("failures", {}).items()
+    ]
+    return "\n".join([*lines, "", NOTES, *(["", "Failed:", "", *failed] if failed else [])])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cells(row: Row) -> list[str]:
+    mark = "~" if row.calculated else ""
+    share = row.held_gib / row.closed_form_gib if row.held_gib and row.closed_form_gib else None
+    return [
+        SYSTEMS.get(row.system, row.system), row.model, str(row.gpus), str(row.microbatches), f"{row.ms:.1f}",
+        f"{row.spread[0]:.1f}-{row.spread[1]:.1f}", mark + _text(row.ratio, 3), mark + _text(row.eager_ratio, 3),
+        f"{row.tokens:.0f}", f"{row.tflops:.0f}", _text(row.held_gib, 2), _text(share, 2), _text(row.peak_gib, 2),
+        _text(row.exposed_ms, 1), _text(row.idle_ms, 1),
+    ]  # fmt: skip
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw bars: a row for each model and number of GPUs, with the ratios at each number of microbatches, and memory.
+
+    Raises:
+        SystemExit: without matplotlib.
+        ValueError: if there is no result to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    found = rows(reports)
+    cases = list(dict.fromkeys((row.model, row.gpus) for row in found))
+    if not cases:
+        raise ValueError("these reports have no results to plot")
+    counts = sorted({row.microbatches for row in found})
+    figure = Figure(figsize=(5 * (len(counts) + 1), 1 + 3.2 * len(cases)), layout="constrained")
+    grid = figure.subplots(len(cases), len(counts) + 1, squeeze=False)
+    for axes, (model, gpus) in zip(grid, cases, strict=True):
+        here = _first_of_each([row for row in found if (row.model, row.gpus) == (model, gpus)])
+        for axis, count in zip(axes, counts, strict=False):
+            chosen = [row for row in here if row.microbatches == count and row.eager_ratio is not None]
+            _bars(axis, [row.system for row in chosen], [row.eager_ratio or 0.0 for row in chosen], "%.3f")
+            axis.axvline(1.0, color="black", linewidth=0.8)
+            axis.set_xlim(left=min([0.9, *(row.eager_ratio or 1.0 for row in chosen)]))
+            plural = "microbatch" if count == 1 else "microbatches"
+            axis.set_title(f"{model}, {gpus} GPUs, {count} {plural}: ratio to no communication", fontsize=8)
+        held = [row for row in here if row.microbatches == max(r.microbatches for r in here) and row.held_gib]
+        _bars(axes[-1], [row.system for row in held], [row.held_gib or 0.0 for row in held], "%.2f")
+        axes[-1].set_title("GiB held on a rank between steps", fontsize=8)
+    figure.savefig(path)
+
+
+def _first_of_each(found: Sequence[Row]) -> list[Row]:
+    """Each system once, though "none" is measured in each run."""
+    first: dict[tuple[str, int], Row] = {}
+    for row in found:
+        first.setdefault((row.system, row.microbatches), row)
+    return list(first.values())
+
+
+def _bars(axis: Any, systems: Sequence[str], values: Sequence[float], digits: str) -> None:
+    colours = ["tab:green" if name.startswith("etp") else "tab:gray" if name.startswith("none") else "tab:blue"
+               for name in systems]  # fmt: skip
+    bars = axis.barh(systems, values, color=colours)
+    axis.bar_label(bars, fmt=digits, fontsize=7, padding=2)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+    axis.margins(x=0.15)

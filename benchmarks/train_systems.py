@@ -1,0 +1,310 @@
+"""The ways to spread one model over GPUs that the training benchmark compares: how each is built and stepped.
+
+A step is forward and backward of every microbatch and the reduction of gradients, which add up over steps: no
+zeroing, no optimizer. Sharded weights count as changed by every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.train_shapes import GRAPH, Shape
+
+# Long enough for the slowest first collective; a hang must end well before whoever started the run gives up on it.
+_TIMEOUT_MINUTES = 2
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a system can be told.
+
+    Attributes:
+        prefetch_depth: of ETP.
+    """
+
+    prefetch_depth: int = 1
+
+
+class System:
+    """One model, and how to step it; this class itself is the unsharded model that communicates nothing.
+
+    Args:
+        name: of :data:`benchmarks.train_shapes.SYSTEMS`.
+        shape: the model and one microbatch.
+        options: what can be chosen.
+    """
+
+    weight_shards = 1
+    tensor_ranks = 1
+
+    def __init__(self, name: str, shape: Shape, options: BuildOptions) -> None:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        self.name, self.shape, self.options = name, shape, options
+        self.graphed = name.endswith(GRAPH)
+        # DistributedDataParallel keeps autograd nodes that belong to the stream on which it is built. A graph can be
+        # captured on that stream only.
+        self.stream = torch.cuda.Stream() if self.graphed else torch.cuda.current_stream()
+        torch.cuda.synchronize()
+        self._before = torch.cuda.memory_allocated()
+        self._parallel_state = _new_parallel_state(self.tensor_ranks, self.weight_shards)
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        self.loss = torch.zeros(())
+        with torch.cuda.stream(self.stream):
+            self.config = self._config()
+            self.model = self._wrap()
+            # The ranks of a tensor-parallel group see the same data.
+            generator = torch.Generator().manual_seed(17 + dist.get_rank() // self.tensor_ranks)
+            size = (shape.micro_batch, shape.sequence + 1)
+            tokens = torch.randint(0, shape.vocabulary, size, generator=generator).cuda()
+            self.inputs, self.labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            positions = torch.arange(shape.sequence, device="cuda").expand(shape.micro_batch, -1)
+            self.positions = positions.contiguous()
+        torch.cuda.synchronize()
+
+    # To be stepped -------------------------------------------------------------------------------------------
+
+    def activate(self) -> None:
+        """Give Megatron the process groups that this system was built with. Before steps, if another one ran."""
+        from megatron.core import parallel_state
+
+        vars(parallel_state).update(self._parallel_state)
+
+    def step(self, microbatches: int) -> None:
+        """One step of as many microbatches a GPU, on the current stream.
+
+        All ranks of a tensor-parallel group work on the same microbatch, so that a step has that many times as many:
+        every system computes the same number of tokens a GPU.
+        """
+        count = microbatches * self.tensor_ranks
+        for index in range(count):
+            with contextlib.nullcontext() if self._reduces(last=index == count - 1) else self.model.no_sync():
+                losses = self.model(self.inputs, self.positions, None, labels=self.labels)
+                loss = losses.float().mean()
+                (loss / count).backward()
+                # Without its graph: a capture must not meet autograd nodes of earlier steps.
+                self.loss = loss.detach()
+        self._finish()
+
+    def _reduces(self, *, last: bool) -> bool:
+        """Whether the backward pass of a microbatch may reduce gradients over data-parallel ranks."""
+        del last
+        return False
+
+    def _finish(self) -> None:
+        """Complete the reduction of gradients."""
+
+    # Memory --------------------------------------------------------------------------------------------------
+
+    def allocated(self) -> int:
+        """Bytes that PyTorch's allocator has given out since the system was begun."""
+        return torch.cuda.memory_allocated() - self._before
+
+    def peak(self) -> int:
+        """The highest that :meth:`allocated` was since the statistics were reset."""
+        return torch.cuda.max_memory_allocated() - self._before
+
+    def other_memory(self) -> dict[str, int]:
+        """Bytes that PyTorch's allocator does not know of, by purpose."""
+        return {}
+
+    # To be built ---------------------------------------------------------------------------------------------
+
+    def _config(self) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        shape = self.shape
+        return TransformerConfig(
+            num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.ffn,
+            num_attention_heads=shape.heads, num_query_groups=shape.kv_heads, gated_linear_unit=True,
+            activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
+            attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+            gradient_accumulation_fusion=False, bias_activation_fusion=True,
+            tensor_model_parallel_size=self.tensor_ranks, sequence_parallel=self.tensor_ranks > 1,
+            tensor_parallel_num_weight_shards=self.weight_shards * self.tensor_ranks,
+        )  # fmt: skip
+
+    def _gpt(self) -> Any:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        model = GPTModel(
+            self.config, get_gpt_layer_with_transformer_engine_spec(), self.shape.vocabulary, self.shape.sequence,
+            position_embedding_type="rope", share_embeddings_and_output_weights=False,
+        )  # fmt: skip
+        return model.cuda().bfloat16()
+
+    def _wrap(self) -> Any:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+        return DistributedDataParallel(self.config, ddp, self._gpt())
+
+
+class DataParallel(System):
+    """Unsharded weights; gradients are reduce-scattered as the distributed optimizer wants them."""
+
+    def _reduces(self, *, last: bool) -> bool:
+        return last
+
+    def _finish(self) -> None:
+        self.model.finish_grad_sync()
+        self._reduce_replicated()
+        for group in (*self.model.bucket_groups, *self.model.expert_parallel_bucket_groups):
+            group.reset()
+        for p in self.model.params_with_grad:
+            p.grad_added_to_main_grad = False
+
+    def _reduce_replicated(self) -> None:
+        """Reduce the gradients of norms over ranks that are no data-parallel replicas, as Megatron does last."""
+
+
+class TensorParallel(DataParallel):
+    """Every matrix split over all GPUs, activations between the layers split along the sequence."""
+
+    def __init__(self, name: str, shape: Shape, options: BuildOptions) -> None:
+        self.tensor_ranks = dist.get_world_size()
+        super().__init__(name, shape, options)
+
+    def _reduce_replicated(self) -> None:
+        from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+
+        _allreduce_non_tensor_model_parallel_grads([self.model], self.config)
+
+
+class WeightSharded(DataParallel):
+    """Megatron's own sharded weights (GTP)."""
+
+    def __init__(self, name: str, shape: Shape, options: BuildOptions) -> None:
+        self.weight_shards = dist.get_world_size()
+        super().__init__(name, shape, options)
+
+    def _wrap(self) -> Any:
+        from megatron.core.tensor_parallel.gtp_api import classify_gtp_remat_chains, configure_gtp_remat_from_recipe
+
+        configure_gtp_remat_from_recipe()
+        model = super()._wrap()
+        classify_gtp_remat_chains([model])
+        return model
+
+    def _finish(self) -> None:
+        from megatron.core.tensor_parallel.gtp_api import wait_for_gtp_grad_reduction_on_current_stream
+
+        wait_for_gtp_grad_reduction_on_current_stream()
+        super()._finish()
+
+    def _reduce_replicated(self) -> None:
+        from megatron.core.distributed.finalize_model_grads import _allreduce_replicated_grads_over_gtp_remat_group
+
+        _allreduce_replicated_grads_over_gtp_remat_group([self.model])
+
+
+class Etp(WeightSharded):
+    """ETP in Megatron; `megatron_patches.apply()` has run."""
+
+    def _wrap(self) -> Any:
+        from etp import EtpConfig, TransportName
+        from megatron_patches import MegatronEtpConfig
+        from megatron_patches.seam import installed
+
+        transport = TransportName(self.name.removeprefix("etp_").removesuffix(GRAPH))
+        engine = EtpConfig(transport=transport, prefetch_depth=self.options.prefetch_depth)
+        api = installed()
+        if api is None:
+            raise RuntimeError("megatron_patches.apply() has not run")
+        api.configure(MegatronEtpConfig(engine=engine))
+        return super()._wrap()
+
+    def other_memory(self) -> dict[str, int]:
+        """Symmetric memory: shards and gradients' receive ring."""
+        from etp.wrap import runtimes_of
+
+        sizes: dict[str, int] = {}
+        for runtime in runtimes_of(self.model):
+            for transport in runtime.transports.values():
+                for what, nbytes in getattr(transport, "nbytes", dict)().items():
+                    sizes[what] = sizes.get(what, 0) + nbytes
+        return sizes
+
+
+class Fsdp2(System):
+    """PyTorch's FSDP2 in Megatron's wrapper. It reduces every microbatch's gradients, as ETP and GTP do."""
+
+    def _reduces(self, *, last: bool) -> bool:
+        del last
+        return True
+
+    def _wrap(self) -> Any:
+        from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
+
+        return TorchFullyShardedDataParallel(self.config, DistributedDataParallelConfig(), self._gpt())
+
+
+class MegatronFsdp(System):
+    """Megatron-FSDP as it comes with megatron-core: weights, gradients and optimizer states sharded.
+
+    Main weights are the bf16 weights themselves, as in the other systems; fp32 ones belong to an optimizer.
+    """
+
+    def _reduces(self, *, last: bool) -> bool:
+        return last
+
+    def _finish(self) -> None:
+        self.model.finish_grad_sync()
+
+    def _wrap(self) -> Any:
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
+            use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params",
+            megatron_fsdp_main_params_dtype=None,
+        )  # fmt: skip
+        return FullyShardedDataParallel(self.config, ddp, self._gpt())
+
+
+_CLASSES: dict[str, type[System]] = {
+    "none": System,
+    "dp": DataParallel,
+    "tp": TensorParallel,
+    "upstream_gtp": WeightSharded,
+    "fsdp2": Fsdp2,
+    "megatron_fsdp": MegatronFsdp,
+    "etp_c10d": Etp,
+    "etp_copy_engine": Etp,
+}
+
+
+def build(name: str, shape: Shape, options: BuildOptions) -> System:
+    """Build one of :data:`benchmarks.train_shapes.SYSTEMS`. Collective."""
+    return _CLASSES[name.removesuffix(GRAPH)](name, shape, options)
+
+
+def _new_parallel_state(tensor_ranks: int, weight_shards: int) -> dict[str, Any]:
+    """Make process groups, leave them current, and return what Megatron keeps of them."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_ranks,
+        gtp_remat_size=weight_shards,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=_TIMEOUT_MINUTES,
+        high_priority_stream_groups=["gtp_remat"] if weight_shards > 1 else None,
+    )
+    return dict(_state_of(parallel_state))
+
+
+def _state_of(module: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name.startswith("_") and not name.startswith("__") and not callable(value):
+            yield name, value
