@@ -9,11 +9,17 @@ PYTHON ?=
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
 
-.PHONY: help quickstart test lint types format venv clean
+# For the benchmark: it runs with a Python that has PyTorch for GPUs and Transformer Engine, which .venv has not.
+GPU_PYTHON ?= python3
+GPUS ?= 4
+BENCH_ARGS ?=
+
+.PHONY: help quickstart test bench-train lint types format venv clean
 
 help:
 	@echo 'make quickstart   train a small model on 4 processes, export it, generate text (no GPU needed)'
 	@echo 'make test         run the tests on the CPU; PYTEST_ARGS="-k layout" chooses some'
+	@echo 'make bench-train  time a training step on GPUs, into bench-out; GPUS=4 GPU_PYTHON=python3'
 	@echo 'make lint         check style (ruff)'
 	@echo 'make types        check types (mypy)'
 	@echo 'make format       reformat the sources and apply the safe fixes'
@@ -33,6 +39,10 @@ quickstart: $(READY)
 test: $(READY)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
+bench-train:
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/transformer_engine$${PYTHONPATH:+:$$PYTHONPATH}" \
+		$(GPU_PYTHON) -m benchmarks.run_all --gpus $(GPUS) --out bench-out $(BENCH_ARGS)
+
 lint: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -45,5 +55,5 @@ format: $(READY)
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info quickstart-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info quickstart-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find megatron_patches transformer_engine tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

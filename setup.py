@@ -40,6 +40,7 @@ setup(
         "vllm": ["vllm==0.26.0"],
         "dev": [
             "hypothesis",
+            "matplotlib",  # draws what benchmarks/train_step.py measured
             "mypy",
             "onnxscript",  # Transformer Engine's Python layer, which some tests unpack, imports it
             "pytest",

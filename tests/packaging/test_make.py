@@ -85,7 +85,7 @@ def test_make_explains_itself_without_any_python(tools: Path, tmp_path: Path) ->
     done = _run("make", "help", path=[tools], home=tmp_path)
     assert done.returncode == 0
     targets = [line.split()[1] for line in done.stdout.splitlines()]
-    assert targets == ["quickstart", "test", "lint", "types", "format", "venv", "clean"]
+    assert targets == ["quickstart", "test", "bench-train", "lint", "types", "format", "venv", "clean"]
 
 
 def test_make_builds_the_environment_once_and_reuses_it(tools: Path, tmp_path: Path) -> None:
