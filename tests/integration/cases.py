@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
+from tests.support.launch import on_gpus
 
 # Sums of gradients are taken in another order with shards than without, one ulp (1e-7) apart. 20 steps of Adam carry
 # that to a few 1e-6 in the loss, and to ten times as much in the norm of the gradient, which is no mean. In bf16 one
@@ -18,6 +19,7 @@ NORM_FACTOR = 10.0
 EXACT_NORM_TOLERANCE = 1e-6
 
 ONE_MICROBATCH = "--micro-batch-size 4 --clip-grad 0"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 LLAMA = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 "
@@ -34,12 +36,17 @@ SCHEDULE = (
     "--mock-data --no-create-attention-mask-in-dataloader --micro-batch-size 1 --global-batch-size 8 "
     "--lr 3e-3 --lr-decay-style constant --train-iters 20 --log-interval 1000 --eval-iters 2 --eval-interval 1000"
 )
+# Stock Megatron cannot fuse accumulation without APEX. Unfused attention adds in the same order each time.
+GPU = "--bf16 --transformer-impl transformer_engine --attention-backend unfused --num-workers 0"
+UNFUSED_ACCUMULATION = "--no-gradient-accumulation-fusion"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 
 
 @dataclass(frozen=True)
 class Case:
     """One comparison.
+
+    On GPUs (``pytest --device cuda``) it is made with Transformer Engine's layers and in bf16.
 
     Attributes:
         name: what it covers.
@@ -51,6 +58,11 @@ class Case:
         falls_to: the last step's loss is below this part of the first's.
         tolerance: relative, on each step's loss and gradient norm and each evaluation; 0.0 asks for equal bits of the
             losses, and of the norm only up to ``EXACT_NORM_TOLERANCE``.
+        exact_in_bf16: whether 0.0 holds in bf16 too.
+        fused_accumulation: on GPUs, whether the sharded run fuses gradient accumulation into its GEMMs.
+        grouped_experts: on GPUs, whether experts are one grouped GEMM.
+        cpu_only: why the case is not for GPUs; empty if it is.
+        gpu_only: why the case is not for CPUs; empty if it is.
     """
 
     name: str
@@ -61,11 +73,23 @@ class Case:
     freeze: str = ""
     falls_to: float = 0.8
     tolerance: float = FP32_TOLERANCE
+    exact_in_bf16: bool = True
+    fused_accumulation: bool = False
+    grouped_experts: bool = True
+    cpu_only: str = ""
+    gpu_only: str = ""
+
+    @property
+    def loss_tolerance(self) -> float:
+        """Relative tolerance of the losses on the session's devices."""
+        if not on_gpus():
+            return self.tolerance
+        return 0.0 if self.tolerance == 0.0 and self.exact_in_bf16 else BF16_TOLERANCE
 
     @property
     def norm_tolerance(self) -> float:
         """Relative tolerance of the gradient norms."""
-        return NORM_FACTOR * self.tolerance or EXACT_NORM_TOLERANCE
+        return NORM_FACTOR * self.loss_tolerance or EXACT_NORM_TOLERANCE
 
     @property
     def script(self) -> Path:
@@ -73,15 +97,21 @@ class Case:
         return PRETRAIN_FROZEN if self.freeze else PRETRAIN_GPT
 
     @property
-    def stock_arguments(self) -> tuple[str, ...]:
-        """Command line of the run without shards."""
+    def _shared(self) -> tuple[str, ...]:
         freeze = ("--freeze", self.freeze) if self.freeze else ()
-        return (*f"{self.model} {SCHEDULE} {self.common}".split(), *freeze)
+        grouped = "--moe-grouped-gemm" if MOE in self.common and self.grouped_experts else ""
+        devices = f"{GPU} {grouped}" if on_gpus() else ""
+        return (*f"{self.model} {SCHEDULE} {self.common} {devices}".split(), *freeze)
 
     @property
-    def sharded_arguments(self) -> tuple[str, ...]:
+    def stock_arguments(self) -> tuple[str, ...]:
+        """Command line of the run without shards."""
+        return (*self._shared, *([UNFUSED_ACCUMULATION] if on_gpus() else []))
+
+    def sharded_arguments(self, transport: str) -> tuple[str, ...]:
         """Command line of the run with shards."""
-        return (*self.stock_arguments, *self.sharded.split())
+        accumulation = [UNFUSED_ACCUMULATION] if on_gpus() and not self.fused_accumulation else []
+        return (*self._shared, *accumulation, *self.sharded.split(), "--etp-transport", transport)
 
 
 CASES = (
@@ -89,12 +119,13 @@ CASES = (
     # clipping. With more microbatches the stock run adds them up before it averages over ranks, as "reduce once" does.
     Case("etp2_exact", 2, "--etp-size 2", common=ONE_MICROBATCH, tolerance=0.0),
     Case("etp2_dropout_exact", 2, "--etp-size 2", common=f"{ONE_MICROBATCH} --hidden-dropout 0.1", tolerance=0.0),
-    Case("etp2_tied_exact", 2, "--etp-size 2", model=GPT2, common=ONE_MICROBATCH, tolerance=0.0),
+    # In bf16 autograd rounds the sum of the two gradients of the shared weight, and sharding does not.
+    Case("etp2_tied_exact", 2, "--etp-size 2", model=GPT2, common=ONE_MICROBATCH, tolerance=0.0, exact_in_bf16=False),
     Case(
         "etp2_full_recompute_exact",
         2,
         "--etp-size 2",
-        common=f"{ONE_MICROBATCH} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        common=f"{ONE_MICROBATCH} {FULL_RECOMPUTE}",
         tolerance=0.0,
     ),
     Case(
@@ -193,7 +224,7 @@ CASES = (
         "frozen_layer_recomputed",
         4,
         "--etp-size 4",
-        common="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        common=FULL_RECOMPUTE,
         freeze=r"layers\.1\.",
     ),
     Case(
@@ -202,6 +233,7 @@ CASES = (
         "--etp-size 2 --expert-etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2",
         freeze=r"layers\.1\..*local_experts\.0\.",
+        grouped_experts=False,
     ),
     Case(
         "frozen_expert_distributed_optimizer",
@@ -209,5 +241,32 @@ CASES = (
         "--etp-size 4 --expert-etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         freeze=r"^embedding\.|layers\.0\..*local_experts\.1\.",
+        grouped_experts=False,
+    ),
+    # Experts on two ranks, each whole on both without shards.
+    Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE),
+    Case("moe_etp2_expert_etp2_recomputed", 2, "--etp-size 2 --expert-etp-size 2", common=f"{MOE} {FULL_RECOMPUTE}"),
+    Case(
+        "etp2_fused_accumulation",
+        2,
+        "--etp-size 2",
+        fused_accumulation=True,
+        gpu_only="Transformer Engine's GEMMs add to the gradient, and it needs a GPU",
+    ),
+    Case(
+        "etp2_tied_fused_accumulation",
+        2,
+        "--etp-size 2",
+        model=GPT2,
+        fused_accumulation=True,
+        gpu_only="Transformer Engine's GEMMs add to the gradient, and it needs a GPU",
+    ),
+    Case(
+        "dp2_etp2_fused_accumulation",
+        4,
+        "--etp-size 2",
+        common="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        fused_accumulation=True,
+        gpu_only="Transformer Engine's GEMMs add to the gradient, and it needs a GPU",
     ),
 )

@@ -155,7 +155,7 @@ def _parts(model: list[Any], optimizer: Any) -> Iterator[Part]:
             )
             weight = ("weight", 0, parameter.data.reshape(-1))
             for kind, start, elements in (weight, *states.get(id(parameter), ())):
-                yield Part(kind, *common, start, elements.detach().clone())
+                yield Part(kind, *common, start, elements.detach().cpu().clone())
 
 
 def _optimizer_parts(optimizer: Any) -> Iterator[tuple[Any, list[tuple[str, int, torch.Tensor]]]]:

@@ -24,7 +24,7 @@ import torch
 import megatron_patches
 from megatron_patches import cpu, registry
 from megatron_patches.fixes import dataset_build
-from tests.support.launch import WorkerPool
+from tests.support.launch import RanksFailedError, WorkerPool, on_gpus, session_backend, skip_without_gpus
 
 T = TypeVar("T")
 
@@ -51,11 +51,20 @@ class Trajectory:
     log: str = ""
 
 
+# Megatron compiles its fused element-wise functions otherwise, for tens of seconds; with tensor parallelism it demands
+# that kernels start in the order in which they are given to the device.
+ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 class MegatronPool:
-    """Worker processes that keep Megatron loaded, and the trajectories of command lines that they have run."""
+    """Worker processes that keep Megatron loaded, and the trajectories of command lines that they have run.
+
+    Their backend is the session's (``pytest --device``).
+    """
 
     def __init__(self) -> None:
-        self._workers = WorkerPool()
+        # One pool for each number of ranks on GPUs: see tests.support.launch.session_pool.
+        self._workers: dict[int, WorkerPool] = {}
         self._known: dict[tuple[int, tuple[str, ...], Path], list[Trajectory]] = {}
 
     def train(
@@ -69,11 +78,20 @@ class MegatronPool:
 
     def run(self, body: Callable[..., T], ranks: int, timeout_s: float, args: tuple[Any, ...]) -> list[T]:
         """Run ``body(rank, world_size, *args)`` on every rank, with Megatron loaded or to be loaded."""
-        return self._workers.run(body, ranks, "gloo", timeout_s, args)
+        if on_gpus():
+            skip_without_gpus(ranks)
+        workers = self._workers.setdefault(ranks if on_gpus() else 0, WorkerPool(ENVIRONMENT))
+        try:
+            return workers.run(body, ranks, session_backend(), timeout_s, args)
+        except RanksFailedError:
+            if on_gpus():
+                workers.close()  # some ranks may have got further than others, with symmetric memory too
+            raise
 
     def close(self) -> None:
         """End the processes."""
-        self._workers.close()
+        for workers in self._workers.values():
+            workers.close()
 
 
 def train(rank: int, world_size: int, arguments: Sequence[str], script: Path = PRETRAIN_GPT) -> Trajectory:
@@ -122,16 +140,15 @@ def _train(rank: int, world_size: int, arguments: Sequence[str], script: Path) -
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    """Set variables, and forget these and Megatron's own afterwards: it refuses one that another training has set."""
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

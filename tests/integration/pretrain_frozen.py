@@ -46,13 +46,15 @@ class Freezer:
 
     def check(self) -> None:
         """Raise if nothing was frozen on any rank, or if something that was has changed or has a gradient."""
-        count = torch.tensor([len(self._frozen)])
+        count = torch.tensor([len(self._frozen)], device="cuda")
         torch.distributed.all_reduce(count)
         if not count.item():
             raise RuntimeError(f"no parameter matches {self._pattern.pattern!r}")
         for name, parameter, before in self._frozen:
             gradient = getattr(parameter, "main_grad", parameter.grad)
-            if gradient is not None or not torch.equal(parameter, before):
+            if gradient is not None or not torch.equal(
+                parameter, before.to(device=parameter.device, dtype=parameter.dtype)
+            ):
                 raise RuntimeError(f"{name} is frozen, and was trained")
 
 

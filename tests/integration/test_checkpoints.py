@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.integration import checkpoint_runs
+from tests.integration.cases import GPU, UNFUSED_ACCUMULATION
 from tests.integration.checkpoint_runs import Run
 from tests.integration.megatron_run import MegatronPool
 from tests.integration.whole_state import as_stored
+from tests.support.launch import on_gpus
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
 
@@ -39,6 +41,7 @@ SCHEDULE = (
     "--mock-data --no-create-attention-mask-in-dataloader --micro-batch-size 1 --global-batch-size 8 --lr 5e-3 "
     f"--lr-decay-style constant --train-iters {STEPS} --log-interval 1000 --eval-iters 0 --eval-interval 1000 "
     "--ckpt-format torch_dist --no-save-rng --no-load-rng"
+    f"{f' {GPU} {UNFUSED_ACCUMULATION}' if on_gpus() else ''}"
 )
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 PAD = "--etp-pad-for-alignment 4"
@@ -59,7 +62,8 @@ class Case:
         common: flags of all runs.
         saved: flags of the run that saves.
         loaded: flags of each run that loads.
-        tolerance: relative, on the losses after the load.
+        tolerance: relative, on the losses after the load; on GPUs all runs are in bf16.
+        ranks: processes of all runs.
     """
 
     name: str
@@ -67,10 +71,12 @@ class Case:
     loaded: tuple[str, ...]
     model: str = LLAMA
     common: str = ""
-    tolerance: float = FP32_TOLERANCE
+    tolerance: float = BF16_TOLERANCE if on_gpus() else FP32_TOLERANCE
+    ranks: int = RANKS
 
 
 CASES = (
+    Case("from_etp2", f"--etp-size 2 {PAD}", ("", TP2, f"--etp-size 2 {PAD}"), common=DISTRIBUTED, ranks=2),
     Case("from_etp4", f"--etp-size 4 {PAD}", ("", f"--etp-size 2 {TP2}", f"--etp-size 2 {PP2} {PAD}")),
     Case("from_stock", f"{TP2}", (f"--etp-size 4 {PAD}", f"--etp-size 2 {PAD}")),
     Case(
@@ -136,15 +142,15 @@ CASES = (
 )
 
 
-def _run(megatron: MegatronPool, *flags: str) -> Run:
+def _run(megatron: MegatronPool, *flags: str, ranks: int = RANKS) -> Run:
     arguments = tuple(f"{SCHEDULE} {' '.join(flags)}".split())
-    found = megatron.run(checkpoint_runs.run, RANKS, 280.0, (arguments,))[-1]
+    found = megatron.run(checkpoint_runs.run, ranks, 280.0, (arguments,))[-1]
     assert found is not None
     return found
 
 
-def _save(megatron: MegatronPool, folder: Path, *flags: str) -> Run:
-    return _run(megatron, *flags, f"--save {folder} --save-interval {SAVED_STEP}")
+def _save(megatron: MegatronPool, folder: Path, *flags: str, ranks: int = RANKS) -> Run:
+    return _run(megatron, *flags, f"--save {folder} --save-interval {SAVED_STEP}", ranks=ranks)
 
 
 def _stored(megatron: MegatronPool, folder: Path) -> dict[str, torch.Tensor]:
@@ -160,9 +166,9 @@ def _check_equal(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tenso
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks}ranks-{case.name}")
 def test_a_checkpoint_is_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path, case: Case) -> None:
-    saved = _save(megatron, tmp_path, case.model, case.common, case.saved)
+    saved = _save(megatron, tmp_path, case.model, case.common, case.saved, ranks=case.ranks)
     assert len(saved.losses) == STEPS
     assert saved.padding_is_zero
 
@@ -173,7 +179,8 @@ def test_a_checkpoint_is_loaded_at_other_sizes(megatron: MegatronPool, tmp_path:
     assert stored.keys() - held.keys() == masters
 
     for flags in case.loaded:
-        loaded = _run(megatron, case.model, case.common, flags, f"--load {tmp_path} --ckpt-step {SAVED_STEP}")
+        load = f"--load {tmp_path} --ckpt-step {SAVED_STEP}"
+        loaded = _run(megatron, case.model, case.common, flags, load, ranks=case.ranks)
         _check_equal(loaded.state, saved.state)
         assert loaded.padding_is_zero
         assert loaded.losses == pytest.approx(saved.losses[SAVED_STEP:], rel=case.tolerance, abs=0.0), flags
@@ -186,7 +193,10 @@ def test_a_sharded_checkpoint_has_the_tensors_of_a_stock_one(megatron: MegatronP
         stored = _stored(megatron, tmp_path / name)
         descriptions.append({key: (tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()})
     assert descriptions[0] == descriptions[1]
-    assert descriptions[0]["decoder.layers.mlp.linear_fc1.weight"] == ((4, 72, 24), torch.float32)
+    assert descriptions[0]["decoder.layers.mlp.linear_fc1.weight"] == (
+        (4, 72, 24),
+        torch.bfloat16 if on_gpus() else torch.float32,
+    )
 
 
 def test_a_vocabulary_padded_by_megatron_changes_its_padding(megatron: MegatronPool, tmp_path: Path) -> None:
@@ -252,6 +262,7 @@ def _damage(folder: Path, what: str) -> str:
     return "the directory is missing"
 
 
+@pytest.mark.cpu_only("files are compared before a device is used")
 @pytest.mark.timeout(900)
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(megatron: MegatronPool, tmp_path: Path) -> None:
     whole = tmp_path / "whole"

@@ -197,17 +197,18 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
     assert same_answers == fresh_answers
 
 
-def test_after_training_a_push_equals_a_fresh_engine_with_the_export(tmp_path: Path) -> None:
-    case = Case(TrainerMesh(etp=2), (), QWEN3)
-    checkpoint = tmp_path / "first"
-    run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), QWEN3), 2, str(checkpoint)))
-    with VllmHost(checkpoint, tmp_path, load_format="dummy") as host:
+@pytest.mark.parametrize("model", ["qwen3", "nemotron_h"])
+def test_after_training_a_push_equals_a_fresh_engine_with_the_export(model: str, tmp_path: Path) -> None:
+    case = Case(TrainerMesh(etp=2), (), CONFIGS[model])
+    checkpoint, options = tmp_path / "first", ENGINE_OPTIONS.get(model, {})
+    run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), CONFIGS[model]), 2, str(checkpoint)))
+    with VllmHost(checkpoint, tmp_path, load_format="dummy", **options) as host:
         host.connect()
         args = (case, host.address, 1, str(tmp_path / "trained"))
         losses, parameters, answers = run_distributed(train_body, 2, args=args, timeout_s=180)[0]
     assert losses[-1] < losses[0]
     (folder := tmp_path / "fresh").mkdir()
-    with VllmHost(tmp_path / "trained", folder) as host:
+    with VllmHost(tmp_path / "trained", folder, **options) as host:
         fresh = host.connect()
         assert fresh.parameters() == parameters
         assert fresh.log_probabilities(PROMPTS) == answers

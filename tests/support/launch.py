@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -96,11 +96,11 @@ class _Worker:
     stacks: Path
 
     @classmethod
-    def start(cls, folder: Path, number: int) -> _Worker:
+    def start(cls, folder: Path, number: int, variables: Mapping[str, str]) -> _Worker:
         """Start a process; it is usable once :meth:`await_start` has returned."""
         ours, theirs = socket.socketpair()
         stacks = folder / f"stacks-{number}.txt"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
         with theirs:
             command = [sys.executable, str(WORKER), str(theirs.fileno()), str(stacks), str(os.getpid())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
@@ -135,8 +135,13 @@ class _Worker:
 
 @dataclass
 class WorkerPool:
-    """Worker processes, the first N of which run a body with N ranks."""
+    """Worker processes, the first N of which run a body with N ranks.
 
+    Args:
+        variables: environment variables of theirs, on top of this process's.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] | None = None
     _store: dist.TCPStore | None = None
@@ -181,7 +186,10 @@ class WorkerPool:
             self.close()
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
-        new = [_Worker.start(Path(self._folder.name), number) for number in range(len(self._workers), world_size)]
+        new = [
+            _Worker.start(Path(self._folder.name), number, self.variables)
+            for number in range(len(self._workers), world_size)
+        ]
         self._workers += new
         try:
             for worker in new:

@@ -1,0 +1,46 @@
+"""A rank that is lost in a Megatron training on GPUs: its peer ends in time and says what it waited for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.devices import needs_gpus, needs_te
+from tests.integration.cases import GPU, UNFUSED_ACCUMULATION
+from tests.integration.megatron_run import ENVIRONMENT
+from tests.integration.test_lost_peer import LOST, SURVIVOR, await_loss, training
+
+pytestmark = [needs_te(), needs_gpus(2)]
+
+# Longer than loading kernels takes in the first step.
+TIMEOUT_S = 15
+MARGIN_S = 40.0
+# What the watchdog of peer copies, the engine and NCCL's own watchdog say. The last knows no names of weights.
+MESSAGES = {
+    "copy_engine": r"(reduce-scatter|all-gather|the publication|the end) of .* did not finish within 15 s: a peer has",
+    "c10d": r"EtpCommunicationError: .* failed on rank 0 \(shard group: ranks \[0, 1\]\)|collective operation timeout",
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", sorted(MESSAGES))
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [("forward", "KILL"), ("backward", "KILL"), ("forward", "STOP")],
+    ids=["killed in forward", "killed in backward", "stopped in forward"],
+)
+def test_the_peer_of_a_lost_rank_says_what_it_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, where: str, how: str
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    flags = f"{GPU} {UNFUSED_ACCUMULATION} --etp-transport {transport} --etp-timeout {TIMEOUT_S}"
+    flags += f" --fail-step 2 --fail-in {where} --fail-signal {how}"
+    with training(tmp_path, *flags.split()) as ranks:
+        await_loss(ranks[LOST])
+        status = ranks[SURVIVOR].wait(timeout=TIMEOUT_S + MARGIN_S)
+    output = (tmp_path / f"rank{SURVIVOR}.txt").read_text()
+    assert status != 0, output
+    assert re.search(MESSAGES[transport], output), output
