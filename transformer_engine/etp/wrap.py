@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -209,13 +210,23 @@ def wait_async_comms(module: nn.Module) -> None:
         runtime.wait()
 
 
+@runtime_checkable
+class _HoldsMemory(Protocol):
+    """A transport with memory of its own."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by purpose; those of ``shards_in_place`` are the shards themselves."""
+
+
 def resident_nbytes(module: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for ``module``'s sharded weights, by purpose.
 
     Returns:
-        ``shards``, ``gradients``, ``gather_slots`` and ``gradient_buffers``; see docs/design.md for the closed form.
+        ``shards``, ``gradients``, ``gather_slots``, ``gradient_buffers`` and ``transports``, which is what the
+        transports hold besides; see docs/design.md for the closed form. Symmetric memory is included, in ``shards``
+        where shards lie in it and in ``transports``, although PyTorch's allocator does not know of it.
     """
-    totals = {"shards": 0, "gradients": 0, "gather_slots": 0, "gradient_buffers": 0}
+    totals = {"shards": 0, "gradients": 0, "gather_slots": 0, "gradient_buffers": 0, "transports": 0}
     for param in module.parameters():
         if isinstance(param, ETPShardedParam):
             totals["shards"] += _nbytes(param.local_shard())
@@ -224,6 +235,9 @@ def resident_nbytes(module: nn.Module) -> dict[str, int]:
     for runtime in runtimes_of(module):
         totals["gather_slots"] += runtime.cache.nbytes()
         totals["gradient_buffers"] += runtime.wgrad_pool.nbytes()
+        for transport in runtime.transports.values():
+            if isinstance(transport, _HoldsMemory):
+                totals["transports"] += sum(n for what, n in transport.nbytes().items() if what != "shards_in_place")
     return totals
 
 
