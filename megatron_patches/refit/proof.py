@@ -163,8 +163,8 @@ def _check_conversions(
 ) -> None:
     """The plan lists the rules of all destinations, and each of them is sound."""
     for manifest in sources:
-        if manifest.conversions:
-            raise ProofError(f"source rank {manifest.rank} has a rule: {manifest.conversions[0]}; only destinations do")
+        for item in manifest.conversions:
+            raise ProofError(f"source rank {item.rank} has a rule for {item.storage}; only destinations convert")
     if plan.conversions != conversions_of(covered):
         raise ProofError("the plan does not list the rules by which the destinations convert what arrives")
     for manifest in covered:

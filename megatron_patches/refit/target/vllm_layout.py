@@ -21,8 +21,8 @@ Where in vLLM each rule was read (published sources of several releases around 0
   to the draft model; shared experts are whole on every rank where ``use_sequence_parallel_moe`` in
   ``config/parallel.py`` holds with the default all-to-all backend;
 - hybrids with Mamba layers: ``model_executor/models/nemotron_h.py`` and ``model_executor/layers/mamba/mamba_mixer2.py``
-  (0.26.0). ``A_log`` stands for the engine's ``A = -exp(A_log)``, which is made of it when the weights are taken; a
-  router's weight has the model's type, as it has on GPUs for whose kernels the engine does not widen it.
+  (0.26.0). The engine keeps ``A = -exp(A_log)`` in float32; a router's weight has the model's type, as it has on GPUs
+  for whose kernels the engine does not widen it.
 
 Assumed, and neither read there nor tested: which ranks share the experts (expert parallelism spans TP x DP; without it
 experts are cut over TP and DP together), the order of the engine's ranks, and a tied output layer's copy on the last
@@ -36,9 +36,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_patches.refit.boxes import Box, View, row_major_strides
+from megatron_patches.refit.conversion import CONVERT, Rule, Step
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.source.traits import ModelTraits
+from megatron_patches.refit.target.recorded import arrival_name
 
 VOCAB_PADDING = 64
 
@@ -90,7 +92,8 @@ def engine_manifest(
         traits: the model.
         mesh: sizes of the axes.
         rank: which rank.
-        dtype: element type of every parameter.
+        dtype: element type of every tensor of the trainer, and of every parameter that the engine does not keep in
+            float32.
         host: name of the rank's machine.
 
     Raises:
@@ -103,7 +106,9 @@ def engine_manifest(
     layout = (_HybridLayout if traits.layer_kinds else _RankLayout)(traits, mesh, rank)
     storages: list[Storage] = []
     wanted: list[Placement] = []
-    for name, shape, slots, kept in layout.parameters():
+    for parameter, shape, slots, kept in layout.parameters():
+        rule = kept if isinstance(kept, Rule) else None
+        name = parameter if rule is None else arrival_name(parameter, dtype)
         inner = math.prod(shape[1:])
         end = 0
         for slot in slots:
@@ -111,7 +116,8 @@ def engine_manifest(
             view = View(name, slot.row * strides[0], slot.box.shape, strides)
             wanted.append(Placement(slot.box, view))
             end = max(end, view.span[1])
-        storages.append(Storage(name, kept or dtype, shape[0] * inner, end))
+        arrives_as = kept if isinstance(kept, str) else dtype
+        storages.append(Storage(name, arrives_as, shape[0] * inner, end, rule))
     return Manifest(rank, host, tuple(storages), tuple(wanted))
 
 
@@ -130,8 +136,14 @@ def rank_experts(num_experts: int, ranks: int, rank: int) -> range:
     return range(start, start + even + (rank < remainder))
 
 
-_Parameter = tuple[str, tuple[int, ...], list[_Slot], str | None]
-"""Name, shape, boxes, and the element type where it is not the model's."""
+_Parameter = tuple[str, tuple[int, ...], list[_Slot], str | Rule | None]
+"""Name, shape, boxes; the element type where it is not the model's, or how the engine converts elements."""
+
+
+def _minus_exp(parameter: str) -> Rule:
+    """What the loader of Mamba's ``A`` does."""
+    steps = (Step(CONVERT, "float32"), Step("exp.default", "float32"), Step("neg.default", "float32"))
+    return Rule(parameter, steps)
 
 
 class _RankLayout:
@@ -279,9 +291,13 @@ class _HybridLayout(_RankLayout):
     _first_projections = ("up_proj",)
 
     def parameters(self) -> Iterator[_Parameter]:
-        for name, shape, slots, dtype in self._by_tensor():
+        for name, shape, slots, kept in self._by_tensor():
             own = name.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.")
-            yield own, shape, slots, dtype
+            if own.endswith(".A_log"):
+                own = own.removesuffix("_log")
+                yield own, shape, slots, _minus_exp(own)
+            else:
+                yield own, shape, slots, kept
 
     def _by_tensor(self) -> Iterator[_Parameter]:
         """The parameters, under the checkpoint's prefix."""

@@ -223,7 +223,8 @@ class HybridLoader(Loader):
             blocks = np.split(self.dense[prefix + name], np.cumsum(sizes)[:-1])
             return np.concatenate([np.split(block, self.mesh.tp)[self.tp] for block in blocks])
 
-        found = {prefix + name: self.part(prefix + name, 0) for name in ("A_log", "D", "dt_bias", "norm.weight")}
+        found = {prefix + name: self.part(prefix + name, 0) for name in ("D", "dt_bias", "norm.weight")}
+        found[prefix + "A@bfloat16"] = self.part(prefix + "A_log", 0)  # converted when all of it is there
         found[prefix + "in_proj.weight"] = cut("in_proj.weight", 20, 20, 12, 12, 4)
         found[prefix + "conv1d.weight"] = cut("conv1d.weight", 20, 12, 12)
         found[prefix + "conv1d.bias"] = cut("conv1d.bias", 20, 12, 12)
