@@ -73,12 +73,24 @@ def digest_tensor(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int
     """
     import torch
 
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    add_digest(values, box, shape, total)
+    return int(total.item()) & MASK
+
+
+def add_digest(values: torch.Tensor, box: Box, shape: tuple[int, ...], total: torch.Tensor) -> None:
+    """Adds what :func:`digest_tensor` gives to ``total``, an int64 of no dimension on the same device; sums wrap.
+
+    Raises:
+        ValueError: if the tensor's shape is not the box's.
+    """
+    import torch
+
     if tuple(values.shape) != box.shape:
         raise ValueError(f"{box} has shape {box.shape}, not {tuple(values.shape)}")
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     keep = -1 if values.element_size() == 8 else (1 << 8 * values.element_size()) - 1
     strides = row_major_strides(shape)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in box.chunks(_CHUNK if values.device.type == "cpu" else _CHUNK << 6):
         index = torch.zeros(1, dtype=torch.int64, device=values.device)
         for low, high, step in zip(part.start, part.stop, strides, strict=True):
@@ -87,7 +99,6 @@ def digest_tensor(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int
         slices = tuple(slice(a - o, b - o) for a, b, o in zip(part.start, part.stop, box.start, strict=True))
         bits = values[slices].contiguous().reshape(-1).view(signed).to(torch.int64) & keep
         total += ((bits + 1) * _weights_torch(index)).sum()
-    return int(total.item()) & MASK
 
 
 def _weights(index: NDArray[np.uint64]) -> NDArray[np.uint64]:

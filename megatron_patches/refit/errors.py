@@ -39,6 +39,10 @@ class StaleVersionError(RefitError):
     """Weights of another version than the one that is being received."""
 
 
+class StagingError(RefitError):
+    """Packets would take more memory than they may."""
+
+
 class ExportError(RefitError):
     """An export failed on some rank; nothing that looks like a checkpoint was left behind."""
 

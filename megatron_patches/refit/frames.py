@@ -85,10 +85,15 @@ def receive(connection: socket.socket, patience: Patience) -> bytearray:
 def receive_exactly(connection: socket.socket, length: int, patience: Patience) -> bytearray:
     """The next ``length`` bytes; raises as :func:`receive` does."""
     buffer = bytearray(length)
-    view = memoryview(buffer)
-    while view:
+    receive_into(connection, memoryview(buffer), patience)
+    return buffer
+
+
+def receive_into(connection: socket.socket, buffer: memoryview, patience: Patience) -> None:
+    """Fills ``buffer`` with the next bytes; raises as :func:`receive` does."""
+    while buffer:
         try:
-            count = connection.recv_into(view)
+            count = connection.recv_into(buffer)
         except TimeoutError:
             patience.tick()
             continue
@@ -96,5 +101,4 @@ def receive_exactly(connection: socket.socket, length: int, patience: Patience) 
             raise patience.lost(str(error)) from error
         if not count:
             raise patience.lost("the peer closed it")
-        view = view[count:]
-    return buffer
+        buffer = buffer[count:]

@@ -7,6 +7,7 @@ everybody's, with its reason; see there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,16 @@ import msgspec
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
-from megatron_patches.refit.packets import Memory, Sender, Unpacker
+from megatron_patches.refit.packets import Link, Sender, Unpacker, links_of
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.proof import prove
+from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.rendezvous import Assembly
-from megatron_patches.refit.transports.base import ReceivingEnd, SendingEnd, TransportName
-from megatron_patches.refit.transports.sockets import SocketReceiver, SocketSender
+from megatron_patches.refit.staging import StagingPool, slot_bytes
+from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
+from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
+from megatron_patches.refit.transports.opening import open_transport
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -68,23 +73,23 @@ class LinkOptions:
 
     Attributes:
         transport: how packets travel.
-        staging_bytes: half of it is the most that a party sends, or receives, in one round; two may be under way.
+        staging_bytes: the most that all packets of one party take.
         sources: number of source parties.
-        host: address that this party listens on, for TCP.
     """
 
     transport: TransportName
     staging_bytes: int
     sources: int
-    host: str = "127.0.0.1"
 
 
 class _Common:
     """Steps of both sides."""
 
-    def __init__(self, assembly: Assembly, options: LinkOptions) -> None:
-        self._assembly, self._options = assembly, options
+    def __init__(self, assembly: Assembly, options: LinkOptions, device: str) -> None:
+        self._assembly, self._options, self._device = assembly, options, device
         self._plan: Plan | None = None
+        self._limits: dict[Link, int] = {}
+        self.staging = StagingPool(options.staging_bytes)
 
     @property
     def plan(self) -> Plan:
@@ -121,9 +126,62 @@ class _Common:
                 "package?"
             )
 
-    def _addresses(self, own: Callable[[], str]) -> dict[int, str]:
-        addresses = self._assembly.gather("listening", str, own)
-        return dict(enumerate(addresses[self._options.sources :]))
+    def _place(self) -> Place:
+        return Place(
+            party=self._assembly.party,
+            sources=self._options.sources,
+            host=self._assembly.local_host,
+            device=self._device,
+            pool=self.staging,
+            timeout_s=self._assembly.timeout_s,
+        )
+
+    def _links(self) -> list[Link]:
+        """The links of this party."""
+        rank = self._assembly.party
+        if rank < self._options.sources:
+            return [link for link in links_of(self.plan) if link[0] == rank]
+        return [link for link in links_of(self.plan) if link[1] == rank - self._options.sources]
+
+    def _slot_bytes(self) -> int:
+        """The largest slots that this party can have. Where packets leave a GPU through the host, one more is used."""
+        return slot_bytes(self._options.staging_bytes, len(self._links()), extra=int(self._device != "cpu"))
+
+    def _exchange_offers(self, own: Callable[[], Offer]) -> tuple[list[Offer], dict[Link, int]]:
+        """Everybody's offers, and the most that a packet may have on each link of this party."""
+        offers = self._assembly.gather("listening", Offer, own)
+        sources = self._options.sources
+        limits = {
+            (source, destination): min(offers[source].slot_bytes, offers[sources + destination].slot_bytes)
+            for source, destination in self._links()
+        }
+        return offers, limits
+
+    def _make_links[End: (SendingEnd, ReceivingEnd)](
+        self, make: Callable[[Place, Transport], End], peers: Sequence[int]
+    ) -> End:
+        """Makes all links of this party, together with all others; ``peers`` are ranks of the other side."""
+        made: list[End] = []
+
+        offers: list[Offer] = []
+
+        def offer() -> Offer:
+            place = self._place()
+            made.append(make(place, open_transport(self._options.transport, place)))
+            return made[0].offer(self._slot_bytes())
+
+        def connect() -> None:
+            made[0].connect(offers, peers, self.plan.digest, self._assembly.check)
+
+        try:
+            found, self._limits = self._exchange_offers(offer)
+            offers.extend(found)
+            self._assembly.gather("linking", type(None), connect)
+        except BaseException:
+            for end in made:
+                end.close()
+            raise
+        return made[0]
 
 
 def _commit_topic(version: int) -> str:
@@ -136,11 +194,12 @@ class SourceParty(_Common):
     Args:
         assembly: its place among the parties; its number is its rank as a source.
         options: how to move bytes.
+        device: device of its storages: ``cpu``, or torch's name of a GPU.
     """
 
-    def __init__(self, assembly: Assembly, options: LinkOptions) -> None:
-        super().__init__(assembly, options)
-        self._link: SendingEnd | None = None
+    def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
+        super().__init__(assembly, options, device)
+        self._end: SendingEnd | None = None
 
     def prepare(self, held: Callable[[], Held]) -> None:
         """Agrees on a plan with all parties.
@@ -156,27 +215,26 @@ class SourceParty(_Common):
     @property
     def linked(self) -> bool:
         """Whether links are up; if not, the next push makes them."""
-        return self._link is not None
+        return self._end is not None
 
     def push(self, version: int, look_up: Callable[[], Memory]) -> None:
         """Sends one version; when this returns, every destination has verified it.
 
         Args:
             version: number of the weights.
-            look_up: gives the storages of this rank's manifest, by name, as flat arrays of unsigned integers. It is
-                called inside the step, so that its failure is everybody's at once.
+            look_up: gives the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
+                integers. It is called inside the step, so that its failure is everybody's at once.
 
         Raises:
             PartyFailedError: on all parties, if any failed.
         """
         try:
-            link = self._linked()
+            end = self._linked()
 
             def send() -> None:
-                sender = Sender(self.plan, self._assembly.party, look_up())
-                for number in range(self.plan.rounds):
-                    for packet in sender.pack(number, version):
-                        link.send(packet, self._assembly.check)
+                sender = Sender(self.plan, self._assembly.party, look_up(), self._limits, self.staging)
+                with closing(sender):
+                    send_version(sender, end, version, self._assembly.check)
 
             self._assembly.gather(f"sending version {version}", type(None), send)
         except BaseException:
@@ -207,28 +265,14 @@ class SourceParty(_Common):
         self._assembly.close()
 
     def _linked(self) -> SendingEnd:
-        if self._link is None:
-            addresses = self._addresses(lambda: "")
-
-            def dial() -> None:
-                self._link = SocketSender(
-                    self._options.transport,
-                    self._assembly.party,
-                    self.plan,
-                    addresses,
-                    self._assembly.timeout_s,
-                    self._assembly.check,
-                )
-
-            self._assembly.gather("linking", type(None), dial)
-        if self._link is None:
-            raise PartyFailedError(f"{self._assembly.name} has no links")
-        return self._link
+        if self._end is None:
+            self._end = self._make_links(SendingEnd, [destination for _, destination in self._links()])
+        return self._end
 
     def _unlink(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
 
 
 class DestinationParty(_Common):
@@ -237,13 +281,14 @@ class DestinationParty(_Common):
     Args:
         assembly: its place among the parties; its number less ``options.sources`` is its rank as a destination.
         options: how to move bytes.
+        device: device of its storages: ``cpu``, or torch's name of a GPU.
     """
 
-    def __init__(self, assembly: Assembly, options: LinkOptions) -> None:
-        super().__init__(assembly, options)
+    def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
+        super().__init__(assembly, options, device)
         self.rank = assembly.party - options.sources
-        self._link: ReceivingEnd | None = None
-        self._unpacker: Unpacker | None = None
+        self._end: ReceivingEnd | None = None
+        self._manifest: Manifest | None = None
 
     def prepare(self, wanted: Callable[[Model], Manifest]) -> Manifest:
         """Agrees on a plan with all parties.
@@ -264,7 +309,7 @@ class DestinationParty(_Common):
             return found[0]
 
         self._agree(lambda: None, record)
-        self._unpacker = Unpacker(self.plan, found[0])
+        self._manifest = found[0]
         return found[0]
 
     def receive(self, version: int, step: int, linked: bool, make_memory: Callable[[], Memory]) -> Memory:
@@ -286,18 +331,18 @@ class DestinationParty(_Common):
         if not linked:
             self._unlink()
         try:
-            link, unpacker = self._linked(), self._unpacker
-            if unpacker is None:
+            end, manifest = self._linked(), self._manifest
+            if manifest is None:
                 raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
             received: list[Memory] = []
 
             def take() -> None:
                 memory = make_memory()
+                unpacker = Unpacker(self.plan, manifest, self._limits, self.staging)
                 unpacker.begin(version, memory)
-                for _, source in unpacker.expected:
-                    with link.receive(source, self._assembly.check) as packet:
-                        unpacker.accept(packet)
-                unpacker.verify()
+                with closing(unpacker):
+                    receive_version(unpacker, end, self._assembly.check)
+                    unpacker.verify()
                 received.append(memory)
 
             self._assembly.gather(f"sending version {version}", type(None), take)
@@ -316,29 +361,11 @@ class DestinationParty(_Common):
         self._assembly.close()
 
     def _linked(self) -> ReceivingEnd:
-        if self._link is None:
-            made: list[SocketReceiver] = []
-
-            def listen() -> str:
-                made.append(SocketReceiver(self._options.transport, self._options.host, self._assembly.timeout_s))
-                return made[0].address
-
-            try:
-                self._addresses(listen)
-                mine = sorted({item.source for item in self.plan.transfers if item.destination == self.rank})
-                self._assembly.gather(
-                    "linking",
-                    type(None),
-                    lambda: made[0].accept(mine, self.plan.digest, self._assembly.check),
-                )
-            except BaseException:
-                for receiver in made:
-                    receiver.close()
-                raise
-            self._link = made[0]
-        return self._link
+        if self._end is None:
+            self._end = self._make_links(ReceivingEnd, [source for source, _ in self._links()])
+        return self._end
 
     def _unlink(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()

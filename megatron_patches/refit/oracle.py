@@ -17,8 +17,9 @@ from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement
-from megatron_patches.refit.packets import Bits, Sender
+from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.transports.memory import Receiver, refit
 
 

@@ -277,6 +277,7 @@ class Assembly:
     """One party's place among all. Steps must be taken in the same order by all parties.
 
     Attributes:
+        local_host: address of this machine from which it reached the rendezvous.
         next_step: number of the next step. A party that was not there for a step that failed sets it to the others'.
 
     Args:
@@ -299,6 +300,7 @@ class Assembly:
         self.next_step = 0
         self._sending = threading.Lock()
         self._connection = frames.prepare(_connect(invitation))
+        self.local_host: str = self._connection.getsockname()[0]
         self._send(_Join(invitation.token, party, name))
         threading.Thread(target=self._listen, name="refit-assembly", daemon=True).start()
 

@@ -17,7 +17,7 @@ from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.joint import Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Storage
-from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.live import bits_of, describe_rank, finish_parameter_gather
@@ -34,11 +34,10 @@ class RefitOptions:
 
     Attributes:
         transport: how bytes travel; shared memory needs trainer and engines on one host.
-        staging_bytes: half of it is the most that one process sends, or receives, in one round; two may be under way.
-            Links keep their buffers, and a packet is copied once more on each side; see docs/live_refit.md.
+        staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
         timeout_s: seconds that a step may take after its first party has finished.
         pause: what becomes of requests under way at a commit.
-        host: address of this process that engines reach; also that of their links to each other.
+        host: address of this process that engines reach.
     """
 
     transport: TransportName = TransportName.SHM
@@ -49,7 +48,7 @@ class RefitOptions:
 
     def __post_init__(self) -> None:
         if self.staging_bytes < 16:
-            raise ValueError(f"staging_bytes is {self.staging_bytes}; two packets of 8 bytes must fit")
+            raise ValueError(f"staging_bytes is {self.staging_bytes}; two buffers of 8 bytes must fit")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
 
@@ -61,12 +60,14 @@ class PushReport:
     Attributes:
         version: number of the weights that now serve.
         nbytes: bytes that all destinations together were sent.
+        staged_bytes: the most memory that packets took on this rank at a time; at most ``staging_bytes``.
         seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
             waited for it, ``commit`` until all engines serve the new weights.
     """
 
     version: int
     nbytes: int
+    staged_bytes: int
     seconds: Mapping[str, float]
 
 
@@ -125,7 +126,7 @@ class RefitSession:
         link = LinkOptions(
             transport=self._options.transport, staging_bytes=self._options.staging_bytes, sources=sources
         )
-        self._party = SourceParty(self._assembly, link)
+        self._party = SourceParty(self._assembly, link, str(next(self._chunks[0].parameters()).device))
         calls = _Calls(self._assembly, "describing the trainer's weights")
         first = sources
         for engine, size in zip(self._engines if self._first else (), sizes, strict=False):
@@ -136,7 +137,6 @@ class RefitSession:
                 "sources": sources,
                 "transport": self._options.transport.value,
                 "staging_bytes": self._options.staging_bytes,
-                "listen_host": self._options.host,
             }
             calls.start(engine, lambda engine=engine, info=info: engine.call(info))  # type: ignore[misc]
             first += size
@@ -177,7 +177,9 @@ class RefitSession:
             started = time.perf_counter()
             self.wait()
             seconds["commit"] = time.perf_counter() - started
-        return PushReport(version=version, nbytes=party.plan.nbytes, seconds=seconds)
+        return PushReport(
+            version=version, nbytes=party.plan.nbytes, staged_bytes=party.staging.peak_bytes, seconds=seconds
+        )
 
     def wait(self) -> None:
         """Waits until all engines serve the version that was pushed last.
@@ -247,16 +249,21 @@ class RefitSession:
         config = build_config(held.family, held.manifest.storages[0].dtype)
         return Held(dict(config), dict(held.family.shapes()), held.manifest)
 
-    def _memory(self) -> dict[str, Bits]:
+    def _memory(self) -> Memory:
         """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""
         finish_parameter_gather(self._chunks)
-        memory, storages = {}, []
+        arrays: dict[str, Bits] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        storages = []
         for live in describe_model(self._chunks, self._tp_group):
             storages.append(live.shard.as_storage())
-            memory[live.shard.storage] = bits_of(live.memory)
+            if live.memory.device.type == "cpu":
+                arrays[live.shard.storage] = bits_of(live.memory)
+            else:
+                tensors[live.shard.storage] = live.memory.detach()
         if tuple(storages) != self._storages:
             raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
-        return memory
+        return tensors or arrays
 
 
 class _Commit:

@@ -163,7 +163,7 @@ def killed_body(rank: int, world_size: int, case: Case, address: str, version: i
         kill_in(pushing, "_describe")
     pushing.prepare()
     if rank == victim and phase == "sending":
-        kill_in(packets.Sender, "pack", calls=2)
+        kill_in(packets.Sender, "pack_into", calls=2)
     if rank == victim and phase == "committing":
         kill_in(VllmConnection, "commit")
     pushing.push(version)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patches.refit.hf_config import family_for, read_traits
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.source.describe import describe_model, unwrapped
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.shard import placements

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from megatron_patches.refit.errors import StaleVersionError, TransferError
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.packets import Bits, Packet, Sender, Unpacker
+from megatron_patches.refit.packets import Packet, Sender, Unpacker
 from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.ports import Bits
 
 
 class Receiver:

@@ -37,7 +37,7 @@ from megatron_patches.refit.errors import RefitError, StaleVersionError, Transfe
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.joint import DestinationParty, LinkOptions, Model
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.packets import Bits
+from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.target.replay import finish
@@ -66,7 +66,6 @@ class RefitCall(WeightTransferInitInfo):
         sources: to join: number of trainer ranks.
         transport: to join: how packets travel.
         staging_bytes: to join: see :class:`megatron_patches.refit.joint.LinkOptions`.
-        listen_host: to join: address that workers listen on, for TCP.
         version: to receive and commit: number of the weights.
         step: to receive: number of the step at which the trainer is.
         linked: to receive: whether the trainer's links are up.
@@ -82,7 +81,6 @@ class RefitCall(WeightTransferInitInfo):
     sources: int = 0
     transport: str = "shm"
     staging_bytes: int = 0
-    listen_host: str = "127.0.0.1"
     version: int = 0
     step: int = 0
     linked: bool = False
@@ -160,9 +158,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             transport=TransportName(call.transport),
             staging_bytes=call.staging_bytes,
             sources=call.sources,
-            host=call.listen_host,
         )
-        self._party = DestinationParty(assembly, options)
+        self._party = DestinationParty(assembly, options, str(self.device))
         try:
             self._manifest = self._party.prepare(self._record)
         except BaseException:
@@ -198,7 +195,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             raise RefitError("no plan")
         self._staged = version, finish(self._manifest, self._fills, staged)
 
-    def _make_memory(self, version: int, staged: dict[str, torch.Tensor]) -> dict[str, Bits]:
+    def _make_memory(self, version: int, staged: dict[str, torch.Tensor]) -> Memory:
         """Fresh memory in which elements arrive as the trainer sends them.
 
         Raises:
@@ -209,7 +206,10 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         if self._manifest is None:
             raise RefitError("no plan")
         for storage in self._manifest.storages:
-            staged[storage.name] = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype))
+            dtype = getattr(torch, storage.dtype)
+            staged[storage.name] = torch.empty(storage.numel, dtype=dtype, device=self.device)
+        if self.device.type != "cpu":
+            return staged
         return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in staged.items()}
 
     def _commit_and_tell(self, call: RefitCall) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,15 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
 from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.packets import Bits
 from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Assembly, Rendezvous
-from megatron_patches.refit.transports.base import TransportName
-from megatron_patches.refit.transports.sockets import SocketReceiver, SocketSender
+from megatron_patches.refit.staging import SLOTS, StagingPool
+from megatron_patches.refit.transports.base import Place, TransportName
+from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
+from megatron_patches.refit.transports.opening import open_transport
 from tests.support.refit_cases import Case, elements, random_case, region
 
 POISON = 0xDEADBEEF
@@ -107,6 +112,17 @@ class Scene:
                 np.testing.assert_array_equal(found[name], array)
 
 
+def least_staging(case: Case) -> int:
+    """The smallest budget with which every party of a case can have slots of one element."""
+    pairs = {(item.source, item.destination) for item in make_plan(*case.sides).transfers}
+    most = max(
+        sum(pair[side] == rank for pair in pairs)
+        for side in (0, 1)
+        for rank in range(max(len(case.sources), len(case.destinations)))
+    )
+    return SLOTS * 8 * max(1, most)
+
+
 @contextmanager
 def scene(case: Case, transport: TransportName, staging: int = 512, timeout_s: float = 20.0) -> Iterator[Scene]:
     count = len(case.sources)
@@ -128,10 +144,34 @@ def scene(case: Case, transport: TransportName, staging: int = 512, timeout_s: f
 @pytest.mark.parametrize("transport", list(TransportName))
 @pytest.mark.parametrize("seed", range(12))
 def test_versions_arrive_bit_for_bit(seed: int, transport: TransportName) -> None:
-    with scene(coverable(seed), transport, staging=[16, 64, 512, 1 << 20][seed % 4]) as parties:
+    with scene(coverable(seed), transport, staging=[80, 100, 512, 1 << 20][seed % 4]) as parties:
         parties.prepare()
         for version in (1, 2, 5):
             parties.check(version, parties.move(version))
+        for party in (*parties.sources, *parties.destinations):
+            assert party.staging.peak_bytes == party.staging.leased_bytes <= party.staging.limit_bytes
+    assert all(party.staging.leased_bytes == 0 for party in (*parties.sources, *parties.destinations))
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32), room=st.sampled_from([0, 0, 1, 7, 50, 300]))
+def test_any_layout_passes_through_the_least_staging_memory(seed: int, room: int) -> None:
+    """Bytes of several links wait for each other in every order that threads come up with, and all arrive."""
+    case = coverable(seed)
+    with scene(case, TransportName.SHM, staging=least_staging(case) + room) as parties:
+        parties.prepare()
+        parties.check(1, parties.move(1))
+        for party in (*parties.sources, *parties.destinations):
+            assert party.staging.peak_bytes <= least_staging(case) + room
+
+
+def test_less_staging_memory_than_links_need_is_refused_on_all() -> None:
+    case = coverable(8)
+    with scene(case, TransportName.SHM, staging=least_staging(case) - 1) as parties:
+        parties.prepare()
+        for answer in parties.move(1):
+            assert isinstance(answer, PartyFailedError)
+            assert re.search(r"StagingError: staging_bytes is \d+; \d+ links take at least \d+ bytes", str(answer))
 
 
 @pytest.mark.parametrize("transport", list(TransportName))
@@ -141,7 +181,7 @@ def test_after_a_failure_on_one_source_all_know_why_and_the_next_version_arrives
             held.clear()
 
     case = coverable(1)
-    with scene(case, transport, staging=32) as parties:
+    with scene(case, transport, staging=128) as parties:
         parties.prepare()
         parties.check(1, parties.move(1))
         for answer in parties.move(2, spoil):
@@ -153,7 +193,7 @@ def test_after_a_failure_on_one_source_all_know_why_and_the_next_version_arrives
 
 def test_a_destination_that_fails_ends_the_sources_too() -> None:
     case = coverable(2)
-    with scene(case, TransportName.SHM, staging=32) as parties:
+    with scene(case, TransportName.SHM, staging=128) as parties:
         parties.prepare()
 
         def refuse() -> dict[str, Bits]:
@@ -188,24 +228,26 @@ def test_a_party_with_another_plan_is_refused_before_any_byte() -> None:
     case = coverable(4)
     with scene(case, TransportName.TCP) as parties:
         parties.destinations[0]._options = LinkOptions(
-            transport=TransportName.TCP, staging_bytes=16, sources=len(case.sources)
+            transport=TransportName.TCP, staging_bytes=64, sources=len(case.sources)
         )
         with pytest.raises(Exception, match="computed another plan than party 0"):
             parties.prepare()
 
 
 def test_a_link_with_another_plan_is_refused() -> None:
-    case = coverable(5)
-    plan = make_plan(case.tensors, case.sources, case.destinations)
-    receiver = SocketReceiver(TransportName.TCP, "127.0.0.1", 5.0)
-    pair = next((item.source, item.destination) for item in plan.transfers)
-    addresses = dict.fromkeys(range(len(case.destinations)), receiver.address)
+    def place(party: int) -> Place:
+        return Place(party=party, sources=1, host="127.0.0.1", device="cpu", pool=StagingPool(1 << 10), timeout_s=5.0)
+
+    receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
+    sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
+    offers = [sender.offer(512), receiver.offer(512)]
     with ThreadPoolExecutor(1) as pool:
-        sender = pool.submit(SocketSender, TransportName.TCP, pair[0], plan, addresses, 5.0)
-        with pytest.raises(Exception, match="follows plan"):
-            receiver.accept([pair[0]], "0" * 64, lambda: None)
-        sender.result().close()
-    receiver.close()
+        dialled = pool.submit(sender.connect, offers, [0], "1" * 64, lambda: None)
+        with pytest.raises(PlanMismatchError, match="source rank 0 follows plan 111111111111, not 000000000000"):
+            receiver.connect(offers, [0], "0" * 64, lambda: None)
+        assert isinstance(dialled.exception(), PartyFailedError)
+    for end in (sender, receiver):
+        end.close()
 
 
 def test_shared_memory_leaves_nothing_behind() -> None:

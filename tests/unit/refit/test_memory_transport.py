@@ -19,8 +19,9 @@ from megatron_patches.refit.errors import (
     TransferError,
 )
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Bits, Packet, Part, Sender
-from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.packets import Packet, Part, Sender
+from megatron_patches.refit.plan import Plan, PlanOptions, Transfer, make_plan
+from megatron_patches.refit.ports import Bits, host_bytes
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.transports.memory import Receiver, refit
 from tests.support.refit_cases import Case, elements, random_case, random_options, region
@@ -144,8 +145,12 @@ def test_an_intact_version_replaces_the_old_one_and_the_next_replaces_it() -> No
     assert np.array_equal(scene.serving["a"][18:48], scene.held[1]["a"][:30])
 
 
+def content(packet: Packet) -> bytes:
+    return bytes(host_bytes(packet.payload))
+
+
 def flip(packet: Packet, position: int) -> Packet:
-    payload = bytearray(packet.payload)
+    payload = bytearray(content(packet))
     payload[position] ^= 0x10
     return replace(packet, payload=bytes(payload))
 
@@ -156,7 +161,7 @@ def flipped_byte(packets: list[Packet], scene: Scene) -> list[Packet]:
 
 def swapped_boxes(packets: list[Packet], scene: Scene) -> list[Packet]:
     """The halves of a and b that source 1 sends change places; both have 60 bytes."""
-    payload = packets[1].payload
+    payload = content(packets[1])
     return [packets[0], replace(packets[1], payload=payload[60:] + payload[:60])]
 
 
@@ -165,16 +170,21 @@ def swapped_labels(packets: list[Packet], scene: Scene) -> list[Packet]:
 
 
 def shifted_read(packets: list[Packet], scene: Scene) -> list[Packet]:
-    payload = packets[1].payload
+    payload = content(packets[1])
     return [packets[0], replace(packets[1], payload=payload[2:] + payload[:2])]
+
+
+def misdirect(receiver: Receiver, offset: Callable[[Transfer], int]) -> None:
+    """Makes a receiver write elsewhere than planned."""
+    expected = receiver._unpacker._expected
+    for key, load in expected.items():
+        items = tuple(replace(item, write=replace(item.write, offset=offset(item))) for item in load.items)
+        expected[key] = replace(load, items=items)
 
 
 def shifted_write(packets: list[Packet], scene: Scene) -> list[Packet]:
     """The receiver's own transfers point one element too far, behind the plan's back."""
-    for key, items in scene.receiver._unpacker._expected.items():
-        scene.receiver._unpacker._expected[key] = [
-            replace(item, write=replace(item.write, offset=item.write.offset + 1)) for item in items
-        ]
+    misdirect(scene.receiver, lambda item: item.write.offset + 1)
     return packets
 
 
@@ -186,7 +196,7 @@ def missing_tensor(packets: list[Packet], scene: Scene) -> list[Packet]:
     last = packets[1].parts[-1]
     return [
         packets[0],
-        replace(packets[1], parts=packets[1].parts[:-1], payload=packets[1].payload[: -last.box.volume * 2]),
+        replace(packets[1], parts=packets[1].parts[:-1], payload=content(packets[1])[: -last.box.volume * 2]),
     ]
 
 
@@ -208,7 +218,7 @@ def wrong_dtype(packets: list[Packet], scene: Scene) -> list[Packet]:
 
 
 def short_payload(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [replace(packets[0], payload=packets[0].payload[:-1])]
+    return [replace(packets[0], payload=content(packets[0])[:-1])]
 
 
 def another_plan(packets: list[Packet], scene: Scene) -> list[Packet]:
@@ -273,9 +283,7 @@ def test_one_receiver_that_fails_keeps_all_on_the_old_version() -> None:
     memory = [random_memory(manifest, rng) for manifest in wanted]
     old = [held["c"].copy() for held in memory]
     receivers = {rank: Receiver(plan, manifest, memory[rank]) for rank, manifest in enumerate(wanted)}
-    receivers[1]._unpacker._expected[0, 0] = [
-        replace(item, write=replace(item.write, offset=1)) for item in receivers[1]._unpacker._expected[0, 0]
-    ]
+    misdirect(receivers[1], lambda _: 1)
     with pytest.raises(DigestError, match="destination rank 1"):
         refit(plan, [Sender(plan, 0, random_memory(sources[0], rng))], receivers, 1)
     assert [receiver.version for receiver in receivers.values()] == [0, 0]

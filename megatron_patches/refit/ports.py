@@ -1,0 +1,180 @@
+"""How boxes get from a party's memory into packets and back, and what they count as in digests.
+
+A :class:`Port` knows one kind of memory. Work on a GPU is under way when a method returns, so results come as
+:class:`Pending`; on a CPU they are there at once. :class:`HostPort` is the reference for
+:class:`megatron_patches.refit.device_port.DevicePort`.
+
+Memories are flat arrays of unsigned integers as wide as the elements: bits are moved, never values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.digest import digest_array
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import TransferError
+
+if TYPE_CHECKING:
+    import torch
+
+type Bits = NDArray[np.unsignedinteger]
+type Memory = Mapping[str, Bits] | Mapping[str, torch.Tensor]
+"""Storages by name: flat arrays, or flat tensors that lie on one device."""
+type Bytes = NDArray[np.uint8]
+type Payload = bytes | Bytes | torch.Tensor
+"""Elements of a packet: bytes on the host, or a tensor of bytes on a device."""
+
+
+class Pending[T](Protocol):
+    """Something that is under way."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def result(self) -> T:
+        """Waits for it, and gives what it came to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done[T]:
+    """Something that has ended."""
+
+    value: T
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> T:
+        """What it came to."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box in memory, in the way to or from a payload.
+
+    Attributes:
+        view: where it lies in memory.
+        dtype: its element type.
+        box: what it is.
+        shape: shape of the whole tensor.
+        offset: first byte of it in the payload.
+    """
+
+    view: View
+    dtype: str
+    box: Box
+    shape: tuple[int, ...]
+    offset: int = 0
+
+
+class Port(Protocol):
+    """One party's storages."""
+
+    def pack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[list[int]]:
+        """Copies boxes into a payload, each in row-major order, and digests what it has read.
+
+        Returns:
+            The digest of each.
+
+        Raises:
+            TransferError: if a storage is not as its manifest says.
+        """
+
+    def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
+        """Copies boxes out of a payload; the payload may be overwritten when it has ended. Raises as :meth:`pack`."""
+
+    def digest(self, pieces: Sequence[Piece]) -> list[int]:
+        """The digest of each box as it lies in memory. Raises as :meth:`pack`."""
+
+    def close(self) -> None:
+        """Waits for what is under way, and gives back what it has leased."""
+
+
+class HostPort:
+    """Memory of the host.
+
+    Args:
+        memory: the storages, by name.
+        where: whose they are, for messages: "source rank 3".
+    """
+
+    def __init__(self, memory: Mapping[str, Bits], where: str) -> None:
+        self._memory, self._where = memory, where
+
+    def pack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[list[int]]:
+        """See :class:`Port`."""
+        target = host_bytes(payload)
+        digests = []
+        for piece in pieces:
+            packed = _packed(target, piece)
+            np.copyto(packed, elements(piece.view, self._memory, piece.dtype, self._where))
+            digests.append(digest_array(packed, piece.box, piece.shape))
+        return Done(digests)
+
+    def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
+        """See :class:`Port`."""
+        source = host_bytes(payload)
+        for piece in pieces:
+            elements(piece.view, self._memory, piece.dtype, self._where)[...] = _packed(source, piece)
+        return Done(None)
+
+    def digest(self, pieces: Sequence[Piece]) -> list[int]:
+        """See :class:`Port`."""
+        found = []
+        for piece in pieces:
+            values = elements(piece.view, self._memory, piece.dtype, self._where)
+            found.append(digest_array(np.ascontiguousarray(values), piece.box, piece.shape))
+        return found
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+def elements(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:
+    """The elements of a view, in place.
+
+    Raises:
+        TransferError: if the storage is not there, is not flat, is too short, or has elements of another width.
+    """
+    storage = memory.get(view.storage)
+    width = itemsize(dtype)
+    if storage is None or storage.ndim != 1 or storage.dtype != np.dtype(f"u{width}"):
+        kind = "is missing" if storage is None else f"is {storage.dtype} of {storage.ndim} dimensions"
+        raise TransferError(f"{view.storage} on {where} {kind}; a flat array of u{width} was described ({dtype})")
+    low, high = view.span
+    if low < 0 or high > storage.size:
+        raise TransferError(f"{view.storage} on {where} has {storage.size} elements; the plan uses {low} to {high}")
+    steps = [step * width for step in view.strides]
+    return np.lib.stride_tricks.as_strided(storage[view.offset :], view.shape, steps)
+
+
+def host_bytes(payload: Payload) -> Bytes:
+    """A payload on the host as an array that shares its memory.
+
+    Raises:
+        TransferError: if it lies on a device.
+    """
+    if isinstance(payload, np.ndarray):
+        return payload
+    if isinstance(payload, bytes):
+        return np.frombuffer(payload, dtype=np.uint8)
+    if payload.device.type != "cpu":
+        raise TransferError(f"a payload on {payload.device} cannot be read on the host")
+    found: Bytes = payload.numpy()
+    return found
+
+
+def _packed(payload: Bytes, piece: Piece) -> Bits:
+    """The place of a piece in a payload."""
+    width = itemsize(piece.dtype)
+    content = payload[piece.offset : piece.offset + piece.box.volume * width]
+    return content.view(f"u{width}").reshape(piece.box.shape)

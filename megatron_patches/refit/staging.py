@@ -1,0 +1,114 @@
+"""Memory for packets: one pool a party, which never hands out more than its budget.
+
+A party keeps two buffers, *slots*, for each of its links, so that one can be filled while the other is on its way.
+All slots of a party are equal, and together they are within the budget (:func:`slot_bytes`). No link ever waits for
+memory of another: each has its slots from the moment it is made, so each can always proceed with its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from megatron_patches.refit.errors import StagingError
+
+SLOTS = 2
+"""Buffers of one link on each side."""
+
+_ELEMENT = 8  # bytes of the widest element, the least that a slot must hold
+_ALIGNMENT = 256  # of slots, where they are that large: what GPUs copy fastest
+
+
+class StagingPool:
+    """Hands out memory up to a limit, which it enforces.
+
+    Args:
+        limit_bytes: the most that may be out at a time.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._out = self._peak = 0
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes that are out now."""
+        return self._out
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was out at a time."""
+        return self._peak
+
+    def lease[T](self, nbytes: int, make: Callable[[int], T]) -> Lease[T]:
+        """Makes a buffer.
+
+        Args:
+            nbytes: its size.
+            make: allocates (or maps) it.
+
+        Raises:
+            StagingError: if more than the limit would be out.
+        """
+        with self._lock:
+            if self._out + nbytes > self.limit_bytes:
+                raise StagingError(
+                    f"a buffer of {nbytes} bytes beside {self._out} bytes of packets exceeds the {self.limit_bytes} "
+                    "bytes of staging memory"
+                )
+            self._out += nbytes
+            self._peak = max(self._peak, self._out)
+        try:
+            return Lease(self, nbytes, make(nbytes))
+        except BaseException:
+            self._give_back(nbytes)
+            raise
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._out -= nbytes
+
+
+class Lease[T]:
+    """A buffer of a pool.
+
+    Attributes:
+        buffer: the memory.
+        nbytes: its size.
+    """
+
+    def __init__(self, pool: StagingPool, nbytes: int, buffer: T) -> None:
+        self._pool, self.nbytes, self.buffer = pool, nbytes, buffer
+        self._returned = False
+
+    def release(self) -> None:
+        """Gives the memory back to the pool; once is enough, and more does no harm."""
+        if not self._returned:
+            self._returned = True
+            self._pool._give_back(self.nbytes)
+
+
+def slot_bytes(limit_bytes: int, links: int, extra: int = 0) -> int:
+    """Size of a slot, so that all slots of a party are within its budget.
+
+    Args:
+        limit_bytes: the budget.
+        links: number of the party's links.
+        extra: further buffers of a slot's size.
+
+    Returns:
+        A multiple of 8 bytes, of 256 bytes from there on; the limit itself where there is no link.
+
+    Raises:
+        StagingError: if a slot could not hold one element of 8 bytes; names the least budget that does.
+    """
+    count = SLOTS * links + extra
+    size = limit_bytes // max(1, count)
+    size -= size % (_ALIGNMENT if size >= _ALIGNMENT else _ELEMENT)
+    if size < _ELEMENT:
+        raise StagingError(
+            f"staging_bytes is {limit_bytes}; {links} links take at least {count * _ELEMENT} bytes, and should have "
+            "some MiB each"
+        )
+    return size

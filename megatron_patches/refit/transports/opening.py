@@ -1,0 +1,19 @@
+"""Makes a transport by its name."""
+
+from __future__ import annotations
+
+from megatron_patches.refit.transports.base import Place, Transport, TransportName
+from megatron_patches.refit.transports.shm import ShmTransport
+from megatron_patches.refit.transports.tcp import TcpTransport
+
+
+def open_transport(name: TransportName, place: Place) -> Transport:
+    """One party's part of the transport ``name``.
+
+    Args:
+        name: which.
+        place: where the party is.
+    """
+    if name is TransportName.SHM:
+        return ShmTransport(place)
+    return TcpTransport(place)

@@ -1,0 +1,107 @@
+"""Shared memory on one host: the destination unpacks from the very memory that the source packs into.
+
+The slots of a link are an anonymous memory file, whose descriptor is passed when the link is made; nothing is left
+behind in the file system, however the processes end. It needs no torch, so the two sides may run different versions.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.ports import Bytes, Done, Payload, Pending
+from megatron_patches.refit.staging import SLOTS, StagingPool
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+
+
+class ShmTransport:
+    """See :class:`megatron_patches.refit.transports.base.Transport`.
+
+    Args:
+        place: where this party is.
+    """
+
+    one_host = True
+
+    def __init__(self, place: Place) -> None:
+        self._pool = place.pool
+
+    def details(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+        """Nothing is common to all links."""
+
+    def outgoing(self, end: LinkEnd) -> ShmWire:
+        """Makes the slots and passes them on."""
+        handle = os.memfd_create("refit")
+        try:
+            os.ftruncate(handle, SLOTS * end.slot_bytes)
+            wire = ShmWire(handle, end.slot_bytes, self._pool, write=True)
+            socket.send_fds(end.connection, [b"m"], [handle])
+        finally:
+            os.close(handle)
+        return wire
+
+    def incoming(self, end: LinkEnd) -> ShmWire:
+        """Maps the slots that the source made."""
+        handle = _receive_handle(end.connection, end.patience)
+        try:
+            return ShmWire(handle, end.slot_bytes, self._pool, write=False)
+        finally:
+            os.close(handle)
+
+    def close(self) -> None:
+        """Nothing is common to all links."""
+
+
+class ShmWire:
+    """Either side of a link: the same memory in both processes.
+
+    Args:
+        handle: descriptor of the memory.
+        slot_bytes: size of a slot.
+        pool: accounts for it; each side counts all of it.
+        write: whether this side fills it.
+    """
+
+    def __init__(self, handle: int, slot_bytes: int, pool: StagingPool, *, write: bool) -> None:
+        access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
+        self._lease = pool.lease(SLOTS * slot_bytes, lambda nbytes: mmap.mmap(handle, nbytes, access=access))
+        whole: Bytes = np.frombuffer(self._lease.buffer, dtype=np.uint8)
+        self.slots = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """The destination has it already."""
+
+    def check(self) -> None:
+        """Nothing can fail on the way."""
+
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """The packet where its source has put it."""
+        return Done(self.slots[slot][:nbytes])
+
+    def close(self) -> None:
+        """Forgets the memory, which goes when both sides have."""
+        self.slots = []
+        with suppress(BufferError):  # somebody still looks at a packet; it goes with the last of them
+            self._lease.buffer.close()
+        self._lease.release()
+
+
+def _receive_handle(connection: socket.socket, patience: Patience) -> int:
+    while True:
+        with suppress(TimeoutError):
+            message, handles, _, _ = socket.recv_fds(connection, 1, 1)
+            if handles:
+                return handles[0]
+            if not message:
+                raise patience.lost("the peer closed it")
+        patience.tick()

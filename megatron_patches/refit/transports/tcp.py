@@ -1,0 +1,170 @@
+"""TCP: reaches everywhere. A link has a second connection for its payload, and a thread on each side that serves it.
+
+Sockets carry the bytes straight from the source's slot into the destination's. It needs no torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from megatron_patches.refit import frames
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.ports import Bytes, Payload, Pending
+from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.worker import Outbox, Worker
+
+
+class _Address(msgspec.Struct):
+    """Where a destination takes a link's payload, and what its source must say there."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+_decode_address = msgspec.msgpack.Decoder(_Address).decode
+
+
+class TcpTransport:
+    """See :class:`megatron_patches.refit.transports.base.Transport`.
+
+    Args:
+        place: where this party is.
+    """
+
+    one_host = False
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def details(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+        """Nothing is common to all links."""
+
+    def outgoing(self, end: LinkEnd) -> TcpOutgoing:
+        """Dials the payload's connection."""
+        address = _decode_address(frames.receive(end.connection, end.patience))
+        try:
+            connection = frames.prepare(socket.create_connection((address.host, address.port), timeout=30.0))
+        except OSError as error:
+            raise PartyFailedError(f"cannot reach {address.host}:{address.port}: {error}") from error
+        frames.send(connection, address.secret, end.patience)
+        return TcpOutgoing(connection, end, self._place)
+
+    def incoming(self, end: LinkEnd) -> TcpIncoming:
+        """Waits for the payload's connection."""
+        with socket.create_server((self._place.host, 0)) as listener:
+            frames.prepare(listener)
+            secret = secrets.token_bytes(16)
+            address = _Address(self._place.host, listener.getsockname()[1], secret)
+            frames.send(end.connection, msgspec.msgpack.encode(address), end.patience)
+            while True:
+                try:
+                    connection = frames.prepare(listener.accept()[0])
+                except TimeoutError:
+                    end.patience.tick()
+                    continue
+                if secrets.compare_digest(bytes(frames.receive(connection, end.patience)), secret):
+                    return TcpIncoming(connection, end, self._place)
+                connection.close()
+
+    def close(self) -> None:
+        """Nothing is common to all links."""
+
+
+class _Ending:
+    """Whether a wire was closed; ends its thread's wait."""
+
+    closed = False
+
+    def check(self) -> None:
+        """Raises if it was."""
+        if self.closed:
+            raise PartyFailedError("the link was closed")
+
+
+def _lease_slots(pool: StagingPool, slot_bytes: int) -> tuple[Lease[Bytes], list[Bytes]]:
+    lease = pool.lease(SLOTS * slot_bytes, lambda nbytes: np.empty(nbytes, dtype=np.uint8))
+    return lease, [lease.buffer[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
+
+
+class TcpOutgoing:
+    """A source's side of a link.
+
+    Args:
+        connection: for the payload.
+        end: the link.
+        place: where this party is.
+    """
+
+    def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
+        self._connection, self._timeout_s = connection, place.timeout_s
+        self._peer = end.peer - place.sources
+        self._lease, self.slots = _lease_slots(place.pool, end.slot_bytes)
+        self._ending = _Ending()
+        self._outbox = Outbox(f"refit-to-{self._peer}")
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """Has the slot sent."""
+        what = f"destination rank {self._peer} to take a packet"
+
+        def send() -> None:
+            patience = Patience(self._timeout_s, what, self._ending.check)
+            frames.send_all(self._connection, memoryview(self.slots[slot])[:nbytes], patience)
+
+        self._outbox.put(send)
+
+    def check(self) -> None:
+        """Raises what sending raised."""
+        self._outbox.check()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._ending.closed = True
+        self._outbox.close()
+        self._connection.close()
+        self._lease.release()
+
+
+class TcpIncoming:
+    """A destination's side of a link.
+
+    Args:
+        connection: for the payload.
+        end: the link.
+        place: where this party is.
+    """
+
+    def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
+        self._connection, self._peer, self._timeout_s = connection, end.peer, place.timeout_s
+        self._lease, self._slots = _lease_slots(place.pool, end.slot_bytes)
+        self._ending = _Ending()
+        self._worker = Worker(f"refit-from-{end.peer}")
+
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """Receives into the own slot of the same number, which is free if the source's is."""
+
+        def receive() -> Payload:
+            patience = Patience(self._timeout_s, f"a packet from source rank {self._peer}", self._ending.check)
+            payload = self._slots[slot][:nbytes]
+            frames.receive_into(self._connection, memoryview(payload), patience)
+            return payload
+
+        return self._worker.submit(receive)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._ending.closed = True
+        self._worker.close()
+        self._connection.close()
+        self._lease.release()

@@ -1,0 +1,70 @@
+"""A thread that carries out one piece of work after the other, for payloads that have no way of their own to travel."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+
+class Worker:
+    """Does what it is given, in order. Its thread keeps no process alive.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit[T](self, work: Callable[[], T]) -> Future[T]:
+        """Has it done after what was given before."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - whoever asks the future gets it
+                future.set_exception(error)
+
+        self._tasks.put(task)
+        return future
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Ends it after what it was given; waits a little for that."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+class Outbox:
+    """What a :class:`Worker` sends, and whether any of it failed.
+
+    Args:
+        name: of the worker's thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._worker = Worker(name)
+        self._under_way: list[Future[None]] = []
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Has something sent."""
+        self._under_way.append(self._worker.submit(work))
+
+    def check(self) -> None:
+        """Raises what sending raised."""
+        ended = [future for future in self._under_way if future.done()]
+        self._under_way = [future for future in self._under_way if not future.done()]
+        for future in ended:
+            future.result()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._worker.close()

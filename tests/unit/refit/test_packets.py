@@ -1,0 +1,140 @@
+"""Cutting what moves into packets: everything once, in order, aligned, and never more than a slot holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.packets import Sender, Unpacker, cut_into_loads, links_of
+from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.ports import Bits
+
+DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
+
+
+def dense_plan(seed: int, sources: int = 1) -> tuple[Plan, list[Manifest], Manifest]:
+    """Tensors of all widths, each whole on one source; one destination wants all, transposed in memory."""
+    rng = np.random.default_rng(seed)
+    specs = [
+        TensorSpec(f"t{i}", tuple(rng.integers(1, 9, int(rng.integers(1, 4))).tolist()), str(rng.choice(DTYPES)))
+        for i in range(int(rng.integers(sources, 9)))
+    ]
+    held: list[list[TensorSpec]] = [[] for _ in range(sources)]
+    for index, spec in enumerate(specs):
+        held[index % sources].append(spec)
+    sides = [manifest(rank, part, flip=False) for rank, part in enumerate(held)]
+    wanted = manifest(0, specs, flip=True)
+    options = PlanOptions(staging_bytes=int(rng.integers(8, 600)))
+    return make_plan(specs, sides, [wanted], options), sides, wanted
+
+
+def manifest(rank: int, specs: list[TensorSpec], *, flip: bool) -> Manifest:
+    placements = []
+    for spec in specs:
+        strides = row_major_strides(spec.shape)
+        if flip:
+            strides = tuple(reversed(row_major_strides(tuple(reversed(spec.shape)))))
+        placements.append(Placement(spec.box, View(spec.name, 0, spec.shape, strides)))
+    storages = tuple(Storage(spec.name, spec.dtype, spec.numel, spec.numel) for spec in specs)
+    return Manifest(rank, "", storages, tuple(placements))
+
+
+def as_tensors(memory: dict[str, Bits]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(bits) for name, bits in memory.items()}
+
+
+def volumes(boxes: list[Box]) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for box in boxes:
+        found[box.tensor] += box.volume
+    return dict(found)
+
+
+@settings(max_examples=300, deadline=None, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32), limit=st.integers(8, 200))
+def test_loads_are_the_plan_cut_to_size_in_the_order_of_rounds(seed: int, limit: int) -> None:
+    plan, _, _ = dense_plan(seed, sources=2)
+    limits = {link: limit + 8 * link[0] for link in links_of(plan)}
+    loads = cut_into_loads(plan.transfers, limits)
+    assert list(loads) == links_of(plan)
+    for link, found in loads.items():
+        assert all(0 < load.nbytes <= limits[link] for load in found)
+        assert [(load.round, load.number) for load in found] == sorted({(load.round, load.number) for load in found})
+        assert all(load.number < len(found) and (load.source, load.destination) == link for load in found)
+    moved = [item for found in loads.values() for load in found for item in load.items]
+    assert volumes([item.box for item in moved]) == volumes([item.box for item in plan.transfers])
+    for item in moved:
+        whole = [t for t in plan.transfers if t.box.contains(item.box)]
+        assert len(whole) == 1
+        assert item.read == whole[0].read.cut(whole[0].box, item.box)
+        assert item.write == whole[0].write.cut(whole[0].box, item.box)
+    shapes = {spec.name: spec.shape for spec in plan.tensors}
+    for found in loads.values():
+        for load in found:
+            end = 0
+            for piece in load.pieces(shapes, read=True):
+                assert piece.offset == end
+                assert piece.offset % itemsize(piece.dtype) == 0
+                end += piece.box.volume * itemsize(piece.dtype)
+            assert end == load.nbytes
+
+
+@settings(max_examples=100, deadline=None, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32), limit=st.integers(8, 100), tensors=st.tuples(st.booleans(), st.booleans()))
+def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
+    seed: int, limit: int, tensors: tuple[bool, bool]
+) -> None:
+    """Between arrays, and tensors as on a GPU, in every combination."""
+    plan, (source,), wanted = dense_plan(seed)
+    rng = np.random.default_rng(seed)
+    held: dict[str, Bits] = {
+        storage.name: np.frombuffer(
+            rng.bytes(storage.numel * itemsize(storage.dtype)), dtype=f"u{itemsize(storage.dtype)}"
+        ).copy()
+        for storage in source.storages
+    }
+    memory: dict[str, Bits] = {name: np.zeros_like(bits) for name, bits in held.items()}
+    limits = dict.fromkeys(links_of(plan), limit)
+    sender = Sender(plan, 0, as_tensors(held) if tensors[0] else held, limits)
+    unpacker = Unpacker(plan, wanted, limits)
+    unpacker.begin(1, as_tensors(memory) if tensors[1] else memory)
+    slots = [np.empty(limit, dtype=np.uint8) for _ in range(2)]
+    for index, load in enumerate(sender.loads[0]):
+        unpacker.accept(sender.pack_into(load, 1, slots[index % 2]).result()).result()
+    unpacker.verify()
+    for placement in wanted.placements:
+        box, view = placement.box, placement.view
+        width = [step * held[box.tensor].itemsize for step in view.strides]
+        found = np.lib.stride_tricks.as_strided(memory[box.tensor], view.shape, width)
+        assert np.array_equal(found, held[box.tensor].reshape(box.shape))
+
+
+def test_a_slot_smaller_than_an_element_is_refused() -> None:
+    spec = TensorSpec("w", (3,), "int64")
+    plan = make_plan([spec], [manifest(0, [spec], flip=False)], [manifest(0, [spec], flip=False)])
+    with pytest.raises(TransferError, match=r"an element of w\[0:3\] has 8 bytes and a packet at most 7"):
+        cut_into_loads(plan.transfers, {(0, 0): 7})
+
+
+def test_what_a_device_port_cannot_use_is_named() -> None:
+    spec = TensorSpec("w", (3,), "bfloat16")
+    plan = make_plan([spec], [manifest(0, [spec], flip=False)], [manifest(0, [spec], flip=False)])
+    short = torch.zeros(2, dtype=torch.bfloat16)
+    for memory, message in (
+        ({"v": short}, "w on source rank 0 is missing; a flat tensor of bfloat16 was described"),
+        ({"w": torch.zeros(3)}, "w on source rank 0 is torch.float32 of 1 dimensions"),
+        ({"w": short}, "w on source rank 0 has 2 elements; the plan uses 0 to 3"),
+        ({"w": short, "v": np.zeros(2)}, "some storages on source rank 0 are arrays and others are tensors"),
+        ({"w": short, "v": short.to("meta")}, r"lie on \['cpu', 'meta'\]; one device is needed"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            list(Sender(plan, 0, memory).pack(0, 1))  # type: ignore[arg-type]
