@@ -1,14 +1,15 @@
 """The command-line flags of Extended Tensor Parallelism, their meaning for Megatron, and what is refused with them.
 
 :func:`add_arguments` adds the flags to any Megatron script's parser, :func:`apply_to_megatron` sets Megatron's own
-settings from them, :func:`check` raises for combinations that would train wrongly, and :func:`config_from_args`
-gives the engine's options. All four are pure; ``megatron_patches.command_line`` ties them to Megatron's parser.
+settings from them, :func:`check` and :func:`check_graphs` raise for combinations that would train wrongly, and
+:func:`config_from_args` gives the engine's options. All are pure; ``megatron_patches.command_line`` ties them to
+Megatron's parser.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etp.config import EtpConfig, GradReduction, TransportName
@@ -269,16 +270,35 @@ REFUSALS = (
     Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
     Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
     Refusal(
-        "--cuda-graph-impl",
-        lambda args: args.cuda_graph_impl != "none",
-        "use --cuda-graph-impl none",
-    ),
-    Refusal(
         "--optimizer other than adam or sgd",
         lambda args: args.optimizer not in ("adam", "sgd"),
         "use --optimizer adam: others work on whole matrices",
     ),
 )
+
+GRAPH_REFUSALS = (
+    Refusal(
+        "--cuda-graph-impl transformer_engine",
+        lambda args: args.cuda_graph_impl == "transformer_engine",
+        "use --cuda-graph-impl full_iteration or local",
+    ),
+    Refusal(
+        "--cuda-graph-impl full_iteration and --overlap-param-gather",
+        lambda args: args.cuda_graph_impl == "full_iteration" and args.overlap_param_gather,
+        "drop --overlap-param-gather: its gathers begin in the optimizer step, outside of the graph that uses them",
+    ),
+    Refusal(
+        "--cuda-graph-impl local and --etp-reduce-once-per-iteration",
+        lambda args: args.cuda_graph_impl == "local" and args.etp_reduce_once_per_iteration,
+        "drop one: each layer's graph finishes its own gradients; full_iteration graphs do go with it",
+    ),
+    Refusal(
+        "--cuda-graph-impl local where only experts are sharded",
+        lambda args: args.cuda_graph_impl == "local" and args.etp_size == 1,
+        "use --cuda-graph-impl full_iteration, or shard the dense weights as well",
+    ),
+)
+"""Apart, because Megatron's own checks turn older flags into ``--cuda-graph-impl``."""
 
 
 def check(args: argparse.Namespace) -> None:
@@ -290,7 +310,21 @@ def check(args: argparse.Namespace) -> None:
     if not is_active(args):
         return
     _check_sizes(args)
-    for refusal in REFUSALS:
+    _refuse(args, REFUSALS)
+
+
+def check_graphs(args: argparse.Namespace) -> None:
+    """Refuse what cannot be captured into CUDA graphs. Call it after Megatron's own checks.
+
+    Raises:
+        UnsupportedConfigurationError: naming the first culprit and the way out.
+    """
+    if is_active(args):
+        _refuse(args, GRAPH_REFUSALS)
+
+
+def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
+    for refusal in refusals:
         if refusal.applies(args):
             flag = "--etp-size" if args.etp_size > 1 else "--expert-etp-size"
             raise UnsupportedConfigurationError(f"{flag} does not work with {refusal.culprit}; {refusal.way_out}")

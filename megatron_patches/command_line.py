@@ -84,6 +84,12 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
         except arguments.UnsupportedConfigurationError as error:
             exit_with(str(error), args.rank)
         validated = validate_args(args, *rest, **kwargs)
+        try:
+            arguments.check_graphs(args)
+            if cpu.needed():
+                cpu.check(args)
+        except arguments.UnsupportedConfigurationError as error:
+            exit_with(str(error), args.rank)
         api.configure(config)
         return validated
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 
+from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 
 logger = logging.getLogger(__name__)
@@ -361,6 +362,18 @@ def required_arguments() -> dict[str, object]:
         "apply_rope_fusion": False,
         "num_workers": 0,
     }
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what needs CUDA and would fail in the middle of the first step.
+
+    Raises:
+        UnsupportedConfigurationError: for CUDA graphs.
+    """
+    if args.cuda_graph_impl != "none":
+        raise UnsupportedConfigurationError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} needs CUDA, which this machine does not have; use none"
+        )
 
 
 def set_required_arguments(args: argparse.Namespace) -> None:

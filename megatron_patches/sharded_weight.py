@@ -24,11 +24,13 @@ class MegatronShardedParam(ETPShardedParam):
         is_gtp_weight_remat: Megatron's marker of a sharded weight.
         is_routed_expert: whether it is one of a grouped layer's experts.
         chain_id: Megatron's key of prefetch chains; constant here, because a runtime has one chain.
+        shows_neighbours: whether ``prev_w`` and ``next_w`` tell the order of weights.
     """
 
     is_gtp_weight_remat = True
     is_routed_expert = False
     chain_id = "eager"
+    shows_neighbours = True
 
     @property
     def gtp_remat_size(self) -> int:
@@ -60,7 +62,7 @@ class MegatronShardedParam(ETPShardedParam):
 
     def _neighbour(self, direction: str) -> Any:
         driver = self.driver
-        if not isinstance(driver, EtpRuntime):
+        if not isinstance(driver, EtpRuntime) or not self.shows_neighbours:
             return None
         group: WeightGroup | None = getattr(driver.chain, direction)(self.weight_group)
         return None if group is None else group.shards[0]
@@ -88,6 +90,8 @@ class MegatronShardedParam(ETPShardedParam):
         """Call DistributedDataParallel's ``hook`` once this weight's gradient is in ``main_grad``."""
         del grad_accum_node
         self.register_reduce_hook(hook)
+        # Megatron calls it by this name behind the replay of a layer's graph, where no reduction is seen to end.
+        self._grad_accum_hook = hook
 
 
 def shard_parameter(

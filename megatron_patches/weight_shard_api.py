@@ -28,10 +28,14 @@ from megatron_patches.symmetric_parameters import move_into_symmetric_memory
 
 
 class WeightChain(StrEnum):
-    """Megatron's names of prefetch chains; CUDA graphs, which need more than one, are refused at start."""
+    """Megatron's names of prefetch chains. The engine tells captured work from other work by itself."""
 
     GRAPHED = "graphed"
     UNGRAPHED = "eager"
+
+
+GRAPH_IMPLEMENTATIONS = ("none", "local", "full_iteration")
+"""The values of ``--cuda-graph-impl`` that sharded weights work with."""
 
 
 class WeightShardApi:
@@ -47,6 +51,7 @@ class WeightShardApi:
         # In order of creation, which all ranks share: they finish their collectives in this order.
         self._runtimes: list[weakref.ref[EtpRuntime]] = []
         self._chains_to_print: list[tuple[str, weakref.ref[EtpRuntime]]] = []
+        self._graph_streams: dict[tuple[str, dist.ProcessGroup | None], torch.cuda.Stream] = {}
         # Drives weights of models that nobody announces with classify_chains; finishes with each backward pass.
         self._unannounced = self._new_runtime(finish_with_backward=True)
 
@@ -69,8 +74,8 @@ class WeightShardApi:
             "classify_gtp_remat_chains": self.classify_chains,
             "configure_gtp_remat_from_recipe": self.configure_from_recipe,
             "dequantize_gtp_native_fp8": _no_fp8,
-            "get_ag_stream": _no_graphs,
-            "get_rs_stream": _no_graphs,
+            "get_ag_stream": partial(self._graph_stream, "gather"),
+            "get_rs_stream": partial(self._graph_stream, "reduce"),
             "gtp_native_fp8_load_context": _nothing_to_convert,
             "gtp_remat_shard_dim0": self.shard_rows,
             "is_gtp_param": is_sharded,
@@ -172,12 +177,13 @@ class WeightShardApi:
         """Give each model chunk a runtime of its own, once the model is built and wrapped.
 
         Raises:
-            UnsupportedConfigurationError: with CUDA graphs.
+            UnsupportedConfigurationError: for CUDA graphs that are made by Transformer Engine.
         """
         del cuda_graph_modules, moe_shared_expert_overlap
-        if cuda_graph_impl != "none":
+        if cuda_graph_impl not in GRAPH_IMPLEMENTATIONS:
             raise UnsupportedConfigurationError(
-                f"sharded weights with --cuda-graph-impl {cuda_graph_impl} are not supported; use none"
+                f"sharded weights with --cuda-graph-impl {cuda_graph_impl} are not supported; use one of "
+                f"{', '.join(GRAPH_IMPLEMENTATIONS)}"
             )
         chunks = list(model) if isinstance(model, Sequence) else [model]
         self._chains_to_print.clear()
@@ -185,6 +191,8 @@ class WeightShardApi:
             runtime = self._new_runtime(finish_with_backward=False)
             prefix = f"chunk {index}: " if len(chunks) > 1 else ""
             runtime.adopt(_innermost(chunk), prefix)
+            if cuda_graph_impl == "local":
+                _finish_gradients_in_each_graph(runtime)
             _gather_after_parameter_sync(chunk, runtime)
             move_into_symmetric_memory(chunk, runtime)
             if self.config.print_chains:
@@ -211,13 +219,27 @@ class WeightShardApi:
     def wait_async_comms(
         self, chain_id: str | None = None, skip_rs: bool = False, finalize_after_drain: bool = False
     ) -> None:
-        """Finish all communication of sharded weights."""
+        """Finish all communication of sharded weights; in a graph, all that the graph has started."""
         del chain_id, finalize_after_drain
-        if not skip_rs:
+        capturing = [runtime for runtime in self.runtimes() if runtime.capturing]
+        for runtime in capturing:
+            runtime.drain()
+        if not capturing and not skip_rs:
             self.finish_gradients()
+
+    def _graph_stream(
+        self, direction: str, chain_id: str = WeightChain.GRAPHED, group: dist.ProcessGroup | None = None
+    ) -> torch.cuda.Stream:
+        """A stream for Megatron to tie to its graphs and to run hooks on. The engine's own streams tie themselves."""
+        del chain_id
+        key = (direction, group)
+        if key not in self._graph_streams:
+            self._graph_streams[key] = torch.cuda.Stream()
+        return self._graph_streams[key]
 
     def finish_gradients(self) -> None:
         """Complete every shard's gradient, before Megatron reduces them over the data-parallel replicas."""
+        _join_replays()
         for runtime in self.runtimes():
             runtime.wait()
             # The optimizer writes through `.data` next, which PyTorch does not count.
@@ -280,12 +302,25 @@ def _no_fp8(*_: Any, **__: Any) -> None:
     raise UnsupportedConfigurationError("sharded FP8 weights are not supported; train in bf16")
 
 
-def _no_graphs(*_: Any, **__: Any) -> None:
-    raise UnsupportedConfigurationError("CUDA graphs of sharded weights are not supported; use --cuda-graph-impl none")
+def _finish_gradients_in_each_graph(runtime: EtpRuntime) -> None:
+    """Each graph finishes the gradients that it computes: let Megatron look for none of them in a neighbour's graph."""
+    for group in runtime.groups:
+        for shard in group.shards:
+            shard.shows_neighbours = False  # type: ignore[attr-defined]
+
+
+def _join_replays() -> None:
+    """Order the current stream after the replays of Megatron's layer graphs, which run on streams of their own."""
+    if not torch.cuda.is_available():
+        return
+    from megatron.core.transformer.cuda_graphs import get_gtp_runner_streams
+
+    for stream in get_gtp_runner_streams():
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def _no_pool_needed(device: Any, mempool: Any) -> None:
-    """Megatron announces the memory pool of its graphs, of unsharded models too; no graph here allocates."""
+    """Megatron announces the memory pool of its graphs; the engine's own buffers are made before a capture."""
     del device, mempool
 
 

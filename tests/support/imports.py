@@ -19,9 +19,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"layout", "config"}),
     frozenset({"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te", "scalars"}),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
-    frozenset({"param", "replicated", "reductions"}),
+    frozenset({"param", "replicated", "reductions", "graphs"}),
     frozenset({"runtime"}),
-    frozenset({"modules", "wrap", "graphs", "state", "clip"}),
+    frozenset({"modules", "wrap", "state", "clip"}),
 )
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
 

@@ -8,11 +8,13 @@ import pytest
 
 from etp.config import EtpConfig, GradReduction, TransportName
 from megatron_patches.arguments import (
+    GRAPH_REFUSALS,
     REFUSALS,
     UnsupportedConfigurationError,
     add_arguments,
     apply_to_megatron,
     check,
+    check_graphs,
     config_from_args,
     is_active,
 )
@@ -38,6 +40,7 @@ def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
         "use_cpu_initialization": False,
         "transformer_impl": "transformer_engine",
         "cuda_graph_impl": "none",
+        "overlap_param_gather": False,
         "optimizer": "adam",
         "use_distributed_optimizer": False,
         "dist_ckpt_optim_fully_reshardable": False,
@@ -172,7 +175,6 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"yaml_cfg": "model.yaml"}, "--yaml-cfg"),
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"fp4": "e2m1"}, "--fp4-format"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ({"optimizer": "muon"}, "--optimizer other than adam or sgd"),
     ],
 )
@@ -182,6 +184,38 @@ def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], 
     way_out = next(refusal.way_out for refusal in REFUSALS if refusal.culprit == culprit)
     assert str(error.value) == f"--etp-size does not work with {culprit}; {way_out}"
     check(applied(**settings))  # without shards nothing is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "culprit"),
+    [
+        ({"cuda_graph_impl": "transformer_engine"}, "--cuda-graph-impl transformer_engine"),
+        (
+            {"cuda_graph_impl": "full_iteration", "overlap_param_gather": True},
+            "--cuda-graph-impl full_iteration and --overlap-param-gather",
+        ),
+        (
+            {"cuda_graph_impl": "local", "etp_reduce_once_per_iteration": True},
+            "--cuda-graph-impl local and --etp-reduce-once-per-iteration",
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(settings: dict[str, object], culprit: str) -> None:
+    with pytest.raises(UnsupportedConfigurationError) as error:
+        check_graphs(applied("--etp-size", "2", **settings))
+    way_out = next(refusal.way_out for refusal in GRAPH_REFUSALS if refusal.culprit == culprit)
+    assert str(error.value) == f"--etp-size does not work with {culprit}; {way_out}"
+    check_graphs(applied(**settings))  # without shards nothing is refused
+
+
+def test_layer_graphs_of_sharded_experts_alone_are_refused() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match=r"--expert-etp-size does not .* only experts"):
+        check_graphs(applied("--expert-etp-size", "2", num_experts=4, cuda_graph_impl="local"))
+
+
+@pytest.mark.parametrize("implementation", ["none", "local", "full_iteration"])
+def test_what_can_be_captured_is_not_refused(implementation: str) -> None:
+    check_graphs(applied("--etp-size", "2", cuda_graph_impl=implementation))
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron warns of what is not installed
@@ -207,6 +241,7 @@ def test_the_refused_flags_are_megatrons() -> None:
         "fp8",
         "fp4",
         "cuda_graph_impl",
+        "overlap_param_gather",
         "optimizer",
     }
     assert checked - known.keys() == set()

@@ -39,6 +39,9 @@ class FakeShard:
     def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
         raise NotImplementedError
 
+    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
+        raise NotImplementedError
+
     def run_reduce_hooks(self) -> None:
         """Nobody waits here."""
 

@@ -86,13 +86,18 @@ class Slot:
                 "its shape is gathered; gather it again where it is used"
             )
 
+    def void(self) -> None:
+        """Forget what it holds, and who read it when. The storage stays."""
+        self.owner = None
+        self.generation += 1
+        self.tenant = None
+        self.reader_stream = None
+        self.last_read = None
+
     def drop(self) -> None:
         """Free the storage. Tickets stay valid; the content is gone."""
         self._buffers = None
-        self.owner = None
-        self.generation += 1
-        self.reader_stream = None
-        self.last_read = None
+        self.void()
 
 
 class Ticket:
@@ -119,6 +124,11 @@ class BufferCache:
         self._shared: dict[tuple[BufferSpec, ...], list[Slot]] = defaultdict(list)
         self._dedicated: list[Slot] = []
         self._tickets: set[Ticket] = set()
+        self._pinned = False
+
+    def pin(self) -> None:
+        """Keep all storage for good from now on: a CUDA graph reads and writes it whenever it is replayed."""
+        self._pinned = True
 
     def reserve(self, specs: tuple[BufferSpec, ...]) -> Ticket:
         """Promise an address for gathers of these buffers: a slot of one's own while the budget lasts, else shared."""
@@ -149,6 +159,8 @@ class BufferCache:
         """Give a ticket back, because its group's shape, dtype or device changed."""
         self.get(ticket)
         self._tickets.discard(ticket)
+        if self._pinned:
+            return
         if ticket.dedicated:
             self._dedicated.remove(ticket.slot)
             self._resident_left += ticket.slot.nbytes
@@ -159,10 +171,18 @@ class BufferCache:
             self._shared[ticket.slot.specs].remove(ticket.slot)
             ticket.slot.drop()
 
-    def clear(self) -> None:
-        """Free all storage and void all content; tickets and the slots they name stay valid."""
+    def void(self) -> None:
+        """Void all content; storage, tickets and the slots they name stay."""
         for slot in self.slots():
-            slot.drop()
+            slot.void()
+
+    def clear(self) -> None:
+        """Free all storage and void all content; tickets and the slots they name stay valid. Pinned storage stays."""
+        for slot in self.slots():
+            if self._pinned:
+                slot.void()
+            else:
+                slot.drop()
 
     def slots(self) -> list[Slot]:
         """Every slot, dedicated ones first."""

@@ -1,9 +1,10 @@
-"""The order in which a pass visits weight groups, learned from the last pass, and what comes next in it.
+"""The order in which a pass visits weight groups, learned from earlier passes, and what comes next in it.
 
 [Note: chain] A chain has two timelines: one for forward passes, one for backward passes. The backward one holds
 recomputation and gradient visits in the order in which they happen, so activation recompute needs no special
 case. A timeline is the list of visits of the latest pass plus a cursor; the next entries after the cursor are
-what will probably be visited next, and therefore worth gathering now. A wrong guess costs a gather, never a wrong
+what will probably be visited next, and therefore worth gathering now. Orders are kept by their first visit, so that a
+pass over a part of the model is not taken for one over the whole. A wrong guess costs a gather, never a wrong
 number: a group that was not prefetched is gathered when it is visited. All ranks of a shard group must visit in
 the same order, as with any collective.
 """
@@ -19,6 +20,7 @@ class Timeline[T]:
     def __init__(self) -> None:
         self._order: list[T] = []
         self._visits: list[T] = []
+        self._orders: dict[int, list[T]] = {}
         self._seen: set[int] = set()
         self._cursor = -1
 
@@ -44,12 +46,17 @@ class Timeline[T]:
     def begin(self, guess: Sequence[T] = ()) -> None:
         """Start a pass. The last one becomes the prediction; before any, ``guess`` does."""
         if self._visits:
-            self._order = self._visits
+            self._order = self._orders[id(self._visits[0])] = self._visits
         elif not self._order:
             self._order = list(guess)
         self._visits = []
         self._seen = set()
         self._cursor = -1
+
+    @property
+    def knows_pass(self) -> bool:
+        """Whether an earlier pass began like the one under way."""
+        return bool(self._visits) and id(self._visits[0]) in self._orders
 
     def seen(self, item: T) -> bool:
         """Whether the pass under way has visited ``item``."""
@@ -57,6 +64,8 @@ class Timeline[T]:
 
     def visit(self, item: T) -> None:
         """Record a visit and move the cursor to it: the next occurrence ahead, else the first one in the order."""
+        if not self._visits:
+            self._order = self._orders.get(id(item), self._order)
         self._visits.append(item)
         self._seen.add(id(item))
         following = self._cursor + 1

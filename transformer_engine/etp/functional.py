@@ -26,8 +26,11 @@ class ShardedWeight(Protocol):
     def wgrad_buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Buffers of the full weights' shapes to compute gradients into."""
 
-    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> None:
-        """Start reducing full gradients into the shards."""
+    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Start reducing full gradients into the shards. Returns what autograd is to get for each shard."""
+
+    def returns_gradients(self) -> bool:
+        """Whether autograd is to get gradients at all."""
 
 
 def _remember(ctx: Any, weights: Sequence[Any], first_input: int) -> None:
@@ -51,7 +54,7 @@ def _unchanged(ctx: Any) -> Sequence[Any]:
 
 
 def _accumulates(ctx: Any) -> bool:
-    """Whether the backward pass under way accumulates into any of the weights.
+    """Whether the backward pass under way wants the gradient of any of the weights.
 
     It does not for a frozen weight, under ``torch.autograd.grad``, and where ``backward(inputs=...)`` leaves them out.
     autograd tells only its own functions, in ``needs_input_grad``, what it would do with their results.
@@ -63,6 +66,8 @@ def _accumulates(ctx: Any) -> bool:
             for weight, node in zip(ctx.weights, nodes, strict=True)
         ]
     except RuntimeError as error:
+        if ctx.weights[0].returns_gradients():
+            return True
         raise RuntimeError(
             f"torch.autograd.grad cannot return the gradient of the sharded weight {ctx.weights[0].fqn}, which is "
             "reduced over its shard group; call backward() and read its .grad"
@@ -92,7 +97,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         (weight,) = ctx.weights
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
-        grad_x = grad_bias = None
+        grad_x = grad_weight = grad_bias = None
         flat_grad = grad.reshape(-1, grad.shape[-1])
         if needs_x:
             (full,) = _unchanged(ctx)[0].materialize()
@@ -100,10 +105,10 @@ class _Linear(torch.autograd.Function):
         if _accumulates(ctx):
             (wgrad,) = weight.wgrad_buffers(x.dtype)
             torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
-            weight.reduce_wgrads([wgrad])
+            (grad_weight,) = weight.reduce_wgrads([wgrad])
         if ctx.has_bias and needs_bias:
             grad_bias = flat_grad.sum(0)
-        return grad_x, None, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -119,15 +124,16 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (indices,) = ctx.saved_tensors
         (weight,) = ctx.weights
+        grad_weight = None
         if _accumulates(ctx):
             wgrad = torch.ops.aten.embedding_dense_backward(
                 grad, indices, weight.layout.rows, ctx.padding_idx, ctx.scale_grad_by_freq
             )
-            weight.reduce_wgrads([wgrad])
-        return None, None, None, None
+            (grad_weight,) = weight.reduce_wgrads([wgrad])
+        return grad_weight, None, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -154,6 +160,7 @@ class _GroupedLinear(torch.autograd.Function):
         weights = ctx.weights
         grads, parts = grad.split(ctx.m_splits), x.split(ctx.m_splits)
         grad_x = None
+        grad_weights: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             fulls = _unchanged(ctx)[0].materialize()
             grad_x = torch.cat([g.mm(_cast(full, ctx.cast)) for g, full in zip(grads, fulls, strict=True)])
@@ -161,9 +168,9 @@ class _GroupedLinear(torch.autograd.Function):
             wgrads = weights[0].wgrad_buffers(x.dtype)
             for g, part, wgrad in zip(grads, parts, wgrads, strict=True):
                 torch.mm(g.t(), part, out=wgrad)
-            weights[0].reduce_wgrads(wgrads)
+            grad_weights = weights[0].reduce_wgrads(wgrads)
         grad_biases = [g.sum(0) for g in grads] if ctx.num_biases else []
-        return grad_x, None, None, None, *([None] * len(weights)), *grad_biases
+        return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

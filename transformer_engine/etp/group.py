@@ -71,6 +71,9 @@ class Shard(Protocol):
     def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph."""
 
+    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
+        """Call ``done`` whenever autograd itself has accumulated a gradient of this shard."""
+
     def run_reduce_hooks(self) -> None:
         """Tell whoever waits for this shard's gradient that it is complete."""
 
@@ -99,6 +102,7 @@ class WeightGroup:
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self._ticket: Ticket | None = None
         self._cache: BufferCache | None = None
+        self._tickets: dict[BufferCache, Ticket] = {}
         self._ready: Ready | None = None
         self._generation = -1
         self._gathered_version: tuple[int, ...] = ()
@@ -140,22 +144,32 @@ class WeightGroup:
         return self._specs
 
     def attach(self, cache: BufferCache) -> None:
-        """Take a ticket from ``cache``; again if dtype or device changed since the last one."""
+        """Hold a ticket of ``cache``; a new one if dtype or device changed since the last one."""
         local, first = self.shards[0].local_shard(), self.specs[0]
-        if first.dtype == local.dtype and first.device == local.device:
-            if self._ticket is not None and self._cache is cache:
-                return
-        else:
+        if first.dtype != local.dtype or first.device != local.device:
             self._specs = ()
-        self.detach()
-        self._cache, self._ticket = cache, cache.reserve(self.specs)
+            self.detach()
+        if self._cache is cache and self._ticket is not None:
+            return
+        self.abandon_gather()
+        if cache not in self._tickets:
+            self._tickets[cache] = cache.reserve(self.specs)
+        self._cache, self._ticket = cache, self._tickets[cache]
 
     def detach(self) -> None:
-        """Give the ticket back."""
+        """Give all tickets back."""
         self.abandon_gather()
-        if self._ticket is not None and self._cache is not None:
-            self._cache.unreserve(self._ticket)
+        for cache, ticket in self._tickets.items():
+            cache.unreserve(ticket)
+        self._tickets.clear()
         self._cache = self._ticket = None
+
+    def change_mode(self) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is under way or held."""
+        self._ready = None
+        self._generation, self._gathered_version = -1, ()
+        self._cache = self._ticket = None
+        self.gather_state, self.reduce_state = GatherState.NONE, ReduceState.NONE
 
     @property
     def pending(self) -> bool:

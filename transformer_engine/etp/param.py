@@ -36,8 +36,11 @@ class ShardDriver(GradDriver, Protocol):
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer for one of the group's full gradients."""
 
-    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Start reducing the group's full gradients into its shards."""
+    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Start reducing the group's full gradients. Returns what autograd is to get for each: None, as a rule."""
+
+    def returns_gradients(self, group: WeightGroup) -> bool:
+        """Whether autograd is to get the gradients of this group's shards, instead of the shards."""
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
         """One full weight in memory of its own."""
@@ -199,9 +202,18 @@ class ETPShardedParam(torch.nn.Parameter):
         group = self.weight_group
         return [self.driver.wgrad_buffer(group, index, dtype) for index in range(len(group.shards))]
 
-    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> None:
-        """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``."""
-        self.driver.reduce_wgrads(self.weight_group, wgrads)
+    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``.
+
+        Returns:
+            what autograd is to get for each shard of the group: None, but for graphed callables, which see to it that
+            the gradients arrive by returning them.
+        """
+        return self.driver.reduce_wgrads(self.weight_group, wgrads)
+
+    def returns_gradients(self) -> bool:
+        """Whether the backward pass under way is the capture of a graphed callable."""
+        return self.driver.returns_gradients(self.weight_group)
 
     def full_tensor(self) -> torch.Tensor:
         """The full weight, logical shape, in memory of its own. Collective over the shard group."""
@@ -239,12 +251,25 @@ class ETPShardedParam(torch.nn.Parameter):
         ``etp/reductions.py``.
         """
 
-        def visited(grad: torch.Tensor | None) -> None:
-            del grad
+        def visited(grad: torch.Tensor | None) -> torch.Tensor | None:
             done()
+            # A graphed callable's static memory: autograd would keep it as the gradient, for the next replay to change.
+            # While one is captured, the gradient is not there yet.
+            return None if grad is None or _captured_now(grad) else grad.clone()
 
         with torch._C.DisableTorchFunctionSubclass():
             handle: RemovableHandle = torch.Tensor.register_hook(self, visited)
+        return handle
+
+    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
+        """Call ``done`` whenever autograd itself has accumulated a gradient, as it does for graphed callables."""
+
+        def accumulated(param: torch.Tensor) -> None:
+            del param
+            done()
+
+        with torch._C.DisableTorchFunctionSubclass():
+            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, accumulated)
         return handle
 
     def run_reduce_hooks(self) -> None:
@@ -274,13 +299,13 @@ class ETPShardedParam(torch.nn.Parameter):
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
         return self.materialize()
 
-    def finalize_group_grads(self, wgrads: torch.Tensor | Sequence[torch.Tensor]) -> list[None] | None:
-        """Reduce the full gradients; they arrive on the shards, so autograd gets None."""
+    def finalize_group_grads(
+        self, wgrads: torch.Tensor | Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None] | torch.Tensor | None:
+        """Reduce the full gradients. They arrive on the shards, so autograd gets None; see :meth:`reduce_wgrads`."""
         if isinstance(wgrads, torch.Tensor):
-            self.reduce_wgrads([wgrads])
-            return None
-        self.reduce_wgrads(wgrads)
-        return [None] * len(wgrads)
+            return self.reduce_wgrads([wgrads])[0]
+        return self.reduce_wgrads(wgrads)
 
     def grad_buffer(self) -> torch.Tensor:
         """A buffer of the full weight's shape for the weight-gradient GEMM."""
@@ -361,6 +386,10 @@ def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Ten
     shard = weight.new_zeros(layout.shard_shape)
     shard[: stop - start].copy_(weight[start:stop])
     return shard
+
+
+def _captured_now(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _refusal(func: Any, operands: Iterable[Any]) -> str:

@@ -31,10 +31,11 @@ class Reductions:
         config: options of the runtime.
         routes: transports and lanes.
         counters: where traffic is counted.
+        pool: where buffers for full gradients come from.
     """
 
-    def __init__(self, config: EtpConfig, routes: Routes, counters: TrafficCounters) -> None:
-        self.pool = WgradPool()
+    def __init__(self, config: EtpConfig, routes: Routes, counters: TrafficCounters, pool: WgradPool) -> None:
+        self.pool = pool
         self._config = config
         self._routes = routes
         self._counters = counters
@@ -45,6 +46,7 @@ class Reductions:
         # By id, since tensors do not compare to a bool. See [Note: once a backward].
         self._used_further: set[int] = set()
         self._hooks_owed: dict[int, Shard] = {}
+        self._behind_autograd: dict[int, RemovableHandle] = {}
 
     def __len__(self) -> int:
         """Reductions under way."""
@@ -53,6 +55,19 @@ class Reductions:
     def is_incomplete(self, group: WeightGroup) -> bool:
         """Whether a gradient of ``group`` is not, or not wholly, on its shards yet."""
         return group in self._local_sums or any(pending.group is group for pending in self._pending)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every gradient is on its shards."""
+        return not self._pending and not self._local_sums
+
+    def change_mode(self, pool: WgradPool) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is under way."""
+        self._pending.clear()
+        self._local_sums.clear()
+        self._used_further.clear()
+        self._hooks_owed.clear()
+        self.pool = pool
 
     # One group's gradient ------------------------------------------------------------------------------------
 
@@ -75,18 +90,52 @@ class Reductions:
             self._start(group, padded)
             self._used_further.update(id(shard) for shard in group.shards if id(shard) in self._watched)
 
-    def _start(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
+    def add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Take the group's full gradients inside a capture; see [Note: returned gradients]. Collective.
+
+        Returns:
+            for each shard the memory, of its shape, that holds its gradient once the graph has run; None if frozen.
+        """
+        padded = [
+            padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
+            for shard, wgrad in zip(group.shards, wgrads, strict=True)
+        ]
+        trained = [shard for shard in group.shards if shard.requires_grad]
+        sinks = [GradSink(torch.empty_like(shard.local_shard()), accumulate=False) for shard in trained]
+        self._start(group, padded, returned=sinks)
+        for shard in group.shards:
+            self._run_hooks_behind_autograd(shard)
+        filled = iter(sinks)
+        return [next(filled).tensor if shard.requires_grad else None for shard in group.shards]
+
+    def _run_hooks_behind_autograd(self, shard: Any) -> None:
+        """Run the hooks of ``shard`` when autograd has accumulated a gradient that a replay returned."""
+        if id(shard) in self._behind_autograd or not shard.requires_grad:
+            return
+
+        def accumulated() -> None:
+            if any(shard is other for pending in self._pending for other in pending.group.shards):
+                self._hooks_owed[id(shard)] = shard
+            else:
+                shard.run_reduce_hooks()
+
+        self._behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)
+
+    def _start(
+        self, group: WeightGroup, padded: list[torch.Tensor], returned: Sequence[GradSink] | None = None
+    ) -> None:
         if group.reduce_state is not ReduceState.NONE:
             self._finish_pending()
         trained = [shard for shard in group.shards if shard.requires_grad]
         wgrads = [wgrad for shard, wgrad in zip(group.shards, padded, strict=True) if shard.requires_grad]
-        sinks = [gradient_sink(shard) for shard in trained]  # type: ignore[arg-type]
+        sinks = [gradient_sink(shard) for shard in trained] if returned is None else returned  # type: ignore[arg-type]
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
         transport, label = self._routes.transport(group), f"reduce-scatter of {group.name}'s gradient"
         group.set_reduce_state(ReduceState.ISSUED)
         self._counters.reduced(group, wgrads)
         ready = self._routes.reduce_lane(group).start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
-        self._pending.append(PendingReduction(group, ready, padded, self.pool, partial(self._publish, trained, sinks)))
+        publish = partial(self._publish, trained, sinks) if returned is None else _nothing_to_publish
+        self._pending.append(PendingReduction(group, ready, padded, self.pool, publish))
         # See [Note: deferred accumulation] in etp/grads.py.
         self._largest = max(self._largest, self._pending[-1].nbytes)
         while len(self._pending) > 1 and sum(p.nbytes for p in self._pending) > 2 * self._largest:
@@ -128,9 +177,10 @@ class Reductions:
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
         for shard in (shard for group in groups for shard in group.shards):
-            handle = self._watched.pop(id(shard), None)
-            if handle is not None:
-                handle.remove()
+            for watched in (self._watched, self._behind_autograd):
+                handle = watched.pop(id(shard), None)
+                if handle is not None:
+                    handle.remove()
 
     def end_backward(self) -> None:
         """The graph has no more uses of any weight."""
@@ -203,3 +253,25 @@ class Reductions:
         self._local_sums.clear()
         self._used_further.clear()
         self._hooks_owed.clear()
+
+
+def returned_by_autograd(shard: Any) -> bool:
+    """Whether the graph task under way is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
+
+    Never for a shard with ``main_grad``, which belongs there.
+    """
+    if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(shard).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        # What autograd answers for a leaf whose gradient torch.autograd.grad was asked for.
+        if "autograd.grad" not in str(error):
+            raise
+        return True
+    return False
+
+
+def _nothing_to_publish() -> None:
+    """Autograd puts the gradient where it belongs."""

@@ -12,7 +12,7 @@ from etp.collectives.base import Transport
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.streams import Lane
-from etp.versions import InPlaceTransport, enqueue
+from etp.versions import GraphableTransport, InPlaceTransport, enqueue
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,26 @@ class Routes:
         if lane is None:
             lane = self._lanes[key] = Lane(key[2])
         return lane
+
+    def order_publication(self, group: WeightGroup, lane: Lane) -> None:
+        """Let ``group``'s gathers come after its reductions so far; see [Note: flags] of the copy-engine transport."""
+        reductions = self._lanes.get(("reduce", group.process_group, group.specs[0].device))
+        if reductions is not None:
+            lane.follow(reductions)
+
+    def change_mode(self, *, capturing: bool) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended."""
+        for lane in self._lanes.values():
+            lane.change_mode()
+        for transport in self.transports.values():
+            if isinstance(transport, GraphableTransport):
+                transport.change_mode(capturing=capturing)
+
+    def watch_replays(self) -> None:
+        """Expect the replays so far of graphs in which ranks wait for each other to end in time."""
+        for transport in self.transports.values():
+            if isinstance(transport, GraphableTransport):
+                transport.watch_replays()
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""

@@ -33,15 +33,16 @@ from etp.collectives.c10d import C10dTransport
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
 from etp.grads import WgradPool
+from etp.graphs import Buffers, GraphModes
 from etp.group import WeightGroup
 from etp.param import ETPShardedParam
-from etp.reductions import Reductions
+from etp.reductions import Reductions, returned_by_autograd
 from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
 from etp.scalars import GroupScalars
 from etp.streams import Lane
 from etp.traffic import TrafficCounters
-from etp.versions import InPlaceTransport, WeightVersions
+from etp.versions import InPlaceTransport, PublishingTransport, WeightVersions
 
 logger = logging.getLogger(__name__)
 
@@ -74,26 +75,41 @@ class EtpRuntime:
             on_collect=self._enter_backward,
             fp32_accumulation=self.config.fp32_accumulation,
         )
-        self.cache = BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes)
+        self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
         self.counters = TrafficCounters()
         self._routes = Routes(self.config)
-        self._reductions = Reductions(self.config, self._routes, self.counters)
+        self._reductions = Reductions(self.config, self._routes, self.counters, self._graphs.buffers.pool)
         self._scalars = GroupScalars(self.config.timeout_s)
         self._in_use: WeightGroup | None = None
         self._pass_number = 0
-        self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
+        self._weights = WeightVersions(
+            self.groups,
+            reuse_across_forwards=self.config.reuse_across_forwards,
+            before_publication=self._routes.order_publication,
+        )
         self._largest_group = 0
         self._backward_token: weakref.ref[_BackwardToken] | None = None
         self._in_backward_run = False
         self._root: weakref.ref[nn.Module] | None = None
         self._hooks: list[RemovableHandle] = []
+        self._sees_optimizer_steps = False
         if self.config.reuse_across_forwards:
-            _announce_optimizer_steps(self)
+            self._watch_optimizer_steps()
+
+    @property
+    def cache(self) -> BufferCache:
+        """Where gathers land, in the mode (inside or outside of a CUDA graph) that the runtime is in."""
+        return self._graphs.buffers.cache
 
     @property
     def wgrad_pool(self) -> WgradPool:
-        """Where buffers for full gradients come from."""
+        """Where buffers for full gradients come from, in that mode."""
         return self._reductions.pool
+
+    @property
+    def buffers(self) -> Sequence[Buffers]:
+        """What gathers and gradients of both modes use."""
+        return self._graphs.all_buffers
 
     @property
     def transports(self) -> Mapping[dist.ProcessGroup, Transport]:
@@ -151,8 +167,90 @@ class EtpRuntime:
 
     def _on_root_forward(self, module: nn.Module, args: Any) -> None:
         del module, args
-        if not _inside_backward():
-            self._begin_forward()
+        if _inside_backward():
+            return
+        self._sync_mode()
+        if self._graphs.is_part:
+            # Weights change between two replays of this capture: it has to publish them itself, once.
+            self._graphs.whole = True
+            self.mark_weights_changed()
+        self._begin_forward()
+        if self._graphs.has_parts and self._graphs.capture is None:
+            self.publish_weights()
+
+    # CUDA graphs: see [Note: graphs] in etp/graphs.py -------------------------------------------------------
+
+    @property
+    def capturing(self) -> bool:
+        """Whether sharded weights are being captured into a CUDA graph."""
+        self._sync_mode()
+        return self._graphs.capture is not None
+
+    def _sync_mode(self) -> None:
+        """Notice that a capture has begun or ended since the last call."""
+        if not self.groups:
+            return
+        capture = self._graphs.current_capture(self.groups[0].specs[0].device)
+        if capture == self._graphs.capture:
+            return
+        if self._graphs.capture is not None:
+            self._leave_capture()
+        if capture is not None:
+            self._enter_capture(capture)
+
+    def _enter_capture(self, capture: int) -> None:
+        if not self._reductions.idle:
+            raise EtpStateError(
+                f"a CUDA graph is being captured while {len(self._reductions)} gradients are on their way, or others "
+                "only added up; call etp.wait_async_comms(module) before the capture"
+            )
+        self._graphs.enter(capture)
+        self._change_mode(replayed_unseen=False)
+        self._watch_optimizer_steps()
+
+    def _leave_capture(self) -> None:
+        was_whole = self._graphs.leave()
+        self._change_mode(replayed_unseen=was_whole)
+
+    def _change_mode(self, *, replayed_unseen: bool) -> None:
+        capturing = self._graphs.capture is not None
+        for group in self.groups:
+            group.change_mode()
+        self._reductions.change_mode(self._graphs.buffers.pool)
+        self._routes.change_mode(capturing=capturing)
+        self._weights.change_mode(capturing=capturing, replayed_unseen=replayed_unseen)
+        self._in_use = self._backward_token = None
+        self._in_backward_run = False
+        self._pass_number += 1
+        self.chain.begin_forward()
+
+    def publish_weights(self) -> None:
+        """Let captured parts of the model see the weights as they are now, in whatever the current stream runs next.
+
+        Forward passes of the sharded module do it by themselves. Call it where a captured part is replayed outside of
+        them, after every change of weights. Collective.
+
+        Raises:
+            EtpStateError: inside a capture.
+        """
+        if self.capturing:
+            raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
+        for group in {group.process_group: group for group in self.groups}.values():
+            lane = self._routes.gather_lane(group)
+            self._weights.observe(group, lane, self._routes.transport(group), in_backward=False)
+            lane.join()
+
+    def drain(self) -> None:
+        """Finish all that was started, inside a capture or outside: a graph must not leave work behind."""
+        self._sync_mode()
+        self._reductions.finish()
+        for group in self.groups:
+            group.abandon_gather()
+
+    def _watch_optimizer_steps(self) -> None:
+        if not self._sees_optimizer_steps:
+            self._sees_optimizer_steps = True
+            _announce_optimizer_steps(self)
 
     # Weights -------------------------------------------------------------------------------------------------
 
@@ -162,6 +260,7 @@ class EtpRuntime:
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
+        self._sync_mode()
         timeline = self._enter(group)
         timeline.visit(group)
         group.attach(self.cache)
@@ -169,14 +268,27 @@ class EtpRuntime:
         lane = self._routes.gather_lane(group)
         if self._in_use is not None:
             self._in_use.read_until_here(lane)
-        self._weights.observe(group, lane, self._routes.transport(group), in_backward=self._in_backward_run)
+        self._observe(group, lane)
         if not self._usable(group):
             self._make_room(group)
             self._issue(group, lane)
         weights = group.take(lane)
         self._in_use = group
-        self._prefetch(timeline)
+        # Nothing joins what a part gathers in vain: it does so only for a pass that it knows.
+        if not self._graphs.is_part or timeline.knows_pass:
+            self._prefetch(timeline)
         return weights
+
+    def _observe(self, group: WeightGroup, lane: Lane) -> None:
+        transport = self._routes.transport(group)
+        if not self._graphs.is_part:
+            self._weights.observe(group, lane, transport, in_backward=self._in_backward_run)
+        elif isinstance(transport, PublishingTransport) and not self._has_root():
+            raise EtpStateError(
+                f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
+                "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "
+                "transport"
+            )
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
         """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
@@ -244,13 +356,15 @@ class EtpRuntime:
         self._reductions.end_backward()
         if self.finish_with_backward:
             self.finish_reductions()
+        if self._graphs.capture is not None:
+            self.drain()
         # Last: if a hook raised above, the pass counts as abandoned and the rest of its gradients are dropped.
         self._backward_token = None
 
     def _usable(self, group: WeightGroup) -> bool:
         if not group.holds(self._weights.epoch):
             return False
-        if self._in_backward_run or self.config.reuse_across_forwards:
+        if self._in_backward_run or self._weights.trusted:
             return True
         return group.pending and group.issued_in_pass == self._pass_number
 
@@ -281,7 +395,7 @@ class EtpRuntime:
             slot = id(group.slot)
             if self._usable(group):
                 in_flight += group.nbytes if group.pending else 0
-            elif slot in spoken_for or not self._weights.is_observed(group, self._routes.transport(group)):
+            elif slot in spoken_for or not self._may_prefetch(group):
                 return
             else:
                 self._make_room(group)
@@ -289,16 +403,38 @@ class EtpRuntime:
                 in_flight += group.nbytes
             spoken_for.add(slot)
 
+    def _may_prefetch(self, group: WeightGroup) -> bool:
+        return self._graphs.is_part or self._weights.is_observed(group, self._routes.transport(group))
+
     # Gradients -----------------------------------------------------------------------------------------------
 
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         """See :class:`etp.param.ShardDriver`. Of the weight's logical shape; arbitrary content."""
+        self._sync_mode()
         return self._reductions.buffer(group, index, dtype)
 
-    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`."""
+    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`.
+
+        Raises:
+            EtpStateError: if a part is captured whose gradients are only added up, outside of the graph.
+        """
+        self._sync_mode()
         self._enter_backward()
+        if self._graphs.is_part and self.config.reduce_once_per_iteration:
+            raise EtpStateError(
+                f"{group.name} is captured in a part of the model, with reduce_once_per_iteration: what its graph adds "
+                "up is not seen outside. Capture whole iterations, or reduce each microbatch"
+            )
+        if self.returns_gradients(group):
+            return self._reductions.add_returned(group, wgrads)
         self._reductions.add(group, wgrads)
+        return [None] * len(group.shards)
+
+    def returns_gradients(self, group: WeightGroup) -> bool:
+        """See :class:`etp.param.ShardDriver`, and [Note: returned gradients] in ``etp/reductions.py``."""
+        self._sync_mode()
+        return self._graphs.is_part and any(returned_by_autograd(shard) for shard in group.shards)
 
     def gradient_norms(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
@@ -338,12 +474,19 @@ class EtpRuntime:
 
     def wait(self) -> None:
         """Finish all communication; with ``reduce_once_per_iteration``, reduce what the microbatches added up."""
+        self._sync_mode()
         if self._backward_is_abandoned():
             self._discard_reductions()
             self._backward_token = None
         self._reductions.reduce_local_sums()
         self.finish_reductions()
+        if self._graphs.capture is not None:
+            self.drain()
         self._routes.finish_reading()
+
+    def watch_replays(self) -> None:
+        """End the process if a replay that the current stream was given waits for a peer longer than the time-out."""
+        self._routes.watch_replays()
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for shards of ``group``'s process group that its transport reads in place; None if it reads none.
@@ -367,6 +510,8 @@ class EtpRuntime:
 
     def release_buffers(self) -> None:
         """Free gather slots and idle gradient buffers, e.g. before generation; they come back on demand.
+
+        Those of CUDA graphs stay: a replay uses them.
 
         Raises:
             EtpStateError: while a backward pass is under way.
@@ -402,6 +547,7 @@ def _announce_optimizer_steps(runtime: EtpRuntime) -> None:
         stepped = reference()
         if stepped is not None:
             stepped.mark_weights_changed()
+            stepped.watch_replays()
 
     handle = register_optimizer_step_post_hook(announce)
     weakref.finalize(runtime, handle.remove)

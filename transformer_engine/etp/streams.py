@@ -5,6 +5,10 @@ the lane is a side stream: starting enqueues the work there and records an event
 stream wait for that event, and the host never blocks. Without streams (CPU and gloo) starting hands the work to
 the backend's threads and waiting blocks the host. Both are behind :class:`Lane`, so nothing above it asks which
 device it runs on.
+
+[Note: capture] Inside the capture of a CUDA graph a stream takes part only once it waits for one that does, and may not
+wait for events of before. A lane therefore forks from the caller's stream at its first start in each mode, and whoever
+changes the mode forgets events (:meth:`Lane.change_mode`).
 """
 
 from __future__ import annotations
@@ -64,6 +68,13 @@ class Lane:
             self._device_module = torch.get_device_module(device)
             # High priority: a copy or collective that is ready should not queue behind a wave of GEMM blocks.
             self._stream = self._device_module.Stream(device=device, priority=-1)
+        self._forked = False
+        self.tail: Any = None
+        """An event behind the work started last in this mode; None before any, and without streams."""
+
+    def change_mode(self) -> None:
+        """A capture begins, with the device idle, or has ended: events of before mean nothing now."""
+        self._forked, self.tail = False, None
 
     def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None) -> Ready:
         """Start ``work`` on the lane.
@@ -75,8 +86,9 @@ class Lane:
         """
         if self._stream is None:
             return Ready(work(), (), None)
-        if waits is None:
+        if waits is None or not self._forked:
             self._stream.wait_stream(self._device_module.current_stream(self.device))
+            self._forked = True
         for event in waits or ():
             self._stream.wait_event(event)
         with self._device_module.stream(self._stream):
@@ -84,8 +96,19 @@ class Lane:
             started.join()
             event = self._device_module.Event()
             event.record(self._stream)
+        self.tail = event
         beside = started.beside if isinstance(started, SplitInFlight) else ()
         return Ready(None, (event, *beside), self._device_module)
+
+    def follow(self, other: Lane) -> None:
+        """Let what is started from now on come after all that was started on ``other`` in this mode."""
+        if other.tail is not None:
+            self._stream.wait_event(other.tail)
+
+    def join(self) -> None:
+        """Order the caller's stream after all that was started in this mode; nothing without streams."""
+        if self.tail is not None:
+            self._device_module.current_stream(self.device).wait_event(self.tail)
 
     def mark(self, stream: Any = None) -> Any:
         """An event after all that ``stream`` (the current one if None) was given so far; None without streams."""

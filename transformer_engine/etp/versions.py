@@ -42,6 +42,17 @@ class InPlaceTransport(Protocol):
         """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
 
 
+@runtime_checkable
+class GraphableTransport(Protocol):
+    """A transport with streams and events of its own, which are not the same inside and outside of a capture."""
+
+    def change_mode(self, *, capturing: bool) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended."""
+
+    def watch_replays(self) -> None:
+        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+
+
 class WeightVersions:
     """Versions of the shards of one runtime.
 
@@ -49,16 +60,42 @@ class WeightVersions:
         groups: the runtime's groups; the list that it adds to.
         reuse_across_forwards: whether every change of weights is counted by PyTorch or announced. Otherwise each
             forward pass observes them anew.
+        before_publication: orders a group's lane of gathers after what has to come before.
     """
 
-    def __init__(self, groups: list[WeightGroup], *, reuse_across_forwards: bool) -> None:
+    def __init__(
+        self,
+        groups: list[WeightGroup],
+        *,
+        reuse_across_forwards: bool,
+        before_publication: Callable[[WeightGroup, Lane], None],
+    ) -> None:
         self.epoch = 0
         """Count of announced changes."""
         self._groups = groups
+        self._before_publication = before_publication
         self._reuse = reuse_across_forwards
+        self._replayed_unseen = False
+        self._capturing = False
         self._forward = 0
         self._observed: dict[WeightGroup, tuple[int, ...]] = {}
         self._final: dict[torch.device, Any] = {}
+
+    @property
+    def trusted(self) -> bool:
+        """Whether weights are as they were unless a change was counted or announced."""
+        return self._reuse and (self._capturing or not self._replayed_unseen)
+
+    def change_mode(self, *, capturing: bool, replayed_unseen: bool) -> None:
+        """A capture into a CUDA graph begins, or has ended.
+
+        Args:
+            capturing: which of the two.
+            replayed_unseen: whether whole training steps will be replayed, which tell nobody that weights change.
+        """
+        self._capturing = capturing
+        self._replayed_unseen |= replayed_unseen
+        self._final.clear()
 
     def begin_forward(self) -> None:
         """A new forward pass begins: shards may have changed since the last one."""
@@ -66,7 +103,7 @@ class WeightVersions:
         self._final.clear()
 
     def _version(self, group: WeightGroup) -> tuple[int, ...]:
-        return (self.epoch, 0 if self._reuse else self._forward, *group.weights_version())
+        return (self.epoch, 0 if self.trusted else self._forward, *group.weights_version())
 
     def is_observed(self, group: WeightGroup, transport: Transport) -> bool:
         """Whether ``group`` may be gathered ahead of its visit."""
@@ -98,6 +135,7 @@ class WeightVersions:
             for hook in member.before_gather:
                 hook()
         shards = [shard.local_shard() for member in members for shard in member.shards]
+        self._before_publication(group, lane)
         lane.start(enqueue(lambda: transport.publish(shards)))
         self._note(members)
 

@@ -4,7 +4,7 @@
 weights change (:meth:`CopyEngineTransport.publish`), between two exchanges of signals: after all peers have finished
 reading the old one, and before any of them reads the new one. A gather in between is one copy per peer on the copy
 engines, with no handshake. A shard that lies elsewhere than the published one is refused. Where the owner of the
-shards keeps them in symmetric memory, no copy is made; it then has to wait for the first exchange itself
+shards keeps them in symmetric memory, no copy is made; it then has to wait for the readers itself
 (:meth:`CopyEngineTransport.finish_reading`) before it changes them.
 
 [Note: own chunk] A copy within one device is a kernel on the multiprocessors. Beside a large GEMM it waits for the
@@ -14,7 +14,16 @@ on a stream of its own, and only the consumer waits for it.
 [Note: receive ring] For a reduction each rank copies chunk p of its gradient into peer p's receive ring, signals,
 waits for its peers' signals, sums what arrived with its own chunk (:mod:`etp.collectives.sums`) and signals that its
 place in the ring is free again. Places are used in turn, so a rank may send reduction s while its peers still sum
-s - 1. See [Note: signals] in :mod:`etp.collectives.symmetric` for why these waits cannot deadlock.
+s - 1.
+
+[Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. ARRIVED of a place is raised again only behind
+that place's FREE, and the other way round. READERS_DONE and PUBLISHED are exchanged by all ranks in turn: whoever
+raises one has seen all others raise the other since. All flags are down between two calls but those of free places.
+All of a reduction is on one stream, its sends before its waits, and what a wait needs from a peer is behind nothing
+but earlier reductions there; the exchanges around a publication are behind all reductions so far.
+
+[Note: capture] Every method but :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if it
+ran outside of one before: memory is not made inside. What a graph refers to is kept for good.
 """
 
 from __future__ import annotations
@@ -30,7 +39,7 @@ from etp.collectives.driver import CudaDriver
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
-from etp.errors import StaleWeightError
+from etp.errors import EtpStateError, StaleWeightError
 from etp.streams import InFlight
 
 _PLACES = 2
@@ -41,8 +50,12 @@ _ALIGNMENT = 512
 class _Channel(IntEnum):
     READERS_DONE = 0
     PUBLISHED = 1
+    # One for each place of the ring.
     ARRIVED = 2
-    PLACE_FREE = 3
+    PLACE_FREE = ARRIVED + _PLACES
+
+
+_CHANNELS = _Channel.PLACE_FREE + _PLACES
 
 
 class _Enqueued:
@@ -72,16 +85,18 @@ class CopyEngineTransport:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._driver = CudaDriver()
-        self._signals = Signals(self._group, len(_Channel), device, self._driver)
-        self._sender = torch.cuda.Stream(device, priority=-1)
+        free = range(_Channel.PLACE_FREE, _Channel.PLACE_FREE + _PLACES)
+        self._signals = Signals(self._group, _CHANNELS, device, self._driver, raised=free)
         self._local = torch.cuda.Stream(device, priority=-1)
-        self._watchdog = Watchdog(timeout_s)
+        self._local_end: torch.cuda.Event | None = None
+        self._watchdog = Watchdog(timeout_s, self._driver.allow_calls_during_capture)
         self._adopted: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
         self._sizes: tuple[int, ...] = ()
         self._sources: dict[int, tuple[SymmetricBuffer, int]] = {}
-        self._publications = self._quiets = 0
         self._gathered = False
+        self._captured = False
+        self._kept: list[SymmetricBuffer] = []
         self._ring: SymmetricBuffer | None = None
         self._reductions = 0
 
@@ -91,7 +106,13 @@ class CopyEngineTransport:
             "shards_in_place": sum(buffer.nbytes for buffer in self._adopted),
             "arena": 0 if self._arena is None else self._arena.nbytes,
             "receive_ring": 0 if self._ring is None else self._ring.nbytes,
+            "kept_for_graphs": sum(buffer.nbytes for buffer in self._kept),
         }
+
+    def change_mode(self, *, capturing: bool) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended: forget events of before."""
+        self._local_end = None
+        self._captured |= capturing
 
     # Gathering -----------------------------------------------------------------------------------------------
 
@@ -111,15 +132,11 @@ class CopyEngineTransport:
 
     def finish_reading(self) -> None:
         """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
-        if not self._gathered:
+        # What a graph gathers when it is replayed is not seen here.
+        if not self._gathered and not self._captured:
             return
-        self._gathered = False
-        self._quiets += 1
-        # This rank's own chunks are read beside the calling stream.
-        torch.cuda.current_stream(self._device).wait_stream(self._local)
-        stream = self._stream()
-        self._signals.send(_Channel.READERS_DONE, self._quiets, stream)
-        self._signals.await_all(_Channel.READERS_DONE, self._quiets, stream)
+        self._exchange(_Channel.READERS_DONE)
+        self._exchange(_Channel.PUBLISHED)
         self._watch("the end of peers' gathers")
 
     def publish(self, shards: Sequence[torch.Tensor]) -> None:
@@ -128,15 +145,21 @@ class CopyEngineTransport:
         Args:
             shards: all that will be gathered, in the same order on all ranks; contiguous.
         """
-        self.finish_reading()
         copies = self._place(shards)
-        stream = self._stream()
+        self._exchange(_Channel.READERS_DONE)
         for destination, source, nbytes in copies:
-            self._driver.copy(destination, source, nbytes, stream)
-        self._publications += 1
-        self._signals.send(_Channel.PUBLISHED, self._publications, stream)
-        self._signals.await_all(_Channel.PUBLISHED, self._publications, stream)
+            self._driver.copy(destination, source, nbytes, self._stream())
+        self._exchange(_Channel.PUBLISHED)
         self._watch("the publication of weights")
+
+    def _exchange(self, channel: _Channel) -> None:
+        """Go on when all ranks have come here, and this rank's gathers are done."""
+        if self._local_end is not None:
+            # This rank's own chunks are read beside the calling stream.
+            torch.cuda.current_stream(self._device).wait_event(self._local_end)
+        self._gathered, self._local_end = False, None
+        self._signals.send(channel, self._stream())
+        self._signals.receive(channel, self._stream())
 
     def _place(self, shards: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
         """Decide where peers find each shard. Returns the copies that bring the arena up to date."""
@@ -145,7 +168,7 @@ class CopyEngineTransport:
         sizes = tuple(0 if home else _nbytes(shard) for shard, home in zip(shards, homes, strict=True))
         if any(sizes) and (self._arena is None or sizes != self._sizes):
             # Allocating waits for the device, and for all ranks: nobody reads the former arena after that.
-            self._arena = SymmetricBuffer(self._group, sum(_aligned(size) for size in sizes), self._device)
+            self._arena = self._renew(self._arena, sum(_aligned(size) for size in sizes), "published weights")
             self._sizes = sizes
         self._sources, offset, copies = {}, 0, []
         for address, size, home in zip(addresses, sizes, homes, strict=True):
@@ -180,7 +203,7 @@ class CopyEngineTransport:
             own = target + self._rank * size
             self._driver.copy(own, buffer.addresses[self._rank] + offset, size, local)
         end.record(self._local)
-        self._gathered = True
+        self._gathered, self._local_end = True, end
         return _Enqueued(end)
 
     # Reducing ------------------------------------------------------------------------------------------------
@@ -191,43 +214,59 @@ class CopyEngineTransport:
         """See :class:`etp.collectives.base.Transport`. Sums in fp32 whatever the gradients' dtype."""
         chunks = [_nbytes(wgrad) // self._size for wgrad in wgrads]
         offsets = _running_offsets([_aligned((self._size - 1) * chunk) for chunk in chunks])
-        ring, place = self._place_for(offsets[-1])
-        self._reductions += 1
-        current = torch.cuda.current_stream(self._device)
-        self._sender.wait_stream(current)
-        sender = self._sender.cuda_stream
-        self._signals.await_all(_Channel.PLACE_FREE, self._reductions - _PLACES, sender)
+        ring, place, number = self._place_for(offsets[-1])
+        stream = self._stream()
+        self._signals.receive(_Channel.PLACE_FREE + number, stream)
         for peer in self._peers:
             # The receiver's rows leave out its own.
             row = self._rank - (self._rank > peer)
             for wgrad, chunk, offset in zip(wgrads, chunks, offsets[:-1], strict=True):
                 target = ring.addresses[peer] + place + offset + row * chunk
-                self._driver.copy(target, wgrad.data_ptr() + peer * chunk, chunk, sender)
-        self._signals.send(_Channel.ARRIVED, self._reductions, sender)
-        self._signals.await_all(_Channel.ARRIVED, self._reductions, current.cuda_stream)
+                self._driver.copy(target, wgrad.data_ptr() + peer * chunk, chunk, stream)
+        self._signals.send(_Channel.ARRIVED + number, stream)
+        self._signals.receive(_Channel.ARRIVED + number, stream)
         for wgrad, sink, offset in zip(wgrads, sinks, offsets[:-1], strict=True):
             numel = wgrad.numel() // self._size
             parts = ring.view(place + offset, (self._size - 1) * numel, wgrad.dtype)
             own = wgrad.view(-1)[self._rank * numel : (self._rank + 1) * numel]
             accumulate_parts(parts, sink, divisor, own=own, rank=self._rank)
-        self._signals.send(_Channel.PLACE_FREE, self._reductions, current.cuda_stream)
-        # The caller reuses the gradients once its stream gets here.
-        current.wait_stream(self._sender)
+        self._signals.send(_Channel.PLACE_FREE + number, stream)
         self._watch(label)
         return _Enqueued()
 
-    def _place_for(self, nbytes: int) -> tuple[SymmetricBuffer, int]:
-        """The ring, and where the next reduction's place in it begins; a bigger ring if it does not fit."""
+    def _place_for(self, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
+        """The ring, where the next reduction's place in it begins, and its number; a bigger ring if it does not fit."""
         if self._ring is None or _PLACES * nbytes > self._ring.nbytes:
             # Allocating waits for the device, and for all ranks: every former place is free after that.
-            self._ring = SymmetricBuffer(self._group, _PLACES * nbytes, self._device)
-        return self._ring, (self._reductions % _PLACES) * (self._ring.nbytes // _PLACES)
+            self._ring = self._renew(self._ring, _PLACES * nbytes, "gradients on their way")
+        number = self._reductions % _PLACES
+        self._reductions += 1
+        return self._ring, number * (self._ring.nbytes // _PLACES), number
+
+    def _renew(self, former: SymmetricBuffer | None, nbytes: int, what: str) -> SymmetricBuffer:
+        """Symmetric memory in the place of ``former``. Collective."""
+        if torch.cuda.is_current_stream_capturing():
+            raise EtpStateError(
+                f"{nbytes} bytes of symmetric memory for {what} cannot be made while a CUDA graph is captured; run "
+                "the same passes at least once before the capture"
+            )
+        if former is not None and self._captured:
+            self._kept.append(former)
+        return SymmetricBuffer(self._group, nbytes, self._device)
+
+    def watch_replays(self) -> None:
+        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+        if self._captured:
+            self._watch("the replay of a CUDA graph")
 
     def _stream(self) -> int:
         stream: int = torch.cuda.current_stream(self._device).cuda_stream
         return stream
 
     def _watch(self, what: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            # Nothing happens now; see watch_replays().
+            return
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         ranks = dist.get_process_group_ranks(self._group)

@@ -1,8 +1,9 @@
-"""The CUDA driver calls that the copy-engine transport is made of, through ctypes.
+"""The CUDA driver calls that the engine needs and PyTorch does not have, through ctypes.
 
-PyTorch has no public call for a stream that waits for a value in memory, and dispatching a tensor copy costs several
-times what the copy's launch does. None of these calls launches a kernel: copies from and to peers run on the copy
-engines, values are waited for and written by the stream's front end.
+The copy-engine transport is made of copies, and of streams that wait for and write values in memory; dispatching a
+tensor copy costs several times what the copy's launch does. None of these calls launches a kernel: copies from and to
+peers run on the copy engines, values are waited for and written by the stream's front end. All of them can be captured
+into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from etp.errors import EtpCommunicationError
 
 _WAIT_VALUE_32 = 1
 _WRITE_VALUE_32 = 2
-# A wait is over when (int32)(value in memory - value) >= 0: sequence numbers may wrap around.
-_WAIT_UNTIL_GREATER_OR_EQUAL = 0
+_WAIT_UNTIL_EQUAL = 1
+_CAPTURE_ACTIVE = 1
+_CAPTURE_MODE_RELAXED = 2
 
 
 class _MemoryOperation(ctypes.Structure):
@@ -47,25 +49,42 @@ class CudaDriver:
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._batch = self._library.cuStreamBatchMemOp_v2
         self._batch.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+        self._capture_info = self._library.cuStreamGetCaptureInfo_v2
+        self._capture_info.argtypes = (ctypes.c_void_p,) * 6
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy of ``nbytes`` between two device addresses, either of which may be a peer's."""
         self._check("cuMemcpyAsync", self._copy(destination, source, nbytes, stream))
 
-    def wait_values(self, addresses: Sequence[int], value: int, stream: int) -> None:
-        """Hold ``stream`` until the 32-bit word at each of this device's ``addresses`` has reached ``value``."""
-        self._operate(_WAIT_VALUE_32, addresses, value, _WAIT_UNTIL_GREATER_OR_EQUAL, stream)
+    def take_flags(self, addresses: Sequence[int], stream: int) -> None:
+        """Hold ``stream`` until the 32-bit word at each of this device's ``addresses`` is 1, and set all to 0 then."""
+        waits = [(_WAIT_VALUE_32, address, 1, _WAIT_UNTIL_EQUAL) for address in addresses]
+        self._operate([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)], stream)
 
-    def write_values(self, addresses: Sequence[int], value: int, stream: int) -> None:
-        """Write ``value`` to each address, own or peer's, after all that ``stream`` did before is visible."""
-        self._operate(_WRITE_VALUE_32, addresses, value, 0, stream)
+    def raise_flags(self, addresses: Sequence[int], stream: int) -> None:
+        """Write 1 to each address, own or peer's, after all that ``stream`` did before is visible."""
+        self._operate([(_WRITE_VALUE_32, address, 1, 0) for address in addresses], stream)
 
-    def _operate(self, operation: int, addresses: Sequence[int], value: int, flags: int, stream: int) -> None:
-        count = len(addresses)
-        operations = (_MemoryOperation * count)(
-            *(_MemoryOperation(operation, address, value & 0xFFFFFFFF, flags, 0, 0) for address in addresses)
+    def _operate(self, operations: Sequence[tuple[int, int, int, int]], stream: int) -> None:
+        count = len(operations)
+        batch = (_MemoryOperation * count)(
+            *(_MemoryOperation(kind, address, value, flags, 0, 0) for kind, address, value, flags in operations)
         )
-        self._check("cuStreamBatchMemOp", self._batch(stream, count, ctypes.byref(operations), 0))
+        self._check("cuStreamBatchMemOp", self._batch(stream, count, ctypes.byref(batch), 0))
+
+    def capture_id(self, stream: int) -> int | None:
+        """Number of the capture that ``stream`` takes part in, unique in the process; None if it does not."""
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        result = self._capture_info(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+        self._check("cuStreamGetCaptureInfo", result)
+        return number.value if status.value == _CAPTURE_ACTIVE else None
+
+    def allow_calls_during_capture(self) -> None:
+        """Let this thread query events while another thread captures, without ending that capture."""
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        self._check(
+            "cuThreadExchangeStreamCaptureMode", self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        )
 
     def _check(self, call: str, status: int) -> None:
         if status == 0:

@@ -5,6 +5,8 @@ Built on ``torch.distributed._symmetric_memory`` without multicast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -51,38 +53,46 @@ class SymmetricBuffer:
 
 
 class Signals:
-    """Sequence numbers that ranks send each other: for each channel, one word per sender in every rank's memory.
+    """Flags that ranks raise for each other: for each channel, one word per sender in every rank's memory.
 
-    [Note: signals] Work waits for a peer only through these words, always for a number that the peer sends after
-    work which it enqueues before any wait of its own for a later number. The waits of all ranks therefore follow the
-    order in which they were enqueued, and cannot form a cycle even if the device runs all streams one after the other
-    (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+    [Note: signals] A flag is raised by one rank and lowered by the rank that waited for it, on the same stream, before
+    that rank lets the sender go on. So a flag that is raised is always down at that time, and a sequence of signals
+    ends as it began: it may be recorded in a CUDA graph and replayed, between others that are not. (Numbers that count
+    up would be frozen in a graph.) What makes a flag safe to raise again is up to the caller; see
+    ``etp/collectives/copy_engine.py``.
+
+    Work waits for a peer only through these flags, always for one that the peer raises behind work which nothing of
+    its own that waits for a later flag precedes. The waits of all ranks therefore follow one order, and cannot form a
+    cycle even if the device runs all streams one after the other (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or a graph's
+    branches in any order that its edges allow.
 
     Args:
         group: the ranks.
-        channels: how many independent sequences there are.
+        channels: how many independent sets of flags there are.
         device: where the words lie.
         driver: the driver calls.
+        raised: channels whose flags are up at first.
     """
 
-    def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device, driver: CudaDriver) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, channels: int, device: torch.device, driver: CudaDriver, raised: Sequence[int]
+    ) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._driver = driver
         self._buffer = SymmetricBuffer(group, channels * size * _WORD, device)
+        for channel in raised:
+            # No peer raises one of these before this rank has raised another for it.
+            self._buffer.view(channel * size * _WORD, size, torch.int32).fill_(1)
+        torch.cuda.synchronize(device)
         peers = [peer for peer in range(size) if peer != rank]
         addresses = self._buffer.addresses
         self._outgoing = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
         self._incoming = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
 
-    def send(self, channel: int, value: int, stream: int) -> None:
-        """Tell all peers ``value`` once ``stream`` has done what it was given so far."""
-        self._driver.write_values(self._outgoing[channel], value, stream)
+    def send(self, channel: int, stream: int) -> None:
+        """Raise this rank's flag at all peers once ``stream`` has done what it was given so far."""
+        self._driver.raise_flags(self._outgoing[channel], stream)
 
-    def await_all(self, channel: int, value: int, stream: int) -> None:
-        """Hold ``stream`` until every peer has sent ``value`` or a later number."""
-        self._driver.wait_values(self._incoming[channel], value, stream)
-
-    def received(self, channel: int) -> list[int]:
-        """What each peer has sent last; for messages about a peer that sends nothing. Blocks."""
-        size = len(self._incoming[channel]) + 1
-        return self._buffer.view(channel * size * _WORD, size, torch.int32).tolist()
+    def receive(self, channel: int, stream: int) -> None:
+        """Hold ``stream`` until every peer has raised its flag, and lower them."""
+        self._driver.take_flags(self._incoming[channel], stream)

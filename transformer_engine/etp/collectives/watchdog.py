@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -24,13 +25,15 @@ class Watchdog:
 
     Args:
         timeout_s: seconds from enqueuing the work until it must be done.
+        prepare_thread: called once by the thread that looks at events.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, prepare_thread: Callable[[], None] | None = None) -> None:
         self.timeout_s = timeout_s
         self._expected: deque[tuple[Any, str, float]] = deque(maxlen=_KEEP_AT_MOST)
         self._lock = threading.Lock()
-        threading.Thread(target=_watch, args=(weakref.ref(self),), name="etp-watchdog", daemon=True).start()
+        arguments = (weakref.ref(self), prepare_thread)
+        threading.Thread(target=_watch, args=arguments, name="etp-watchdog", daemon=True).start()
 
     def expect(self, event: Any, what: str) -> None:
         """Expect ``event`` (with a method ``query``) to happen in time; ``what`` is for the message."""
@@ -47,7 +50,10 @@ class Watchdog:
             return self._expected[0][1]
 
 
-def _watch(reference: weakref.ref[Watchdog]) -> None:
+def _watch(reference: weakref.ref[Watchdog], prepare: Callable[[], None] | None) -> None:
+    if prepare is not None:
+        prepare()
+    del prepare
     while True:
         time.sleep(_CHECK_EVERY_S)
         watchdog = reference()

@@ -1,0 +1,382 @@
+"""Bodies of the tests with CUDA graphs: replayed against eager, on the same data, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import etp
+from etp.collectives.base import GradSink
+from etp.collectives.c10d import C10dTransport
+from etp.collectives.copy_engine import CopyEngineTransport
+from etp.runtime import EtpRuntime
+from tests.gpu.bodies_engine import VOCABULARY, Net
+from tests.support.launch import device
+
+WARM_UP = 3
+
+
+def _config(transport: str, **more: Any) -> etp.EtpConfig:
+    return etp.EtpConfig(transport=transport, **more)  # type: ignore[arg-type]
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _tokens(rank: int, step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, VOCABULARY, (4, 32), generator=generator).to(device())
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens)
+    return F.cross_entropy(logits.view(-1, VOCABULARY).float(), (tokens.view(-1) + 1) % VOCABULARY)
+
+
+def _optimize(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=0.05)
+
+
+def _same(ours: nn.Module, theirs: nn.Module, what: str, *, grads: bool) -> None:
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.detach(), other.detach()), (what, "weight", name)
+        if grads:
+            assert mine.grad is not None, (what, name)
+            assert other.grad is not None, (what, name)
+            assert torch.equal(mine.grad, other.grad), (what, "gradient", name)
+
+
+def on_side_stream(work: Callable[[], None], times: int = WARM_UP) -> None:
+    """Warm up as PyTorch asks for before a capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def poison_captured(runtime: EtpRuntime) -> None:
+    """Whatever graphs gather into or compute gradients in holds no number before the replay."""
+    for slot in runtime.buffers[-1].cache.slots():
+        for buffer in slot.buffers:
+            buffer.fill_(float("nan"))
+
+
+class WholeStep:
+    """A training step of two microbatches in one graph: gradients are zeroed inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.inputs = [torch.zeros(4, 32, dtype=torch.long, device=device()) for _ in range(2)]
+        self.losses = torch.zeros(2, device=device())
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        for index, tokens in enumerate(self.inputs):
+            loss = _loss(self.model, tokens)
+            self.losses[index].copy_(loss.detach())
+            loss.backward()
+
+    def capture(self) -> None:
+        on_side_stream(self.run)
+        for p in self.model.parameters():
+            assert p.grad is not None
+            p.grad.normal_()
+        before = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+        torch.cuda.synchronize()
+        for (name, p), grad in zip(self.model.named_parameters(), before, strict=True):
+            assert p.grad is not None
+            assert torch.equal(p.grad, grad), ("the capture changed a gradient", name)
+
+    def step(self, rank: int, step: int) -> torch.Tensor:
+        for index, tokens in enumerate(self.inputs):
+            tokens.copy_(_tokens(rank, step, index))
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        return self.losses.clone()
+
+
+def whole_step_equals_eager(
+    rank: int, world_size: int, transport: str, dtype: torch.dtype, recompute: bool, once: bool
+) -> dict[str, Any]:
+    """20 replays with changing data and an optimizer step each, a capture anew among them, and eager passes between."""
+    torch.manual_seed(0)
+    whole = Net(recompute, tied=dtype == torch.float32).to(device(), dtype)
+    models = [copy.deepcopy(whole), copy.deepcopy(whole)]
+    config = _config(transport, reduce_once_per_iteration=once)
+    runtimes = [etp.shard_module(model, _world(), config=config) for model in models]
+    eager, graphed = (WholeStep(model) for model in models)
+    if once:
+        for part, model in ((eager, models[0]), (graphed, models[1])):
+            _finish_inside(part, model)
+    on_side_stream(eager.run)
+    graphed.capture()
+    slots = [{b.data_ptr() for slot in part.cache.slots() for b in slot.buffers} for part in runtimes[1].buffers]
+    assert not slots[0] & slots[1], "eager and captured work share a slot"
+    for step in range(20):
+        if step == 10:
+            graphed.graph = None
+            graphed.capture()
+        poison_captured(runtimes[1])
+        losses = eager.step(rank, step), graphed.step(rank, step)
+        assert torch.equal(*losses), ("loss", step, losses)
+        _same(models[1], models[0], f"step {step}", grads=True)
+        for model in models:
+            _optimize(model)
+        if step % 3 == 0:
+            # Passes outside of the graph see the weights of now, and leave the graph's slots alone.
+            tokens = _tokens(rank, step, 7)
+            with torch.no_grad():
+                assert torch.equal(models[1](tokens), models[0](tokens)), ("evaluation", step)
+    _same(models[1], models[0], "end", grads=False)
+    return {
+        "losses": losses[0].tolist(),
+        "captured": runtimes[1].buffers[-1].cache.nbytes(),
+        "eager": runtimes[0].buffers[0].cache.nbytes(),
+        "transports": {type(t).__name__ for t in runtimes[1].transports.values()},
+    }
+
+
+def _finish_inside(part: WholeStep, model: nn.Module) -> None:
+    run = part.run
+
+    def finished() -> None:
+        run()
+        etp.wait_async_comms(model)
+
+    part.run = finished  # type: ignore[method-assign]
+
+
+class Stack(nn.Module):
+    """Blocks that are graphed one by one, between an embedding and an output layer that are not."""
+
+    def __init__(self, blocks: list[nn.Module], hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, hidden, dtype=dtype)
+        self.blocks = nn.ModuleList(blocks)
+        self.out = nn.Linear(hidden, VOCABULARY, bias=False, dtype=dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: torch.Tensor = self.out(x)
+        return logits
+
+
+def _torch_blocks(dtype: torch.dtype) -> list[nn.Module]:
+    return [
+        nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 336), nn.GELU(), nn.Linear(336, 128, bias=False)).to(dtype)
+        for _ in range(3)
+    ]
+
+
+def _te_blocks(dtype: torch.dtype) -> list[nn.Module]:
+    import transformer_engine.pytorch as te
+
+    return [
+        nn.Sequential(
+            te.LayerNormLinear(128, 336, params_dtype=dtype, device="cuda"),
+            nn.GELU(),
+            te.Linear(336, 128, bias=False, params_dtype=dtype, device="cuda"),
+        )
+        for _ in range(3)
+    ]
+
+
+def _count(calls: dict[str, int], name: str, param: torch.Tensor) -> None:
+    del param
+    calls[name] = calls.get(name, 0) + 1
+
+
+def parts_equal_eager(rank: int, world_size: int, transport: str, maker: str, dtype: torch.dtype) -> list[float]:
+    """20 steps of two microbatches, of a model whose blocks are graphed callables."""
+    torch.manual_seed(0)
+    blocks = (_te_blocks if maker == "te" else _torch_blocks)(dtype)
+    whole = Stack(blocks, 128, dtype).to(device())
+    # Transformer Engine's modules do not copy deeply; their state does.
+    torch.manual_seed(0)
+    other = Stack((_te_blocks if maker == "te" else _torch_blocks)(dtype), 128, dtype).to(device())
+    other.load_state_dict(whole.state_dict())
+    models = [whole, other]
+    runtimes = [etp.shard_module(model, _world(), config=_config(transport)) for model in models]
+    for model in models:
+        # Once through all of it: reductions need their memory before a capture.
+        _loss(model, _tokens(rank, 99, 0)).backward()
+        model.zero_grad()
+    samples = tuple((torch.randn(4, 32, 128, device=device(), dtype=dtype, requires_grad=True),) for _ in range(3))
+    if maker == "te":
+        import transformer_engine.pytorch as te
+
+        graphed = te.make_graphed_callables(tuple(models[1].blocks), samples, allow_unused_input=True)
+    else:
+        graphed = torch.cuda.make_graphed_callables(tuple(models[1].blocks), samples, allow_unused_input=True)
+    models[1].blocks = nn.ModuleList(graphed)
+    assert all(p.grad is None for p in models[1].parameters()), "the capture left gradients"
+    calls: dict[str, int] = {}
+    for name, p in models[1].named_parameters():
+        if isinstance(p, etp.ETPShardedParam):
+            p.register_post_accumulate_grad_hook(partial(_count, calls, name))
+    losses = []
+    for step in range(20):
+        poison_captured(runtimes[1])
+        for model in models:
+            model.zero_grad()
+        for micro in range(2):
+            tokens = _tokens(rank, step, micro)
+            pair = [_loss(model, tokens) for model in models]
+            assert torch.equal(pair[0], pair[1]), ("loss", step, micro, [p.item() for p in pair])
+            for loss in pair:
+                loss.backward()
+            losses.append(pair[0].item())
+        _same(models[1], models[0], f"step {step}", grads=True)
+        for model in models:
+            _optimize(model)
+    assert set(calls.values()) == {40}, calls
+    return losses
+
+
+class _Sequence:
+    """A publication, and gathers and reductions of four groups but for the last one's reduction."""
+
+    SHAPES = ([(48, 64)], [(5, 8)], [(1024, 512)], [(16, 24), (32, 24), (16, 8)])
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.size = world_size
+        self.generator = torch.Generator(device=device()).manual_seed(rank)
+        self.shards = [[self.random(s) for s in shapes] for shapes in self.SHAPES]
+        full = [[(world_size * rows, columns) for rows, columns in shapes] for shapes in self.SHAPES]
+        self.fulls = [[torch.empty(s, device=device()) for s in shapes] for shapes in full]
+        self.wgrads = [[self.random(s) for s in shapes] for shapes in full]
+        self.sums = [[torch.zeros(s, device=device()) for s in shapes] for shapes in self.SHAPES]
+        self.expected = [[torch.zeros(s, device=device()) for s in shapes] for shapes in self.SHAPES]
+
+    def random(self, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
+        return torch.randn(shape, device=device(), generator=self.generator)
+
+    def run(self, engine: CopyEngineTransport) -> None:
+        engine.publish([shard for shards in self.shards for shard in shards])
+        for index, (shards, full) in enumerate(zip(self.shards, self.fulls, strict=True)):
+            for event in engine.all_gather(full, shards, "gather").beside:  # type: ignore[attr-defined]
+                torch.cuda.current_stream().wait_event(event)
+            # An odd number of reductions: the next sequence begins at the other place of the ring.
+            if index < 3:
+                self.reduce(engine, index)
+
+    def reduce(self, engine: CopyEngineTransport, index: int) -> None:
+        sinks = [GradSink(total, accumulate=True) for total in self.sums[index]]
+        engine.reduce_scatter(self.wgrads[index], sinks, self.size, "reduce").join()
+
+    def change(self) -> None:
+        """Other weights and gradients, and nothing gathered."""
+        for shard in (s for shards in self.shards for s in shards):
+            shard.mul_(0.5).add_(self.random(shard.shape))
+        for wgrad in (w for wgrads in self.wgrads for w in wgrads):
+            wgrad.copy_(self.random(wgrad.shape))
+        for full in (f for fulls in self.fulls for f in fulls):
+            full.fill_(float("nan"))
+
+    def compare(self, c10d: C10dTransport, step: int) -> int:
+        """How many results were compared with the other transport's."""
+        pairs = []
+        for index, (shards, full) in enumerate(zip(self.shards, self.fulls, strict=True)):
+            theirs = [torch.empty_like(f) for f in full]
+            c10d.all_gather(theirs, shards, "gather").join()
+            pairs += list(zip(full, theirs, strict=True))
+            if index < 3:
+                sinks = [GradSink(total, accumulate=True) for total in self.expected[index]]
+                c10d.reduce_scatter(self.wgrads[index], sinks, self.size, "reduce").join()
+                pairs += list(zip(self.sums[index], self.expected[index], strict=True))
+        for number, (mine, other) in enumerate(pairs):
+            assert torch.equal(mine, other), (step, number)
+        return len(pairs)
+
+
+def transports_agree_in_graphs(rank: int, world_size: int) -> int:
+    """One sequence of publication, gathers and reductions, replayed between others that are not captured."""
+    c10d = C10dTransport(_world(), fp32_accumulation=True, timeout_s=60.0, device=device())
+    engine = CopyEngineTransport(_world(), device(), timeout_s=60.0)
+    work = _Sequence(rank, world_size)
+    on_side_stream(lambda: work.run(engine), times=2)
+    # The largest place of the ring is needed before the capture.
+    work.reduce(engine, 3)
+    torch.cuda.synchronize()
+    engine.change_mode(capturing=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work.run(engine)
+    engine.change_mode(capturing=False)
+    for total in (t for sums in work.sums for t in sums):
+        total.zero_()
+    compared = 0
+    for step in range(30):
+        if step % world_size == rank:
+            torch.cuda._sleep(20_000_000)
+        work.change()
+        if step % 4 == 3:
+            work.run(engine)
+        else:
+            graph.replay()
+        compared += work.compare(c10d, step)
+        # Shards change next.
+        engine.finish_reading()
+    torch.cuda.synchronize()
+    return compared
+
+
+def capture_with_work_under_way_is_refused(rank: int, world_size: int) -> str:
+    """A capture between microbatches whose gradients are only added up would bake them in."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))).to(device())
+    etp.shard_module(model, _world(), config=_config("copy_engine", reduce_once_per_iteration=True))
+    x = torch.randn(4, 64, device=device())
+    model(x).sum().backward()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(x)
+    except etp.EtpStateError as error:
+        return str(error)
+    finally:
+        torch.cuda.synchronize()
+    return ""
+
+
+def part_outside_of_any_forward_is_refused(rank: int, world_size: int) -> str:
+    """A part whose weights nobody would publish is not captured."""
+    parent = nn.Sequential(nn.Linear(64, 64, bias=False)).to(device())
+    runtime = etp.shard_module(parent, _world(), config=_config("copy_engine"))
+    layer = parent[0]
+    # Nobody calls the module that was sharded again.
+    del parent
+    assert runtime.groups
+    x = torch.randn(4, 64, device=device())
+    layer(x).sum().backward()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            layer(x)
+    except etp.EtpStateError as error:
+        return str(error)
+    finally:
+        torch.cuda.synchronize()
+    return ""

@@ -1,0 +1,98 @@
+"""CUDA graphs: whether work is being captured into one, and which buffers belong to what is captured.
+
+[Note: graphs] Host code runs once, when a graph is captured; its replays touch memory that the host does not see
+change. Therefore:
+
+- What is captured has gather slots and gradient buffers of its own, which work outside of graphs never touches. The
+  first capture takes over those that the passes before it have filled, so that none is made inside.
+- A graph gathers all that it reads, and finishes all that it starts: nothing gathered before a capture counts inside,
+  nor the other way round. Within a capture weights are reused as always, because a replay does the same in the same
+  order.
+- A capture is *whole* when the forward of the module that was sharded is called inside. Weights change between two
+  replays of it, so it publishes them itself, and afterwards passes outside of it trust no count of changes.
+- Any other capture is a *part*: its weights are published outside, when that forward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from etp.cache import BufferCache
+from etp.collectives.driver import CudaDriver
+from etp.grads import WgradPool
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Where gathers land, and where gradients are computed."""
+
+    cache: BufferCache
+    pool: WgradPool
+
+
+class GraphModes:
+    """The buffers of one runtime, inside and outside of CUDA graphs.
+
+    Args:
+        new_cache: makes a cache of gather slots.
+
+    Attributes:
+        capture: number of the capture that the engine takes part in; None outside of one.
+        whole: whether the capture under way has the forward of the sharded module inside.
+        has_parts: whether parts of the model have been captured.
+    """
+
+    def __init__(self, new_cache: Callable[[], BufferCache]) -> None:
+        self._new_cache = new_cache
+        self._driver: CudaDriver | None = None
+        self._eager = Buffers(new_cache(), WgradPool())
+        self._captured: Buffers | None = None
+        self.capture: int | None = None
+        self.whole = False
+        self.has_parts = False
+
+    @property
+    def buffers(self) -> Buffers:
+        """Those of the mode that the engine is in."""
+        return self._eager if self.capture is None or self._captured is None else self._captured
+
+    @property
+    def all_buffers(self) -> list[Buffers]:
+        """Those of both modes."""
+        return [self._eager] if self._captured is None else [self._eager, self._captured]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a part of the model is being captured."""
+        return self.capture is not None and not self.whole
+
+    def current_capture(self, device: torch.device) -> int | None:
+        """Number of the capture that the calling stream takes part in; None outside of one."""
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return None
+        if self._driver is None:
+            self._driver = CudaDriver()
+        return self._driver.capture_id(torch.cuda.current_stream(device).cuda_stream)
+
+    def enter(self, capture: int) -> None:
+        """A capture begins, with the device idle."""
+        self.capture, self.whole = capture, False
+        if self._captured is None:
+            self._captured = self._eager
+            self._captured.cache.pin()
+            self._eager = Buffers(self._new_cache(), WgradPool())
+        else:
+            # Warming up for the next capture filled these; they come back when they are needed.
+            self._eager.cache.clear()
+            self._eager.pool.clear()
+        self._captured.cache.void()
+
+    def leave(self) -> bool:
+        """The capture has ended. Returns whether it was whole."""
+        was_whole = self.whole
+        self.has_parts |= not was_whole
+        self.capture, self.whole = None, False
+        return was_whole
