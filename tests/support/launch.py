@@ -100,7 +100,7 @@ class _Worker:
         """Start a process; it is usable once :meth:`await_start` has returned."""
         ours, theirs = socket.socketpair()
         stacks = folder / f"stacks-{number}.txt"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
         with theirs:
             command = [sys.executable, str(WORKER), str(theirs.fileno()), str(stacks), str(os.getpid())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
