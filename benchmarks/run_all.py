@@ -26,7 +26,9 @@ from typing import Any
 
 from benchmarks.train_report import load, plot, table
 
-# Importing everything on all ranks, and the first collectives: less time than this is not worth a start.
+# Importing everything on all ranks, and the first collectives.
+_START_S = 25.0
+# Less time than this is not worth a start.
 _SHORTEST_S = 45.0
 _OURS = ("none", "etp_copy_engine", "etp_c10d", "none_graph", "etp_copy_engine_graph", "etp_c10d_graph")
 _THEIRS = ("none", "dp", "upstream_gtp", "tp", "fsdp2", "megatron_fsdp")
@@ -43,7 +45,7 @@ class Job:
         name: of its files.
         kind: what ``--jobs`` calls it.
         systems: what it measures.
-        limit_s: seconds after which it is ended.
+        limit_s: seconds after which it is ended; and its weight where there is less time than all jobs may take.
         arguments: for :mod:`benchmarks.train_step`.
     """
 
@@ -58,7 +60,7 @@ def jobs(kinds: Sequence[str]) -> list[Job]:
     """All jobs of the given kinds, the most important one first."""
     model, small = ("--shape", "llama8b-8l"), ("--shape", "small", "--steps", "20")
     # A step takes seconds: few of them.
-    big = ("--shape", "llama70b-40l", "--steps", "1", "--rounds", "3", "--warm-up", "0")
+    big = ("--shape", "llama70b-40l", "--steps", "1", "--rounds", "2", "--warm-up", "0")
     every = [
         Job("ours", "ours", _OURS, 240.0, model),
         Job("theirs", "theirs", _THEIRS, 240.0, model),
@@ -77,17 +79,47 @@ class Ended:
     tail: str
 
 
-type Runner = Callable[[Job, Path, float], Ended]
+@dataclass(frozen=True)
+class Time:
+    """What a process may take.
+
+    Attributes:
+        wanted_s: it should be through by then, and leaves out repetitions for that.
+        limit_s: it is ended then.
+    """
+
+    wanted_s: float
+    limit_s: float
 
 
-def run_job(job: Job, out: Path, deadline: float, start: Runner) -> None:
+type Runner = Callable[[Job, Path, Time], Ended]
+
+
+def run_jobs(chosen: Sequence[Job], out: Path, deadline: float, start: Runner) -> None:
+    """Run jobs one after the other; each should leave the later ones their share of the time.
+
+    Args:
+        chosen: what to run.
+        out: folder for reports.
+        deadline: in the clock of `time.monotonic`.
+        start: runs one process: the job, its report, its time.
+    """
+    begun = time.monotonic()
+    for index, job in enumerate(chosen):
+        print(f"{time.monotonic() - begun:.0f} s: {job.name}", flush=True)
+        share = job.limit_s / sum(later.limit_s for later in chosen[index:])
+        run_job(job, out, deadline, start, wanted_by=time.monotonic() + share * (deadline - time.monotonic()))
+
+
+def run_job(job: Job, out: Path, deadline: float, start: Runner, *, wanted_by: float) -> None:
     """Run a job, again without what failed if it died, until it is through or the time is up.
 
     Args:
         job: what to run.
         out: folder for its reports: ``<name>.json``, and ``<name>-2.json`` and so on of later attempts.
         deadline: in the clock of `time.monotonic`.
-        start: runs one process: the job, its report, its time limit.
+        start: runs one process.
+        wanted_by: when the job should be through, in the same clock.
     """
     attempt, left = 1, job.systems
     while left:
@@ -96,7 +128,8 @@ def run_job(job: Job, out: Path, deadline: float, start: Runner) -> None:
         if remaining < _SHORTEST_S:
             _record(path, dict.fromkeys(left, "not run: the time was up"), job)
             return
-        ended = start(replace(job, systems=left), path, remaining)
+        wanted = min(job.limit_s, wanted_by - time.monotonic()) - _START_S
+        ended = start(replace(job, systems=left), path, Time(max(wanted, 1.0), remaining))
         report = _read(path)
         doing = report.get("doing", "start")
         if not doing:
@@ -141,17 +174,18 @@ def _read(path: Path) -> dict[str, Any]:
 def torchrun(gpus: int) -> Runner:
     """A runner of real processes."""
 
-    def start(job: Job, path: Path, limit_s: float) -> Ended:
+    def start(job: Job, path: Path, time_: Time) -> Ended:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus),
             "--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "-m", "benchmarks.train_step",
-            "--systems", ",".join(job.systems), "--json", str(path), *job.arguments,
+            "--systems", ",".join(job.systems), "--json", str(path),
+            "--seconds", f"{time_.wanted_s:.0f}", *job.arguments,
         ]  # fmt: skip
         log = path.with_suffix(".log")
         with log.open("w") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)  # noqa: S603 - built above
             try:
-                code: int | None = process.wait(limit_s)
+                code: int | None = process.wait(time_.limit_s)
             except subprocess.TimeoutExpired:
                 code = None
                 _end(process)
@@ -213,9 +247,7 @@ def main() -> None:
         sys.exit(f"The training benchmark cannot run here: {reason}. It needs NVIDIA GPUs on one host and the "
                  "packages of `pip install '.[te]'`.")  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    for job in jobs(options.jobs.split(",")):
-        print(f"{time.monotonic() - begun:.0f} s: {job.name}", flush=True)
-        run_job(job, options.out, begun + options.seconds, torchrun(options.gpus))
+    run_jobs(jobs(options.jobs.split(",")), options.out, begun + options.seconds, torchrun(options.gpus))
     summarise(options.out)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -26,7 +27,9 @@ from benchmarks.trace_times import trace_times
 from benchmarks.train_shapes import GIB, SHAPES, closed_form
 from benchmarks.train_systems import BuildOptions, System, build
 
+# Before a capture; without one, the second step is as fast as the others.
 _WARM_UP_STEPS = 3
+_EAGER_WARM_UP_STEPS = 2
 _TRACED_STEPS = 2
 
 
@@ -43,6 +46,7 @@ class RunOptions:
         warm_up: steps before each measurement.
         seed: of the order.
         prefetch_depth: of ETP.
+        seconds: begin no further round once 60 % of them are spent, and no further trace once all are.
         json: where the report goes, if anywhere.
         traces: folder in which profiler traces stay; None deletes them once they are read.
     """
@@ -55,6 +59,7 @@ class RunOptions:
     warm_up: int = 1
     seed: int = 0
     prefetch_depth: int = 1
+    seconds: float = math.inf
     json: Path | None = None
     traces: Path | None = None
 
@@ -103,7 +108,7 @@ class Stepper:
         system, side = self.system, self.system.stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS):
+            for _ in range(_WARM_UP_STEPS if system.graphed else _EAGER_WARM_UP_STEPS):
                 system.step(microbatches)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
@@ -152,11 +157,14 @@ class Run:
         for name in self.options.systems:
             self._try(name, "building", lambda n=name: self._build(n))  # type: ignore[misc]
         order = random.Random(self.options.seed)  # noqa: S311 - the same order on all ranks is what is wanted
-        for _ in range(self.options.rounds):
+        for number in range(self.options.rounds):
+            if number and self._spent() > 0.6:
+                break
             for name, microbatches in order.sample(sorted(self.results), len(self.results)):
                 self._try(name, f"timing x{microbatches}", lambda n=name, m=microbatches: self._time(n, m))  # type: ignore[misc]
-        for name, microbatches in list(self.results):
-            self._try(name, f"tracing x{microbatches}", lambda n=name, m=microbatches: self._trace(n, m))  # type: ignore[misc]
+        for name, microbatches in sorted(self.results, key=lambda key: key[1]):
+            if self._spent() < 1.0:
+                self._try(name, f"tracing x{microbatches}", lambda n=name, m=microbatches: self._trace(n, m))  # type: ignore[misc]
         self._note("")
         return self.report()
 
@@ -174,6 +182,12 @@ class Run:
             "failures": self.failures,
             "results": [result.as_json() for result in self.results.values()],
         }
+
+    def _spent(self) -> float:
+        """Which part of the time is spent; the same on all ranks."""
+        part = torch.tensor([(time.monotonic() - self._begun) / self.options.seconds], device="cuda")
+        dist.all_reduce(part, dist.ReduceOp.MAX)
+        return float(part)
 
     # One system ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1, help="steps before each measurement")
     parser.add_argument("--seed", type=int, default=0, help="of the order of measurements")
     parser.add_argument("--prefetch-depth", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="leave out rounds and traces to end by then")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
     parser.add_argument("--merge", type=Path, nargs="+", help="make table and plot of these results, and end")
@@ -81,6 +83,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
             warm_up=options.warm_up,
             seed=options.seed,
             prefetch_depth=options.prefetch_depth,
+            seconds=options.seconds,
             json=options.json,
             traces=options.traces,
         )

@@ -1,0 +1,172 @@
+"""The runner of the benchmark's jobs: what it does with processes that die, hang or never start."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import run_all
+from benchmarks.run_all import Ended, Job, Time, jobs, obstacle, run_job, run_jobs, summarise, what_went_wrong
+from benchmarks.train_shapes import SYSTEMS
+
+JOB = Job("ours", "ours", ("none", "etp_c10d", "none_graph"), 200.0, ("--shape", "test"))
+
+
+class Processes:
+    """Stands in for torchrun: writes the reports of a script, one a start."""
+
+    def __init__(self, *script: tuple[Ended, dict[str, Any] | None]) -> None:
+        self.script = list(script)
+        self.started: list[tuple[tuple[str, ...], Time]] = []
+
+    def __call__(self, job: Job, path: Path, time_: Time) -> Ended:
+        self.started.append((job.systems, time_))
+        ended, written = self.script.pop(0)
+        if written is not None:
+            path.write_text(json.dumps(written))
+        return ended
+
+
+def _report(doing: str, timed: tuple[str, ...] = (), **failures: str) -> dict[str, Any]:
+    results = [{"system": name, "median": 1.0} for name in timed]
+    return {"doing": doing, "failures": failures, "results": results, "shape_name": "test", "gpus": 4, "device": "x"}
+
+
+def _failures(path: Path) -> dict[str, str]:
+    failures: dict[str, str] = json.loads(path.read_text())["failures"]
+    return failures
+
+
+def _run(out: Path, deadline: float, start: Processes) -> None:
+    run_job(JOB, out, deadline, start, wanted_by=deadline)
+
+
+def _soon() -> float:
+    return time.monotonic() + 1000
+
+
+def test_a_job_that_is_through_runs_once(tmp_path: Path) -> None:
+    start = Processes((Ended(0, ""), _report("", ("none", "etp_c10d", "none_graph"))))
+    _run(tmp_path, _soon(), start)
+    ((systems, given),) = start.started
+    assert (systems, given.limit_s) == (JOB.systems, 200.0)
+
+
+def test_a_hang_after_the_last_result_is_no_failure(tmp_path: Path) -> None:
+    _run(tmp_path, _soon(), Processes((Ended(None, ""), _report("", JOB.systems))))
+    assert _failures(tmp_path / "ours.json") == {}
+
+
+def test_a_job_goes_on_without_the_system_it_died_at(tmp_path: Path) -> None:
+    start = Processes(
+        (Ended(1, "CUDA error"), _report("etp_c10d: timing x1", ("none",))),
+        (Ended(0, ""), _report("", ("none", "none_graph"))),
+    )
+    _run(tmp_path, _soon(), start)
+    assert [systems for systems, _ in start.started] == [JOB.systems, ("none", "none_graph")]
+    assert _failures(tmp_path / "ours.json") == {
+        "etp_c10d": "etp_c10d: timing x1: the process ended with 1; CUDA error"
+    }
+    assert json.loads((tmp_path / "ours.json").read_text())["results"]
+    assert _failures(tmp_path / "ours-2.json") == {}
+
+
+def test_failures_that_the_process_survived_are_not_tried_again(tmp_path: Path) -> None:
+    start = Processes((Ended(None, ""), _report("none_graph: building", ("none",), etp_c10d="rank 0, building: no")))
+    _run(tmp_path, _soon(), start)
+    assert len(start.started) == 1
+    assert set(_failures(tmp_path / "ours.json")) == {"etp_c10d", "none_graph"}
+    assert "took too long" in _failures(tmp_path / "ours.json")["none_graph"]
+
+
+def test_a_process_that_never_began_loses_all_its_systems_and_says_why(tmp_path: Path) -> None:
+    _run(tmp_path, _soon(), Processes((Ended(1, "ImportError: no te"), None)))
+    assert _failures(tmp_path / "ours.json") == dict.fromkeys(
+        JOB.systems, "start: the process ended with 1; ImportError: no te"
+    )
+
+
+def test_nothing_starts_when_the_time_is_up(tmp_path: Path) -> None:
+    start = Processes()
+    _run(tmp_path, time.monotonic() + 5, start)
+    assert start.started == []
+    assert _failures(tmp_path / "ours.json") == dict.fromkeys(JOB.systems, "not run: the time was up")
+
+
+def test_a_job_gets_no_more_time_than_is_left(tmp_path: Path) -> None:
+    start = Processes((Ended(0, ""), _report("", JOB.systems)))
+    _run(tmp_path, time.monotonic() + 100, start)
+    assert 90 < start.started[0][1].limit_s <= 100
+
+
+def test_jobs_share_the_time_and_may_use_what_earlier_ones_left(tmp_path: Path) -> None:
+    three = [
+        Job(name, "ours", ("none",), limit, ("--shape", "test")) for name, limit in (("a", 300), ("b", 100), ("c", 100))
+    ]
+    through = (Ended(0, ""), _report("", ("none",)))
+    start = Processes(through, through, through)
+    run_jobs(three, tmp_path, time.monotonic() + 250, start)
+    wanted = [given.wanted_s for _, given in start.started]
+    # The first should take 3/5 of 250 s, less what a start takes; it took none, and the others may take all they want.
+    assert wanted == pytest.approx([125, 75, 75], abs=5)
+    assert [given.limit_s for _, given in start.started] == pytest.approx([250, 100, 100], abs=5)
+
+
+def test_jobs_come_in_order_of_importance_and_know_their_systems() -> None:
+    every = jobs(("big", "small", "theirs", "ours"))
+    assert [job.name for job in every[:4]] == ["ours", "theirs", "small-ours", "small-theirs"]
+    assert [job.kind for job in every[4:]] == ["big"] * len(every[4:])
+    assert {system for job in every for system in job.systems} == set(SYSTEMS)
+    assert all("upstream_gtp" not in job.systems or not any(s.startswith("etp") for s in job.systems) for job in every)
+    assert all(job.systems[0] == "none" for job in every[:4])
+    assert [job.name for job in jobs(["small"])] == ["small-ours", "small-theirs"]
+
+
+def test_a_real_process_is_ended_in_time_and_its_log_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled = tmp_path / "stalled"
+    stalled.write_text("#!/bin/sh\necho 'RuntimeError: stuck'\nexec sleep 60\n")
+    stalled.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stalled))
+    begun = time.monotonic()
+    ended = run_all.torchrun(2)(JOB, tmp_path / "ours.json", Time(1.0, 1.0))
+    assert ended == Ended(None, "RuntimeError: stuck")
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("one\nTraceback\n  torch.OutOfMemoryError: 2 GiB\nlast\n", "torch.OutOfMemoryError: 2 GiB"),
+        ("one\nlast\n\n", "last"),
+        ("", "it wrote nothing"),
+    ],
+)
+def test_the_first_error_of_a_log_is_its_reason(log: str, line: str) -> None:
+    assert what_went_wrong(log) == line
+
+
+def test_a_machine_without_gpus_is_told_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_all", "--gpus", "64", "--out", "/nonexistent/never/made"])
+    with pytest.raises(SystemExit) as stopped:
+        run_all.main()
+    assert str(stopped.value).startswith("The training benchmark cannot run here: ")
+    assert "It needs NVIDIA GPUs" in str(stopped.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all, "_PROBE", "print('noise'); print(2)")
+    assert obstacle(2) == ""
+    assert obstacle(4) == "it needs 4 GPUs and PyTorch sees 2"
+
+
+def test_a_summary_is_made_of_whatever_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(tmp_path, time.monotonic(), Processes())
+    summarise(tmp_path)
+    assert "not run: the time was up" in (tmp_path / "table.md").read_text()
+    assert "no plot: these reports have no results" in capsys.readouterr().out
