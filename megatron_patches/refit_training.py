@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=defaults.staging_bytes,
         metavar="BYTES",
-        help="Half of it is the most that a process sends, or receives, in one round. Default: %(default)s.",
+        help="The most memory that packets take in one process, on either side. Default: %(default)s.",
     )
     group.add_argument(
         "--refit-timeout",
@@ -75,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=defaults.host,
         metavar="ADDRESS",
         help="Address of this run's first machine that engines reach. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--refit-allow-narrowing",
+        action="store_true",
+        help="Push also where an engine keeps a weight in a narrower type than this run, and rounds it.",
     )
     return parser
 
@@ -109,6 +114,7 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
         timeout_s=args.refit_timeout,
         pause=PauseMode(args.refit_pause),
         host=args.refit_host,
+        allow_narrowing=args.refit_allow_narrowing,
     )
 
 

@@ -35,11 +35,13 @@ class Held(msgspec.Struct, frozen=True):
         config: content of the model's ``config.json``.
         shapes: global shape of every tensor of the model, by Hugging Face name.
         manifest: its own part.
+        allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`; what the first source says counts.
     """
 
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     manifest: Manifest
+    allow_narrowing: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,9 @@ class _Common:
         answers = self._assembly.gather("recording the engine's layout", _Wanted, lambda: _Wanted(wanted(model)))
         destinations = [answer.manifest for answer in answers if answer.manifest is not None]
         manifests = [part.manifest for part in sources]
-        options = PlanOptions(staging_bytes=self._options.staging_bytes // 2)
+        options = PlanOptions(
+            staging_bytes=self._options.staging_bytes // 2, allow_narrowing=sources[0].allow_narrowing
+        )
 
         def plan() -> str:
             self._plan = make_plan(tensors, manifests, destinations, options)

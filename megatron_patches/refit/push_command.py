@@ -30,6 +30,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     push.add_argument("--transport", choices=[name.value for name in TransportName], default=defaults.transport.value)
     push.add_argument("--pause", choices=[mode.value for mode in PauseMode], default=defaults.pause.value)
     push.add_argument("--host", default=defaults.host, help="address of this machine that the servers reach")
+    push.add_argument(
+        "--allow-narrowing", action="store_true", help="push also where a server keeps a weight in a narrower type"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -58,6 +61,7 @@ def _push(options: argparse.Namespace, first: bool) -> PushReport:
         pause=PauseMode(options.pause),
         host=options.host,
         timeout_s=timeout_s,
+        allow_narrowing=options.allow_narrowing,
     )
     engines = [HttpEngine(url, timeout_s) for url in options.engines] if first else []
     with checkpoint_model.loaded(options, directory, Quiet()) as found:

@@ -38,6 +38,8 @@ class RefitOptions:
         timeout_s: seconds that a step may take after its first party has finished.
         pause: what becomes of requests under way at a commit.
         host: address of this process that engines reach.
+        allow_narrowing: whether an engine may keep a weight in a type that cannot hold every value of the trainer's,
+            where its own loader would round a checkpoint alike; otherwise :meth:`RefitSession.prepare` refuses.
     """
 
     transport: TransportName = TransportName.SHM
@@ -45,6 +47,7 @@ class RefitOptions:
     timeout_s: float = 300.0
     pause: PauseMode = PauseMode.WAIT
     host: str = "127.0.0.1"
+    allow_narrowing: bool = False
 
     def __post_init__(self) -> None:
         if self.staging_bytes < 16:
@@ -247,7 +250,7 @@ class RefitSession:
         held = describe_rank(self._chunks, self._vocab_size, self._exchange.rank, self._tp_group)
         self._storages = held.manifest.storages
         config = build_config(held.family, held.manifest.storages[0].dtype)
-        return Held(dict(config), dict(held.family.shapes()), held.manifest)
+        return Held(dict(config), dict(held.family.shapes()), held.manifest, self._options.allow_narrowing)
 
     def _memory(self) -> Memory:
         """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""
