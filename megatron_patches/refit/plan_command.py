@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,7 +106,12 @@ class Outcome:
             "egress_seconds": self.traffic.egress_seconds,
             "ingress_seconds": self.traffic.ingress_seconds,
             "floor_seconds": self.traffic.floor_seconds,
-            "proof": {"verdict": "proved", "elements": self.verdict.elements, "boxes": self.verdict.boxes},
+            "proof": {
+                "verdict": "proved",
+                "elements": self.verdict.elements,
+                "boxes": self.verdict.boxes,
+                "conversions": [str(item) for item in self.verdict.conversions],
+            },
             "comparison": self.comparison,
             "plan_digest": self.plan.digest,
             "seconds": self.seconds,
@@ -234,6 +240,8 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
         ("floor", f"egress {traffic.egress_seconds:.4g} s, ingress {traffic.ingress_seconds:.4g} s"),
         ("proof", _proved(outcome)),
     ]
+    rules = Counter(f"{item.dtype}, {item.rule}" for item in outcome.verdict.conversions)
+    rows += [("converted", f"{count} parameters of engine ranks: {rule}") for rule, count in sorted(rules.items())]
     if outcome.comparison is not None:
         compared = outcome.comparison
         rows.append(("compared", f"{compared['elements']} elements equal those of the dense model"))

@@ -63,11 +63,37 @@ def test_the_numbers_are_the_plans(model: str, capsys: pytest.CaptureFixture[str
     assert found["sent"] == {str(rank): nbytes for rank, nbytes in sorted(plan.bytes_by_source().items())}
     wanted = [place.box.volume for manifest in sides.destinations for place in manifest.placements]
     assert found["bytes"] == 2 * sum(wanted)
-    assert found["proof"] == {"verdict": "proved", "elements": sum(wanted), "boxes": len(wanted)}
+    proof = {"verdict": "proved", "elements": sum(wanted), "boxes": len(wanted), "conversions": []}
+    assert found["proof"] == proof
     links = found["links"]
     assert isinstance(links, list)
     assert sum(link["nbytes"] for link in links) == found["bytes"]
     assert found["bytes_within_hosts"] == 0
+
+
+def test_what_the_engine_converts_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hybrid = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M-*M",
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 4,
+        "conv_kernel": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | hybrid))
+    arguments = ["plan", "--model", str(tmp_path), "--from", "tp=2,etp=2", "--to", "tp=2"]
+    proof = printed(capsys, *arguments)["proof"]
+    assert isinstance(proof, dict)
+    assert sorted(proof["conversions"]) == [
+        f"model.layers.{layer}.mixer.A of destination rank {rank}: bfloat16, to float32, exp, neg"
+        for layer in (0, 3)
+        for rank in range(2)
+    ]
+    assert main(arguments) == 0
+    assert "4 parameters of engine ranks: bfloat16, to float32, exp, neg" in capsys.readouterr().out
+    assert main(["verify", *arguments[1:]]) == 0
 
 
 def test_parts_have_the_wholes_digest_and_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
