@@ -110,8 +110,14 @@ CONFIGS = {
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v3": DEEPSEEK_V3,
     "nemotron_h": NEMOTRON_H,
+    "qwen3_in_float32": QWEN3,
 }
-ENGINE_OPTIONS = {"nemotron_h": {"worker_extension_cls": "tests.support.vllm_mamba.CpuKernels"}}
+ENGINE_OPTIONS = {
+    "nemotron_h": {"worker_extension_cls": "tests.support.vllm_mamba.CpuKernels"},
+    "qwen3_in_float32": {"dtype": "float32"},  # the trainer has bfloat16
+}
+# What the engine makes of weights, or sees them through.
+DERIVED = {"nemotron_h": {"model.layers.0.mixer.A", "model.layers.0.mixer.conv_weights"}}
 MESHES = {
     "qwen3": (
         TrainerMesh(etp=2),
@@ -137,6 +143,7 @@ MESHES = {
         TrainerMesh(tp=2, etp=2),
         TrainerMesh(pp=2, etp=2),
     ),
+    "qwen3_in_float32": (TrainerMesh(etp=2),),
 }
 CASES = [(model, tp, mesh) for model in CONFIGS for tp in (1, 2) for mesh in MESHES[model]]
 
@@ -190,6 +197,7 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
     (other, other_answers), (same, same_answers) = found.after[mesh]
     fresh, fresh_answers = found.fresh
     for worker, tensors in enumerate(fresh):
+        assert DERIVED.get(model, set()) <= set(tensors)
         computed = [key for key in tensors if "cos_sin" in key]
         assert all(other[worker][key] != tensors[key] for key in tensors if key not in computed)
         assert same[worker] == tensors

@@ -84,6 +84,7 @@ def build_hybrid_chunk(case: Case, chunk: int) -> Any:
 
 def stack_spec(experts: int) -> Any:
     """Megatron's own layers in the places where its specification for hybrids has Transformer Engine's."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -106,16 +107,18 @@ def stack_spec(experts: int) -> Any:
     mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     moe = get_moe_module_spec(use_te=False, num_experts=experts or 8, moe_grouped_gemm=False)
     norm = WrappedTorchNorm
-    return ModuleSpec(
-        HybridStack,
-        submodules=HybridStackSubmodules(
-            mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=norm, mixer=mixer)),
-            attention_layer=ModuleSpec(
-                TransformerLayer, submodules=TransformerLayerSubmodules(input_layernorm=norm, self_attention=attention)
-            ),
-            mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp)),
-            moe_layer=ModuleSpec(
-                TransformerLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe)
-            ),
+    add = get_bias_dropout_add
+    layers = {
+        "mamba_layer": ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm=norm, mixer=mixer, mamba_bda=add)),
+        "attention_layer": ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(input_layernorm=norm, self_attention=attention, self_attn_bda=add),
         ),
-    )
+        "mlp_layer": ModuleSpec(
+            MLPLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add)
+        ),
+        "moe_layer": ModuleSpec(
+            TransformerLayer, submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=moe, mlp_bda=add)
+        ),
+    }
+    return ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**layers))

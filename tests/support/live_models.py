@@ -168,7 +168,7 @@ def common_settings(case: Case) -> dict[str, Any]:
 
 
 class PlainAttention(torch.nn.Module):
-    """The causal product of query, key and value, written out: Megatron's own for CPUs takes no latent heads."""
+    """The causal product of query, key and value by torch: Megatron's own for CPUs takes no latent heads."""
 
     def __init__(self, *, softmax_scale: float | None = None, **settings: object) -> None:  # noqa: ARG002
         super().__init__()
@@ -184,7 +184,9 @@ class PlainAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """From [sequence, batch, heads, rows of a head] to [sequence, batch, heads x rows of a value]."""
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
