@@ -34,6 +34,7 @@ class TransportName(StrEnum):
 
     SHM = "shm"
     TCP = "tcp"
+    C10D = "c10d"
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -133,6 +134,9 @@ class Transport(Protocol):
 
     def incoming(self, end: LinkEnd) -> IncomingWire:
         """Makes the destination's wire of a link."""
+
+    def stop(self) -> None:
+        """Makes everything that is under way on any wire end; wires are closed next."""
 
     def close(self) -> None:
         """Ends what :meth:`connect` made; wires have been closed before."""

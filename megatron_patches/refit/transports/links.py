@@ -205,6 +205,7 @@ class SendingEnd:
     def close(self) -> None:
         """Ends all links."""
         self._selector.close()
+        self._transport.stop()
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -355,6 +356,7 @@ class ReceivingEnd:
         """Ends all links."""
         self._listener.close()
         self._selector.close()
+        self._transport.stop()
         self._arriving.clear()
         for connection, wire in self._links.values():
             wire.close()

@@ -13,7 +13,15 @@ def open_transport(name: TransportName, place: Place) -> Transport:
     Args:
         name: which.
         place: where the party is.
+
+    Raises:
+        RefitError: if it needs something that is not installed.
     """
     if name is TransportName.SHM:
         return ShmTransport(place)
-    return TcpTransport(place)
+    if name is TransportName.TCP:
+        return TcpTransport(place)
+    # Imported here: they need torch, or more.
+    from megatron_patches.refit.transports.c10d import C10dTransport
+
+    return C10dTransport(place)

@@ -58,6 +58,9 @@ class ShmTransport:
         finally:
             os.close(handle)
 
+    def stop(self) -> None:
+        """Each wire ends what is under way."""
+
     def close(self) -> None:
         """Nothing is common to all links."""
 

@@ -78,6 +78,9 @@ class TcpTransport:
                     return TcpIncoming(connection, end, self._place)
                 connection.close()
 
+    def stop(self) -> None:
+        """Each wire ends what is under way."""
+
     def close(self) -> None:
         """Nothing is common to all links."""
 

@@ -6,6 +6,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+
+from megatron_patches.refit.frames import Patience
+
+_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 
 
 class Worker:
@@ -68,3 +73,16 @@ class Outbox:
     def close(self) -> None:
         """Ends it."""
         self._worker.close()
+
+
+def wait_for[T](future: Future[T], patience: Patience) -> T:
+    """What a :class:`Worker` makes of something.
+
+    Raises:
+        PartyFailedError: at the deadline, or what the work or the check of ``patience`` raises.
+    """
+    while not future.done():
+        with suppress(TimeoutError):
+            return future.result(_LOOK_AROUND_S)
+        patience.tick()
+    return future.result()

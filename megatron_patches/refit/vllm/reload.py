@@ -70,11 +70,12 @@ class Replacement:
         """Processes the staged weights layer by layer, as vLLM does after loading.
 
         Raises:
-            TransferError: if a layer cannot be put together from what was staged.
+            TransferError: if a layer cannot be put together from what was staged, or a buffer would go stale.
         """
         used: set[str] = set()
         initialize_layerwise_reload(self._model)
         try:
+            _check_aliases(self._model)
             with torch.no_grad(), set_current_vllm_config(self._config):
                 for path, layer in self._model.named_modules():
                     used |= self._build_layer(path, layer)
@@ -160,6 +161,32 @@ def _process(layer: nn.Module) -> None:
 def _is_derived(layer: nn.Module, name: str) -> bool:
     """Whether a buffer is computed by the layer, not loaded; processing may have dropped it."""
     return name not in layer._buffers or name in get_layerwise_info(layer).kernel_non_persistent_buffers
+
+
+def _check_aliases(model: nn.Module) -> None:
+    """Buffers that were views of weights when the model was built, such as Mamba's ``conv_weights``, must still be.
+
+    vLLM leaves them alone when weights are replaced. Where processing has since put a weight elsewhere, the buffer
+    would keep the old values.
+    """
+    for path, layer in model.named_modules():
+        kernel = get_layerwise_info(layer).kernel_tensors
+        if kernel is None:
+            continue
+        dropped = {name: buffer for name, buffer in kernel[1].items() if name not in layer._buffers}
+        if not dropped:
+            continue
+        weights = {
+            tensor.untyped_storage().data_ptr()
+            for inner in layer.modules()
+            for tensor in (get_layerwise_info(inner).kernel_tensors or ({}, {}))[0].values()
+        }
+        for name, buffer in dropped.items():
+            if buffer.untyped_storage().data_ptr() not in weights:
+                raise TransferError(
+                    f"{_join(path, name)} was a view of a weight when the model was built and has memory of its own "
+                    "now; new weights would not reach it"
+                )
 
 
 def _check_same_form(name: str, new: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,0 +1,260 @@
+"""Point to point over a torch.distributed process group: NCCL between GPUs, gloo between hosts' memories.
+
+The group is of trainer ranks and engine workers together, made from a store of its own and of no default group, so
+neither Megatron's groups nor vLLM's know of it. Both sides need the same version of torch, and of NCCL.
+
+[Note: NCCL] A pair of parties has a communicator of its own, which is made when they first meet, so that links need
+no common order. Waits look at events and can end; a communicator whose peer has gone is aborted with the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.staging import SLOTS
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.worker import Outbox, Worker, wait_for
+
+_GREETING = 63  # tag of the first message of a link; slots have the tags below
+
+
+class _Details(msgspec.Struct):
+    """What parties tell each other: where the store is, from the first party, and where their memory is."""
+
+    host: str
+    port: int
+    device: str
+    torch: str
+
+
+_decode_details = msgspec.msgpack.Decoder(_Details).decode
+
+
+class C10dTransport:
+    """See :class:`megatron_patches.refit.transports.base.Transport`.
+
+    Args:
+        place: where this party is.
+    """
+
+    one_host = False
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._store: dist.TCPStore | None = None
+        self._group: Any = None
+        self._nccl = False
+
+    def details(self) -> bytes:
+        """Where the store is; the first party opens it."""
+        port = 0
+        if self._place.party == 0:
+            self._store = self._open_store(0, master=True)
+            port = self._store.port
+        details = _Details(self._place.host, port, self._place.device, str(torch.__version__))
+        return msgspec.msgpack.encode(details)
+
+    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+        """Makes the group.
+
+        Raises:
+            PartyFailedError: if another party has another version of torch, or does not come in time.
+        """
+        details = [_decode_details(offer.details) for offer in offers]
+        versions = {item.torch.split("+")[0] for item in details}
+        if len(versions) > 1:
+            raise PartyFailedError(f"the transport c10d needs one version of torch; parties have {sorted(versions)}")
+        self._nccl = all(torch.device(item.device).type == "cuda" for item in details)
+        what = f"the group of {len(offers)} parties"
+        self._group = _in_thread(
+            lambda: self._make_group(details[0], len(offers)), Patience(self._place.timeout_s, what, check)
+        )
+
+    def outgoing(self, end: LinkEnd) -> C10dOutgoing:
+        """Greets the destination, which makes the pair's connection."""
+        greeting = self._buffer(1)
+        _in_thread(lambda: self._finish(self._group.send([greeting], end.peer, _GREETING)), end.patience)
+        return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl)
+
+    def incoming(self, end: LinkEnd) -> C10dIncoming:
+        """Waits for the source's greeting."""
+        greeting = self._buffer(1)
+        _in_thread(lambda: self._finish(self._group.recv([greeting], end.peer, _GREETING)), end.patience)
+        return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl)
+
+    def stop(self) -> None:
+        """Ends the group, and with it every wait of a link."""
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        """Forgets the group and the store."""
+        self._group, self._store = None, None
+
+    def _open_store(self, port: int, *, master: bool, host: str | None = None) -> dist.TCPStore:
+        return dist.TCPStore(
+            host or self._place.host,
+            port,
+            is_master=master,
+            timeout=timedelta(seconds=self._place.timeout_s),
+            wait_for_workers=False,
+        )
+
+    def _make_group(self, first: _Details, size: int) -> Any:
+        if self._store is None:
+            self._store = self._open_store(first.port, master=False, host=first.host)
+        store = dist.PrefixStore("refit", self._store)
+        timeout = timedelta(seconds=self._place.timeout_s)
+        options: Any
+        if self._nccl:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, self._place.party, size, options)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        # The address that reached the rendezvous; gloo would take whatever the host's name resolves to.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._place.host)]  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(store, self._place.party, size, options)
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._place.device if self._nccl else "cpu")
+
+    def _slots(self, end: LinkEnd) -> _Slots:
+        return _Slots(self._place, end.slot_bytes, self._buffer)
+
+    def _finish(self, work: Any) -> None:
+        work.wait()
+        if self._nccl:
+            torch.cuda.synchronize(self._place.device)
+
+
+class _Slots:
+    """Memory of one side of a link."""
+
+    def __init__(self, place: Place, slot_bytes: int, make: Any) -> None:
+        self._lease = place.pool.lease(SLOTS * slot_bytes, make)
+        whole: torch.Tensor = self._lease.buffer
+        self.tensors = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
+
+    def release(self) -> None:
+        """Gives it back."""
+        self._lease.release()
+
+
+class C10dOutgoing:
+    """A source's side of a link.
+
+    Args:
+        group: the group.
+        slots: the memory.
+        peer: rank of the destination in the group.
+        nccl: whether the group is NCCL's.
+    """
+
+    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
+        self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
+        self._outbox = Outbox(f"refit-to-{peer}")
+        self._under_way: list[Any] = []
+
+    @property
+    def slots(self) -> Sequence[Payload]:
+        """Memory to pack into."""
+        return self._slots.tensors
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """Sends a slot: NCCL at once, in a stream of its own; gloo in the link's thread."""
+        payload = self._slots.tensors[slot][:nbytes]
+        if self._nccl:
+            self._under_way.append(self._group.send([payload], self._peer, slot))
+        else:
+            self._outbox.put(lambda: _complete(self._group.send([payload], self._peer, slot)))
+
+    def check(self) -> None:
+        """Raises what sending raised."""
+        self._outbox.check()
+        for work in [work for work in self._under_way if work.is_completed()]:
+            self._under_way.remove(work)
+            work.wait()
+
+    def close(self) -> None:
+        """Ends it; the group was ended before."""
+        self._outbox.close()
+        self._under_way.clear()
+        self._slots.release()
+
+
+class C10dIncoming:
+    """A destination's side of a link.
+
+    Args:
+        group: the group.
+        slots: the memory.
+        peer: rank of the source in the group.
+        nccl: whether the group is NCCL's.
+    """
+
+    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
+        self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
+        self._worker = Worker(f"refit-from-{peer}")
+
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """Receives into the own slot of the same number, which is free if the source's is."""
+        payload = self._slots.tensors[slot][:nbytes]
+        if self._nccl:
+            return _Received(self._group.recv([payload], self._peer, slot), payload)
+
+        def receive() -> Payload:
+            _complete(self._group.recv([payload], self._peer, slot))
+            return payload
+
+        return self._worker.submit(receive)
+
+    def close(self) -> None:
+        """Ends it; the group was ended before."""
+        self._worker.close()
+        self._slots.release()
+
+
+class _Received:
+    """What NCCL receives."""
+
+    def __init__(self, work: Any, payload: torch.Tensor) -> None:
+        self._work, self._payload = work, payload
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def result(self) -> Payload:
+        self._work.wait()
+        return self._payload
+
+
+def _complete(work: Any) -> None:
+    """Waits for gloo, whose time-out is the group's.
+
+    Raises:
+        PartyFailedError: if the peer has gone, or the time is over.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PartyFailedError(f"gloo: {error}") from error
+
+
+def _in_thread[T](work: Any, patience: Patience) -> T:
+    """Has something done that cannot be interrupted; waits for it with patience, and leaves it behind if that ends."""
+    worker = Worker("refit-c10d")
+    try:
+        found: T = wait_for(worker.submit(work), patience)
+        return found
+    finally:
+        worker.close(0.0)
