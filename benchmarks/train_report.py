@@ -128,12 +128,13 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown, then what the columns mean, then what failed."""
     lines = [_line(_HEAD), "|" + "---|" * len(_HEAD)]
     lines += [_line(_cells(row)) for row in rows(reports)]
-    failed = [
-        f"- {SYSTEMS.get(name, name)}, {model_of(report)} on {report['gpus']} GPUs: {reason}"
-        for report in reports
-        for name, reason in report.get("failures", {}).items()
-    ]
-    return "\n".join([*lines, "", NOTES, *(["", "Failed:", "", *failed] if failed else [])])
+    failed: dict[tuple[str, str], list[str]] = {}
+    for report in reports:
+        where = model_of(report) + (f" on {report['gpus']} GPUs" if report["gpus"] else "")
+        for name, reason in report.get("failures", {}).items():
+            failed.setdefault((where, reason), []).append(SYSTEMS.get(name, name))
+    listed = [f"- {where}: {'; '.join(names)}: {reason}" for (where, reason), names in failed.items()]
+    return "\n".join([*lines, "", NOTES, *(["", "Failed:", "", *listed] if listed else [])])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -177,13 +178,13 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
         here = _first_of_each([row for row in found if (row.model, row.gpus) == (model, gpus)])
         for axis, count in zip(axes, counts, strict=False):
             chosen = [row for row in here if row.microbatches == count and row.eager_ratio is not None]
-            _bars(axis, [row.system for row in chosen], [row.eager_ratio or 0.0 for row in chosen], "%.3f")
+            # Bars begin at 1: their length is the time that communication adds.
+            _bars(axis, [row.system for row in chosen], [row.eager_ratio or 1.0 for row in chosen], "%.3f", base=1.0)
             axis.axvline(1.0, color="black", linewidth=0.8)
-            axis.set_xlim(left=min([0.9, *(row.eager_ratio or 1.0 for row in chosen)]))
             plural = "microbatch" if count == 1 else "microbatches"
             axis.set_title(f"{model}, {gpus} GPUs, {count} {plural}: ratio to no communication", fontsize=8)
         held = [row for row in here if row.microbatches == max(r.microbatches for r in here) and row.held_gib]
-        _bars(axes[-1], [row.system for row in held], [row.held_gib or 0.0 for row in held], "%.2f")
+        _bars(axes[-1], [row.system for row in held], [row.held_gib or 0.0 for row in held], "%.2f", base=0.0)
         axes[-1].set_title("GiB held on a rank between steps", fontsize=8)
     figure.savefig(path)
 
@@ -196,11 +197,11 @@ def _first_of_each(found: Sequence[Row]) -> list[Row]:
     return list(first.values())
 
 
-def _bars(axis: Any, systems: Sequence[str], values: Sequence[float], digits: str) -> None:
-    colours = ["tab:green" if name.startswith("etp") else "tab:gray" if name.startswith("none") else "tab:blue"
-               for name in systems]  # fmt: skip
-    bars = axis.barh(systems, values, color=colours)
-    axis.bar_label(bars, fmt=digits, fontsize=7, padding=2)
+def _bars(axis: Any, systems: Sequence[str], values: Sequence[float], digits: str, *, base: float) -> None:
+    colours = {"etp": "tab:green", "none": "tab:gray"}
+    chosen = [colours.get(name.split("_")[0], "tab:blue") for name in systems]
+    bars = axis.barh(systems, [value - base for value in values], left=base, color=chosen)
+    axis.bar_label(bars, labels=[digits % value for value in values], fontsize=7, padding=2)
     axis.invert_yaxis()
     axis.tick_params(labelsize=7)
-    axis.margins(x=0.15)
+    axis.margins(x=0.2)

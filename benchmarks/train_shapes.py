@@ -64,7 +64,7 @@ SHAPES = {
     "llama8b-8l": Shape(8, 4096, 14336, 32, 8, 32000, 4096, 1),
     # Launch overhead rules: the host cannot enqueue kernels as fast as the GPU runs them.
     "small": Shape(8, 1024, 2816, 16, 4, 32000, 1024, 1),
-    # Layers of Llama-70B. 129 GiB of bf16 weights and gradients alone: not unsharded on a GPU of 141 GB, but over two.
+    # Layers of Llama-70B. 129 GiB of bf16 weights and gradients: too much for a GPU of 141 GB, with activations.
     "llama70b-40l": Shape(40, 8192, 28672, 64, 8, 32000, 4096, 1),
     "llama8b-32l": Shape(32, 4096, 14336, 32, 8, 128256, 4096, 1),
     "test": Shape(2, 256, 704, 8, 4, 512, 256, 1),

@@ -95,12 +95,14 @@ def test_what_does_not_fit_alone_is_compared_with_a_calculated_time() -> None:
 
 
 def test_the_table_is_markdown_and_lists_failures() -> None:
-    failed = report(result("none", 1, 100.0), gpus=2, failures={"fsdp2": "rank 1, building: RuntimeError: no"})
+    failed = report(
+        result("none", 1, 100.0), gpus=2, failures={"fsdp2": "out of memory", "megatron_fsdp": "out of memory"}
+    )
     lines = table([OURS, failed]).splitlines()
     widths = {line.count("|") for line in lines if line.startswith("|")}
     assert len(widths) == 1
     assert sum(line.startswith("|") for line in lines) == 2 + len(OURS["results"]) + 1
-    assert lines[-1] == "- PyTorch FSDP2 (Megatron's wrapper), llama8b-8l on 2 GPUs: rank 1, building: RuntimeError: no"
+    assert lines[-1] == "- llama8b-8l on 2 GPUs: PyTorch FSDP2 (Megatron's wrapper); Megatron-FSDP: out of memory"
     copy_engine = next(line for line in lines if line.startswith("| ETP, copy_engine | llama8b-8l | 4 | 1 |"))
     assert copy_engine.split(" | ")[4:8] == ["110.0", "108.0-111.0", "1.100", "1.100"]
     assert copy_engine.rstrip(" |").split(" | ")[10:] == ["3.55", "1.01", "8.80", "6.0", "4.0"]
