@@ -40,10 +40,11 @@ STOCK_BOUND = 0.02
 """Relative, on the mean of the absolute differences of the losses."""
 GROWTH_BOUNDS = {"allocated": 64 << 10, "reserved": 64 << 20, "symmetric": 0, "process": 96 << 20}
 """Bytes; allocators of whole processes keep what they once needed."""
-ETP_TIMEOUT_S = 20
+ETP_TIMEOUT_S = 30
 GROUP_TIMEOUT_MIN = 1
 """Of Megatron's own process groups, in which ranks wait that share no weights with the lost one."""
-END_MARGIN_S = 30.0
+END_MARGIN_S = 60.0
+"""NCCL takes a while to write down where its ranks stand."""
 REASON = re.compile(
     r".*(EtpCommunicationError: |did not finish within|collective operation timeout|[Cc]onnection (closed|reset)).*"
 )
@@ -145,7 +146,7 @@ class LongRuns:
             fell = curve[steps[-1]] < curve[steps[0]]
             self.judge(f"{variant}: learns", fell, f"loss {curve[steps[0]]:.6f} to {curve[steps[-1]]:.6f}")
         for variant in sharded[1:]:
-            self._judge_same(f"{variant} against {sharded[0]}", losses[variant], losses[sharded[0]])
+            self.judge_same(f"{variant} against {sharded[0]}", losses[variant], losses[sharded[0]])
         if STOCK in losses and sharded:
             pairs = [(losses[sharded[0]][step], losses[STOCK][step]) for step in sorted(losses[STOCK])]
             relative = [abs(one - other) / other for one, other in pairs]
@@ -157,7 +158,8 @@ class LongRuns:
                 self.judge_memory(variant, training)
         return losses
 
-    def _judge_same(self, what: str, found: dict[int, float], expected: dict[int, float]) -> None:
+    def judge_same(self, what: str, found: dict[int, float], expected: dict[int, float]) -> None:
+        """Whether the losses of steps are those of another training at the same steps, bit by bit."""
         if not found or not found.keys() <= expected.keys():
             self.judge(what, False, f"steps {sorted(found)[:3]}... are not among {sorted(expected)[:3]}...")
             return
@@ -200,7 +202,7 @@ class LongRuns:
                 self.judge(what, good, f"rank {other} ended within {seconds:.1f} s of {limit:.0f}: {text}")
             with self.training(f"{variant}-resumed", variant, "--load", str(checkpoints)) as resumed:
                 resumed.wait(options.run_timeout)
-            self._judge_same(f"{variant}: resumed after step {min(resumed.losses()) - 1}", resumed.losses(), whole)
+            self.judge_same(f"{variant}: resumed after step {min(resumed.losses()) - 1}", resumed.losses(), whole)
         except TrainingFailedError as error:
             self.judge(what, False, str(error))
 

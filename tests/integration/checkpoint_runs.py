@@ -46,7 +46,7 @@ class Run:
 def pack(tensors: dict[Any, torch.Tensor]) -> bytes:
     """``tensors`` as the bytes of a file."""
     file = io.BytesIO()
-    torch.save(tensors, file)
+    torch.save({key: tensor.cpu() for key, tensor in tensors.items()}, file)
     return file.getvalue()
 
 

@@ -39,7 +39,8 @@ def failing_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
         def fail(*_: Any) -> None:
             os.kill(os.getpid(), number)
 
-        layer = dict(model.named_modules(remove_duplicate=False))["module.decoder.layers.1"]
+        names = dict(model.named_modules(remove_duplicate=False))
+        layer = next(module for name, module in names.items() if name.endswith("decoder.layers.1"))
         if args.fail_in == "forward":
             layer.register_forward_pre_hook(fail)
         else:
