@@ -38,6 +38,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.19,<2.21"],
         "vllm": ["vllm==0.26.0"],
+        "nixl": ["nixl>=1.5,<2"],
         "dev": [
             "hypothesis",
             "matplotlib",  # draws what benchmarks/train_step.py measured

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--refit-transport",
         choices=[name.value for name in TransportName],
         default=defaults.transport.value,
-        help="How weights travel: shm is shared memory on one host, tcp and c10d reach everywhere. Default: %(default)s.",
+        help="How weights travel: shm is shared memory on one host, the others reach everywhere. Default: %(default)s.",
     )
     group.add_argument(
         "--refit-staging-bytes",

@@ -35,6 +35,7 @@ class TransportName(StrEnum):
     SHM = "shm"
     TCP = "tcp"
     C10D = "c10d"
+    NIXL = "nixl"
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ no common order. Waits look at events and can end; a communicator whose peer has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -119,11 +119,12 @@ class C10dTransport:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return dist.ProcessGroupNCCL(store, self._place.party, size, options)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo: Any = dist.ProcessGroupGloo  # whose options the type stubs leave out
+        options = gloo._Options()
         options._timeout = timeout
         # The address that reached the rendezvous; gloo would take whatever the host's name resolves to.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._place.host)]  # type: ignore[attr-defined]
-        return dist.ProcessGroupGloo(store, self._place.party, size, options)
+        options._devices = [gloo.create_device(hostname=self._place.host)]
+        return gloo(store, self._place.party, size, options)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._place.device if self._nccl else "cpu")
@@ -140,9 +141,9 @@ class C10dTransport:
 class _Slots:
     """Memory of one side of a link."""
 
-    def __init__(self, place: Place, slot_bytes: int, make: Any) -> None:
+    def __init__(self, place: Place, slot_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
         self._lease = place.pool.lease(SLOTS * slot_bytes, make)
-        whole: torch.Tensor = self._lease.buffer
+        whole = self._lease.buffer
         self.tensors = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
     def release(self) -> None:
@@ -250,11 +251,10 @@ def _complete(work: Any) -> None:
         raise PartyFailedError(f"gloo: {error}") from error
 
 
-def _in_thread[T](work: Any, patience: Patience) -> T:
+def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:
     """Has something done that cannot be interrupted; waits for it with patience, and leaves it behind if that ends."""
     worker = Worker("refit-c10d")
     try:
-        found: T = wait_for(worker.submit(work), patience)
-        return found
+        return wait_for(worker.submit(work), patience)
     finally:
         worker.close(0.0)

@@ -22,6 +22,10 @@ def open_transport(name: TransportName, place: Place) -> Transport:
     if name is TransportName.TCP:
         return TcpTransport(place)
     # Imported here: they need torch, or more.
+    if name is TransportName.NIXL:
+        from megatron_patches.refit.transports.nixl import NixlTransport
+
+        return NixlTransport(place)
     from megatron_patches.refit.transports.c10d import C10dTransport
 
     return C10dTransport(place)

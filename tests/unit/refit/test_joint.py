@@ -28,6 +28,7 @@ from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
 from tests.support.refit_cases import Case, elements, random_case, region
+from tests.unit.refit.transport_cases import usable
 
 POISON = 0xDEADBEEF
 
@@ -141,7 +142,7 @@ def scene(case: Case, transport: TransportName, staging: int = 512, timeout_s: f
         server.close()
 
 
-@pytest.mark.parametrize("transport", list(TransportName))
+@pytest.mark.parametrize("transport", usable())
 @pytest.mark.parametrize("seed", range(12))
 def test_versions_arrive_bit_for_bit(seed: int, transport: TransportName) -> None:
     with scene(coverable(seed), transport, staging=[80, 100, 512, 1 << 20][seed % 4]) as parties:
@@ -174,7 +175,7 @@ def test_less_staging_memory_than_links_need_is_refused_on_all() -> None:
             assert re.search(r"StagingError: staging_bytes is \d+; \d+ links take at least \d+ bytes", str(answer))
 
 
-@pytest.mark.parametrize("transport", list(TransportName))
+@pytest.mark.parametrize("transport", usable())
 def test_after_a_failure_on_one_source_all_know_why_and_the_next_version_arrives(transport: TransportName) -> None:
     def spoil(rank: int, held: dict[str, Bits]) -> None:
         if rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,13 +86,13 @@ def kill_in_the_third(party: SourceParty) -> None:
     end = party._linked()
     original, left = end.send, [3]
 
-    def send_some(*args: object) -> None:
+    def send_some(*args: Any) -> None:
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
-        original(*args)  # type: ignore[arg-type]
+        original(*args)
 
-    end.send = send_some  # type: ignore[method-assign]
+    end.send = send_some  # type: ignore[method-assign,assignment]
 
 
 def take(rank: int, party: DestinationParty, victim: int | None) -> None:

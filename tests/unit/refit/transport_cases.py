@@ -9,15 +9,16 @@ import pytest
 
 from megatron_patches.refit.transports.base import TransportName
 
-NEEDS = {"nixl": "nixl"}
-"""The module that a transport needs, by name."""
+NEEDS = {TransportName.NIXL: ("nixl", "nixl_cu13", "nixl_cu12")}
+"""Modules of which a transport needs one."""
 
 
 def usable() -> list[Any]:
     """All transports that move host memory, as parameters of a test; skipped where a module is missing."""
     found = []
     for name in TransportName:
-        needed = NEEDS.get(name.value)
-        missing = needed is not None and importlib.util.find_spec(needed) is None
-        found.append(pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"{needed} is not installed")))
+        needed = NEEDS.get(name, ())
+        missing = bool(needed) and not any(importlib.util.find_spec(module) for module in needed)
+        reason = f"none of {', '.join(needed)} is installed"
+        found.append(pytest.param(name, id=name.value, marks=pytest.mark.skipif(missing, reason=reason)))
     return found
