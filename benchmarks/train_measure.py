@@ -27,7 +27,7 @@ from benchmarks.trace_times import trace_times
 from benchmarks.train_shapes import GIB, SHAPES, closed_form
 from benchmarks.train_systems import BuildOptions, System, build
 
-# Before a capture; without one, the second step is as fast as the others.
+# Before each capture. Without one: before the first number of microbatches, of which the first step is slow.
 _WARM_UP_STEPS = 3
 _EAGER_WARM_UP_STEPS = 2
 _TRACED_STEPS = 2
@@ -102,13 +102,16 @@ class Stepper:
         self.system = system
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if system.graphed else None
+        self._warm = False
 
     def prepare(self, microbatches: int) -> None:
         """Warm up, and capture the graph if there is to be one. Collective."""
         system, side = self.system, self.system.stream
+        steps = _WARM_UP_STEPS if system.graphed else 0 if self._warm else _EAGER_WARM_UP_STEPS
+        self._warm = True
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UP_STEPS if system.graphed else _EAGER_WARM_UP_STEPS):
+            for _ in range(steps):
                 system.step(microbatches)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
@@ -244,7 +247,7 @@ class Run:
             work()
             torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 - whatever ails one system must not lose the others
-            reason = f"{doing}: {type(error).__name__}: {error}"[:500]
+            reason = f"{doing}: {_explain(error)}"
         reasons: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
         first = next(((rank, text) for rank, text in enumerate(reasons) if text), None)
@@ -327,6 +330,13 @@ def _allocate_workspaces() -> None:
     del system
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _explain(error: BaseException) -> str:
+    """An error in one line, and the one that it hides: a capture that is broken off raises one of its own."""
+    hidden = error.__cause__ or error.__context__
+    line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"{line} (after {_explain(hidden)})" if hidden is not None else line
 
 
 def _say(text: str) -> None:
