@@ -11,8 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_common import common_traits
 from megatron_patches.refit.hf_families import read_hybrid_traits, read_latent_traits
-from megatron_patches.refit.hf_refusals import activation_name, attention_refusals, expert_refusals
+from megatron_patches.refit.hf_refusals import (
+    activation_name,
+    attention_refusals,
+    expert_refusals,
+    refuse,
+    vocabulary_refusals,
+)
 from megatron_patches.refit.source.deepseek_v3 import DeepseekV3Family
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.llama import LlamaFamily
@@ -43,21 +50,14 @@ def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         return read_hybrid_traits(model, vocab_size)
     if model.config.multi_latent_attention:  # type: ignore[union-attr]
         return read_latent_traits(model, vocab_size)
-    refused = list(_refusals(model, vocab_size))
-    if refused:
-        raise UnsupportedModelError("cannot export this model: " + "; ".join(refused))
+    refuse(_refusals(model, vocab_size))
     config: Any = model.config
     experts = config.num_moe_experts or 0
     return ModelTraits(
+        **common_traits(model, vocab_size),
         num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
-        vocab_size=vocab_size,
-        max_positions=int(model.max_sequence_length),  # type: ignore[arg-type]
-        tied_embeddings=bool(model.share_embeddings_and_output_weights),
         qkv_bias=bool(config.add_bias_linear or config.add_qkv_bias),
         linear_bias=bool(config.add_bias_linear),
         qk_norm=bool(config.qk_layernorm),
@@ -66,10 +66,8 @@ def read_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
         # Scores are made to add up to one where the softmax comes after the choice of experts.
         norm_topk_prob=not (experts and config.moe_router_pre_softmax),
-        norm_eps=config.layernorm_epsilon,
         rope_base=float(model.rotary_base),  # type: ignore[arg-type]
         rope_scaling_factor=_rope_scaling_factor(model, config),
-        init_std=config.init_method_std,
     )
 
 
@@ -144,8 +142,7 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
     else:
         yield from _rotary_refusals(model, config)
     yield from attention_refusals(config)
-    if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
-        yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"
+    yield from vocabulary_refusals(model, vocab_size)
 
 
 def _expert_refusals(config: Any) -> Iterator[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_common import common_traits
 from megatron_patches.refit.hf_refusals import (
     activation_name,
     attention_refusals,
     norm_refusals,
+    refuse,
     sigmoid_router_refusals,
+    vocabulary_refusals,
 )
 from megatron_patches.refit.source.traits import LatentTraits, MambaTraits, ModelTraits, RouterTraits
 
@@ -30,18 +32,13 @@ def read_latent_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         UnsupportedModelError: naming every feature that DeepSeek-V3 does not have, and its flag.
     """
     config: Any = model.config
-    _refuse(_latent_refusals(model, config, vocab_size))
+    refuse(_latent_refusals(model, config, vocab_size))
     dense = _first_dense_layers(config)
     return ModelTraits(
+        **common_traits(model, vocab_size),
         num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_attention_heads,
         head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim,
-        vocab_size=vocab_size,
-        max_positions=int(model.max_sequence_length),  # type: ignore[arg-type]
-        tied_embeddings=bool(model.share_embeddings_and_output_weights),
         qkv_bias=False,
         linear_bias=False,
         num_experts=config.num_moe_experts,
@@ -60,9 +57,7 @@ def read_latent_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         ),
         mtp_layers=config.mtp_num_layers or 0,
         norm_topk_prob=config.moe_router_topk > 1,
-        norm_eps=config.layernorm_epsilon,
         rope_base=float(config.rotary_base),
-        init_std=config.init_method_std,
     )
 
 
@@ -74,19 +69,14 @@ def read_hybrid_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
     """
     config: Any = model.config
     pattern = str(model.hybrid_layer_pattern).replace("|", "")
-    _refuse(_hybrid_refusals(model, config, pattern, vocab_size))
+    refuse(_hybrid_refusals(model, config, pattern, vocab_size))
     experts = "E" in pattern
     return ModelTraits(
+        **common_traits(model, vocab_size),
         num_layers=len(pattern),
         layer_kinds=tuple(_KINDS[letter] for letter in pattern),
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_query_groups,
         head_dim=config.kv_channels,
-        vocab_size=vocab_size,
-        max_positions=int(model.max_sequence_length),  # type: ignore[arg-type]
-        tied_embeddings=bool(model.share_embeddings_and_output_weights),
         qkv_bias=False,
         linear_bias=False,
         num_experts=config.num_moe_experts if experts else 0,
@@ -103,16 +93,8 @@ def read_hybrid_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
             kernel=_MIXER_KERNEL,
         ),
         norm_topk_prob=config.moe_router_topk > 1 if experts else True,
-        norm_eps=config.layernorm_epsilon,
         rope_base=10000.0,  # it has no rotary positions
-        init_std=config.init_method_std,
     )
-
-
-def _refuse(clauses: Iterator[str]) -> None:
-    found = list(clauses)
-    if found:
-        raise UnsupportedModelError("cannot export this model: " + "; ".join(found))
 
 
 def _router(config: Any) -> RouterTraits:
@@ -138,7 +120,7 @@ def _latent_refusals(model: torch.nn.Module, config: Any, vocab_size: int) -> It
     from torch.nn import functional
 
     yield from norm_refusals(config)
-    yield from _vocabulary_refusals(model, vocab_size)
+    yield from vocabulary_refusals(model, vocab_size)
     if not config.gated_linear_unit or config.activation_func is not functional.silu:
         yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
     if not config.qk_layernorm:
@@ -170,7 +152,7 @@ def _hybrid_refusals(model: torch.nn.Module, config: Any, pattern: str, vocab_si
     import torch
 
     yield from norm_refusals(config)
-    yield from _vocabulary_refusals(model, vocab_size)
+    yield from vocabulary_refusals(model, vocab_size)
     if any(letter not in _KINDS for letter in pattern):
         yield f"its layers are {pattern} (--hybrid-layer-pattern), and only {', '.join(_KINDS)} are known"
     if model.position_embedding_type != "none":
@@ -188,8 +170,3 @@ def _hybrid_refusals(model: torch.nn.Module, config: Any, pattern: str, vocab_si
     if "E" in pattern:
         yield from sigmoid_router_refusals(config)
     yield from attention_refusals(config)
-
-
-def _vocabulary_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
-    if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
-        yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"

@@ -3,7 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def refuse(clauses: Iterator[str]) -> None:
+    """Refuses a model with all that speaks against it.
+
+    Raises:
+        UnsupportedModelError: if there is any clause.
+    """
+    found = list(clauses)
+    if found:
+        raise UnsupportedModelError("cannot export this model: " + "; ".join(found))
+
+
+def vocabulary_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
+    """A clause if the model's embedding cannot be that of ``vocab_size`` tokens."""
+    if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
+        yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"
 
 
 def attention_refusals(config: Any) -> Iterator[str]:

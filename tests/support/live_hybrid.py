@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_patches.refit.source.config_traits import family_from_config
-from tests.support.live_models import Case, PlainAttention, common_settings
+from tests.support.live_models import Case, PlainAttention, chunk_arguments, common_settings
 from tests.support.mamba_kernels import split_conv1d_scan
 
 
@@ -32,7 +32,6 @@ class GatedNorm(torch.nn.Module):
 
 def build_hybrid_chunk(case: Case, chunk: int) -> Any:
     """One chunk of a model like NemotronH."""
-    from megatron.core import parallel_state
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
@@ -44,20 +43,15 @@ def build_hybrid_chunk(case: Case, chunk: int) -> Any:
     mamba_mixer.ExtendedRMSNorm = GatedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
     hybrid_block.TENorm = WrappedTorchNorm
-    mesh, traits = case.mesh, family_from_config(case.config).traits
+    traits = family_from_config(case.config).traits
     mamba = traits.mamba
     config = TransformerConfig(
-        num_layers=traits.num_layers,
-        hidden_size=traits.hidden_size,
-        ffn_hidden_size=traits.ffn_hidden_size,
-        num_attention_heads=traits.num_heads,
         num_query_groups=traits.num_kv_heads,
         kv_channels=traits.head_dim,
         mamba_state_dim=mamba.state,
         mamba_head_dim=mamba.head_dim,
         mamba_num_heads=mamba.heads,
         mamba_num_groups=mamba.groups,
-        normalization="RMSNorm",
         gated_linear_unit=False,
         activation_func=lambda x: torch.nn.functional.relu(x).square(),
         add_bias_linear=False,
@@ -67,18 +61,11 @@ def build_hybrid_chunk(case: Case, chunk: int) -> Any:
         layernorm_epsilon=traits.norm_eps,
         **common_settings(case),
     )
-    stage = chunk if mesh.vpp > 1 else None
     return HybridModel(
         config=config,
         hybrid_stack_spec=stack_spec(traits.num_experts),
-        vocab_size=40,
-        max_sequence_length=64,
         hybrid_layer_pattern=family_from_config(case.config).config()["hybrid_override_pattern"],
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        share_embeddings_and_output_weights=traits.tied_embeddings,
-        parallel_output=False,
-        vp_stage=stage,
+        **chunk_arguments(case, chunk),
     )
 
 

@@ -5,8 +5,9 @@ Building a model moves nothing between ranks, so a "fake" process group will do.
 
 from __future__ import annotations
 
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
 from tests.support.fake_group import fake_group
+from tests.support.launch import run_distributed
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,11 @@ def live_chunks(case: Case, rank: int) -> Iterator[list[Any]]:
 
 def build_chunk(case: Case, chunk: int) -> Any:
     """One chunk of the model that the configuration describes."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mesh, traits = case.mesh, family_from_config(case.config).traits
+    traits = family_from_config(case.config).traits
     if traits.latent is not None:
         return build_latent_chunk(case, chunk)
     if traits.layer_kinds:
@@ -75,13 +76,8 @@ def build_chunk(case: Case, chunk: int) -> Any:
 
         return build_hybrid_chunk(case, chunk)
     config = TransformerConfig(
-        num_layers=traits.num_layers,
-        hidden_size=traits.hidden_size,
-        ffn_hidden_size=traits.ffn_hidden_size,
-        num_attention_heads=traits.num_heads,
         num_query_groups=traits.num_kv_heads,
         kv_channels=traits.head_dim,
-        normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=traits.linear_bias,
@@ -89,7 +85,6 @@ def build_chunk(case: Case, chunk: int) -> Any:
         qk_layernorm=traits.qk_norm,
         **common_settings(case),
     )
-    stage = chunk if mesh.vpp > 1 else None
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=traits.qk_norm,
@@ -97,16 +92,7 @@ def build_chunk(case: Case, chunk: int) -> Any:
         moe_grouped_gemm=False,
     )
     return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=40,
-        max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=traits.tied_embeddings,
-        parallel_output=False,
-        vp_stage=stage,
+        config=config, transformer_layer_spec=spec, position_embedding_type="rope", **chunk_arguments(case, chunk)
     )
 
 
@@ -131,10 +117,52 @@ def compare(case: Case) -> None:
         assert {storage.name: storage.numel for storage in manifest.storages} == sizes
 
 
+def compare_in_fresh_process(cases: Mapping[str, Case]) -> dict[str, str]:
+    """What is wrong with each case; nothing, it is hoped.
+
+    In a process of its own, as the patches that let Megatron run on a CPU stay in the process; in one for all, as
+    Megatron takes long to import.
+    """
+    (wrong,) = run_distributed(_compare_all, 1, None, 240.0, args=(cases,), fresh=True)
+    return wrong
+
+
+def _compare_all(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[str, str]:
+    del rank, world_size
+    wrong = dict.fromkeys(cases, "")
+    for name, case in cases.items():
+        try:
+            compare(case)
+        except Exception:  # noqa: BLE001  # whatever it is, it is the verdict on that case
+            wrong[name] = traceback.format_exc()
+    return wrong
+
+
+def chunk_arguments(case: Case, chunk: int) -> dict[str, Any]:
+    """Arguments of Megatron's models that do not depend on the family."""
+    from megatron.core import parallel_state
+
+    stage = chunk if case.mesh.vpp > 1 else None
+    return {
+        "vocab_size": 40,
+        "max_sequence_length": 64,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        "share_embeddings_and_output_weights": family_from_config(case.config).traits.tied_embeddings,
+        "parallel_output": False,
+        "vp_stage": stage,
+    }
+
+
 def common_settings(case: Case) -> dict[str, Any]:
-    """Settings of Megatron's configuration that follow from the mesh, or that a machine without GPUs asks for."""
+    """Settings of Megatron's configuration that all families share, or that a machine without GPUs asks for."""
     mesh, traits = case.mesh, family_from_config(case.config).traits
     settings: dict[str, Any] = {
+        "num_layers": traits.num_layers,
+        "hidden_size": traits.hidden_size,
+        "ffn_hidden_size": traits.ffn_hidden_size,
+        "num_attention_heads": traits.num_heads,
+        "normalization": "RMSNorm",
         "use_cpu_initialization": True,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -192,7 +220,6 @@ class PlainAttention(torch.nn.Module):
 
 def build_latent_chunk(case: Case, chunk: int) -> Any:
     """One chunk of a model like DeepSeek-V3."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -200,10 +227,6 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
     mesh, traits = case.mesh, family_from_config(case.config).traits
     latent = traits.latent
     config = MLATransformerConfig(
-        num_layers=traits.num_layers,
-        hidden_size=traits.hidden_size,
-        ffn_hidden_size=traits.ffn_hidden_size,
-        num_attention_heads=traits.num_heads,
         q_lora_rank=latent.q_rank or None,
         kv_lora_rank=latent.kv_rank,
         qk_head_dim=latent.nope_dim,
@@ -211,7 +234,6 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
         v_head_dim=latent.v_dim,
         rope_type="rope",
         apply_rope_fusion=False,
-        normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -234,12 +256,6 @@ def build_latent_chunk(case: Case, chunk: int) -> Any:
         config=config,
         transformer_layer_spec=spec,
         mtp_block_spec=mtp,
-        vocab_size=40,
-        max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=traits.tied_embeddings,
-        parallel_output=False,
-        vp_stage=stage,
+        **chunk_arguments(case, chunk),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
-from tests.support.launch import run_distributed
-from tests.support.live_models import Case, compare
+from tests.support.live_models import Case, compare_in_fresh_process
 
 CONFIG: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -57,23 +55,9 @@ CASES = {
 }
 
 
-def compare_all(rank: int, world_size: int) -> dict[str, str]:
-    """What is wrong with each case; nothing, it is hoped."""
-    del rank, world_size
-    wrong = dict.fromkeys(CASES, "")
-    for name, case in CASES.items():
-        try:
-            compare(case)
-        except Exception:  # noqa: BLE001  # whatever it is, it is the verdict on that case
-            wrong[name] = traceback.format_exc()
-    return wrong
-
-
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, str]:
-    """From a process of their own: the patches that let Megatron run on a CPU stay in the process."""
-    (wrong,) = run_distributed(compare_all, 1, None, 240.0, fresh=True)
-    return wrong
+    return compare_in_fresh_process(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,6 @@ The live model is built by one process that believes to be the rank; building on
 from __future__ import annotations
 
 import json
-import traceback
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from megatron_patches.refit.source.config_traits import dtype_of, family_from_co
 from megatron_patches.refit.source.mesh import TrainerMesh, TrainerRank
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
-from tests.support.launch import run_distributed
-from tests.support.live_models import Case, compare
+from tests.support.live_models import Case, compare_in_fresh_process
 
 DENSE: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -57,23 +55,9 @@ CASES = {
 }
 
 
-def compare_all(rank: int, world_size: int) -> dict[str, str]:
-    """What is wrong with each case; nothing, it is hoped. One process for all: Megatron takes long to import."""
-    del rank, world_size
-    wrong = dict.fromkeys(CASES, "")
-    for name, case in CASES.items():
-        try:
-            compare(case)
-        except Exception:  # noqa: BLE001  # whatever it is, it is the verdict on that case
-            wrong[name] = traceback.format_exc()
-    return wrong
-
-
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, str]:
-    """From a process of their own: the patches that let Megatron run on a CPU stay in the process."""
-    (wrong,) = run_distributed(compare_all, 1, None, 240.0, fresh=True)
-    return wrong
+    return compare_in_fresh_process(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
