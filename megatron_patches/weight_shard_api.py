@@ -304,6 +304,8 @@ def _no_fp8(*_: Any, **__: Any) -> None:
 
 def _finish_gradients_in_each_graph(runtime: EtpRuntime) -> None:
     """Each graph finishes the gradients that it computes: let Megatron look for none of them in a neighbour's graph."""
+    # Megatron calls wait_async_comms at the end of each.
+    runtime.drained_after_parts = True
     for group in runtime.groups:
         for shard in group.shards:
             shard.shows_neighbours = False  # type: ignore[attr-defined]

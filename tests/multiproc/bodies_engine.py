@@ -377,10 +377,20 @@ def changed_where_it_does_not_matter(rank: int, world_size: int) -> None:
 
 
 def shard_gradient_by_autograd_grad(rank: int, world_size: int) -> str:
-    """torch.autograd.grad cannot return a shard's gradient, and says so."""
-    model, _ = stack(1)
+    """torch.autograd.grad returns a shard's gradient, and leaves ``grad`` alone; with main_grad it says why not."""
+    model, _ = stack(2)
+    weight = model.layers[0].weight
+    for step in range(3):
+        x = torch.randn(2, SIDE, device=device())
+        (got,) = torch.autograd.grad(model(x).square().sum(), weight)
+        assert weight.grad is None, step
+        model(x).square().sum().backward()
+        assert weight.grad.abs().sum() > 0
+        assert torch.equal(got, weight.grad), step
+        model.zero_grad()
+    weight.main_grad = torch.zeros_like(weight)
     try:
-        torch.autograd.grad(model(torch.randn(2, SIDE, device=device())).sum(), model.layers[0].weight)
+        torch.autograd.grad(model(x).sum(), weight)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -150,7 +150,7 @@ def test_a_change_that_no_gradient_depends_on_is_none() -> None:
     run_distributed(bodies.changed_where_it_does_not_matter, 2)
 
 
-def test_autograd_grad_of_a_shard_says_what_to_do() -> None:
+def test_autograd_grad_returns_the_gradient_of_a_shard_without_main_grad() -> None:
     for message in run_distributed(bodies.shard_gradient_by_autograd_grad, 2):
         assert "torch.autograd.grad cannot return the gradient of the sharded weight layers.0.weight" in message
         assert "call backward()" in message

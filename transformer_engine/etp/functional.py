@@ -56,7 +56,7 @@ def _unchanged(ctx: Any) -> Sequence[Any]:
 def _accumulates(ctx: Any) -> bool:
     """Whether the backward pass under way wants the gradient of any of the weights.
 
-    It does not for a frozen weight, under ``torch.autograd.grad``, and where ``backward(inputs=...)`` leaves them out.
+    It does not for a frozen weight, and where ``backward(inputs=...)`` or ``torch.autograd.grad`` leaves them out.
     autograd tells only its own functions, in ``needs_input_grad``, what it would do with their results.
     """
     nodes = [node for node, _ in ctx.next_functions[ctx.first_input : ctx.first_input + len(ctx.weights)]]
@@ -69,8 +69,8 @@ def _accumulates(ctx: Any) -> bool:
         if ctx.weights[0].returns_gradients():
             return True
         raise RuntimeError(
-            f"torch.autograd.grad cannot return the gradient of the sharded weight {ctx.weights[0].fqn}, which is "
-            "reduced over its shard group; call backward() and read its .grad"
+            f"torch.autograd.grad cannot return the gradient of the sharded weight {ctx.weights[0].fqn}, which goes to "
+            "its main_grad; call backward()"
         ) from error
     return any(wanted)
 

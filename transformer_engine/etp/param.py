@@ -206,13 +206,12 @@ class ETPShardedParam(torch.nn.Parameter):
         """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``.
 
         Returns:
-            what autograd is to get for each shard of the group: None, but for graphed callables, which see to it that
-            the gradients arrive by returning them.
+            what autograd is to get for each shard of the group: None, but under ``torch.autograd.grad``.
         """
         return self.driver.reduce_wgrads(self.weight_group, wgrads)
 
     def returns_gradients(self) -> bool:
-        """Whether the backward pass under way is the capture of a graphed callable."""
+        """Whether the backward pass under way is a ``torch.autograd.grad`` that asks for one of these shards."""
         return self.driver.returns_gradients(self.weight_group)
 
     def full_tensor(self) -> torch.Tensor:

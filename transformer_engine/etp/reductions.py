@@ -4,6 +4,11 @@
 is known to autograd alone: it visits the shard's own node once all uses in its graph have been differentiated, even
 though they all gave it None. Hooks wait for that visit, so that they run once and see the whole gradient, as those of
 an unsharded parameter do. Uses that one forward pass can see (tied weights) are added up first and reduced once.
+
+[Note: returned gradients] Under ``torch.autograd.grad`` a shard's gradient goes to autograd. So it does in graphed
+callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's takes what
+it finds in ``grad``, and both replay inside an autograd function that returns what was captured. The capture gives them
+the memory that the reduction fills, the replay hands it out, autograd accumulates it, and hooks run behind that.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.base import GradSink
 from etp.config import EtpConfig, GradReduction
-from etp.grads import PendingReduction, WgradPool, gradient_is_absent, gradient_sink, padded_wgrad
+from etp.grads import PendingReduction, gradient_is_absent, gradient_sink, padded_wgrad
+from etp.graphs import GraphModes
 from etp.group import ReduceState, Shard, WeightGroup
 from etp.routes import Routes
 from etp.traffic import TrafficCounters
@@ -31,11 +37,12 @@ class Reductions:
         config: options of the runtime.
         routes: transports and lanes.
         counters: where traffic is counted.
-        pool: where buffers for full gradients come from.
+        graphs: whether work is being captured into a CUDA graph, and the buffers for full gradients.
     """
 
-    def __init__(self, config: EtpConfig, routes: Routes, counters: TrafficCounters, pool: WgradPool) -> None:
-        self.pool = pool
+    def __init__(self, config: EtpConfig, routes: Routes, counters: TrafficCounters, graphs: GraphModes) -> None:
+        self.pool = graphs.buffers.pool
+        self._graphs = graphs
         self._config = config
         self._routes = routes
         self._counters = counters
@@ -61,13 +68,13 @@ class Reductions:
         """Whether every gradient is on its shards."""
         return not self._pending and not self._local_sums
 
-    def change_mode(self, pool: WgradPool) -> None:
+    def change_mode(self) -> None:
         """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is under way."""
         self._pending.clear()
         self._local_sums.clear()
         self._used_further.clear()
         self._hooks_owed.clear()
-        self.pool = pool
+        self.pool = self._graphs.buffers.pool
 
     # One group's gradient ------------------------------------------------------------------------------------
 
@@ -91,10 +98,11 @@ class Reductions:
             self._used_further.update(id(shard) for shard in group.shards if id(shard) in self._watched)
 
     def add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Take the group's full gradients inside a capture; see [Note: returned gradients]. Collective.
+        """Take the group's full gradients for autograd; see [Note: returned gradients]. Collective.
 
         Returns:
-            for each shard the memory, of its shape, that holds its gradient once the graph has run; None if frozen.
+            for each shard its gradient, of its shape; inside a capture the memory that holds it once the graph has run.
+            None for a frozen shard.
         """
         padded = [
             padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
@@ -103,14 +111,18 @@ class Reductions:
         trained = [shard for shard in group.shards if shard.requires_grad]
         sinks = [GradSink(torch.empty_like(shard.local_shard()), accumulate=False) for shard in trained]
         self._start(group, padded, returned=sinks)
-        for shard in group.shards:
-            self._run_hooks_behind_autograd(shard)
+        if not self._graphs.is_part or group.used_more_than_once:
+            # Autograd reads it right away; a capture of one use only passes it on.
+            self._finish_pending()
+        if self._graphs.is_part:
+            for shard in trained:
+                self._run_hooks_behind_autograd(shard)
         filled = iter(sinks)
         return [next(filled).tensor if shard.requires_grad else None for shard in group.shards]
 
     def _run_hooks_behind_autograd(self, shard: Any) -> None:
         """Run the hooks of ``shard`` when autograd has accumulated a gradient that a replay returned."""
-        if id(shard) in self._behind_autograd or not shard.requires_grad:
+        if id(shard) in self._behind_autograd:
             return
 
         def accumulated() -> None:
@@ -160,7 +172,11 @@ class Reductions:
                     shard.grad.add_(sink.tensor)
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
-            if id(shard) in self._used_further:
+            if self._graphs.is_part:
+                # Nothing is there before a replay.
+                if getattr(shard, "main_grad", None) is None:
+                    self._run_hooks_behind_autograd(shard)
+            elif id(shard) in self._used_further:
                 self._hooks_owed[id(shard)] = shard
             else:
                 self._hooks_owed.pop(id(shard), None)

@@ -26,15 +26,23 @@ class ReplicatedGrads:
     Args:
         reduction: mean or sum over the shard group.
         on_collect: called at each collected gradient, inside the backward pass.
+        is_captured: whether the backward pass is one that graphed callables capture; its gradients come again, from
+            autograd, whenever it is replayed.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
 
     def __init__(
-        self, reduction: GradReduction, on_collect: Callable[[], None], *, fp32_accumulation: bool = True
+        self,
+        reduction: GradReduction,
+        on_collect: Callable[[], None],
+        is_captured: Callable[[], bool],
+        *,
+        fp32_accumulation: bool = True,
     ) -> None:
         self._reduction = reduction
         self._fp32_accumulation = fp32_accumulation
         self._on_collect = on_collect
+        self._is_captured = is_captured
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._collected: dict[nn.Parameter, torch.Tensor] = {}
@@ -64,7 +72,7 @@ class ReplicatedGrads:
         self._groups.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        if not _accumulates(param):
+        if self._is_captured() or not _accumulates(param):
             return grad
         self._on_collect()
         if param._post_accumulate_grad_hooks:

@@ -41,6 +41,7 @@ from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
 from etp.scalars import GroupScalars
 from etp.streams import Lane
+from etp.te import te_is_capturing
 from etp.traffic import TrafficCounters
 from etp.versions import InPlaceTransport, PublishingTransport, WeightVersions
 
@@ -73,12 +74,13 @@ class EtpRuntime:
         self.replicated = ReplicatedGrads(
             self.config.grad_reduction,
             on_collect=self._enter_backward,
+            is_captured=lambda: self._graphs.is_part,
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
         self.counters = TrafficCounters()
         self._routes = Routes(self.config)
-        self._reductions = Reductions(self.config, self._routes, self.counters, self._graphs.buffers.pool)
+        self._reductions = Reductions(self.config, self._routes, self.counters, self._graphs)
         self._scalars = GroupScalars(self.config.timeout_s)
         self._in_use: WeightGroup | None = None
         self._pass_number = 0
@@ -92,6 +94,8 @@ class EtpRuntime:
         self._in_backward_run = False
         self._root: weakref.ref[nn.Module] | None = None
         self._hooks: list[RemovableHandle] = []
+        self.drained_after_parts = False
+        """Whether :meth:`drain` is called at the end of each captured part; its forward gathers ahead only then."""
         self._sees_optimizer_steps = False
         if self.config.reuse_across_forwards:
             self._watch_optimizer_steps()
@@ -216,7 +220,7 @@ class EtpRuntime:
         capturing = self._graphs.capture is not None
         for group in self.groups:
             group.change_mode()
-        self._reductions.change_mode(self._graphs.buffers.pool)
+        self._reductions.change_mode()
         self._routes.change_mode(capturing=capturing)
         self._weights.change_mode(capturing=capturing, replayed_unseen=replayed_unseen)
         self._in_use = self._backward_token = None
@@ -274,10 +278,15 @@ class EtpRuntime:
             self._issue(group, lane)
         weights = group.take(lane)
         self._in_use = group
-        # Nothing joins what a part gathers in vain: it does so only for a pass that it knows.
-        if not self._graphs.is_part or timeline.knows_pass:
+        if self._prefetches(timeline):
             self._prefetch(timeline)
         return weights
+
+    def _prefetches(self, timeline: Timeline[WeightGroup]) -> bool:
+        """Whether to gather ahead: not what nobody might take before the end of a graph, which must join it."""
+        if not self._graphs.is_part:
+            return True
+        return timeline.knows_pass and (self._in_backward_run or self.drained_after_parts)
 
     def _observe(self, group: WeightGroup, lane: Lane) -> None:
         transport = self._routes.transport(group)
@@ -428,13 +437,22 @@ class EtpRuntime:
             )
         if self.returns_gradients(group):
             return self._reductions.add_returned(group, wgrads)
+        if self._graphs.is_part and not self._has_main_grads(group) and not te_is_capturing():
+            raise EtpStateError(
+                f"a backward pass into .grad of {group.name} is captured without the forward pass of the module that "
+                "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
+                "use make_graphed_callables"
+            )
         self._reductions.add(group, wgrads)
         return [None] * len(group.shards)
 
     def returns_gradients(self, group: WeightGroup) -> bool:
         """See :class:`etp.param.ShardDriver`, and [Note: returned gradients] in ``etp/reductions.py``."""
-        self._sync_mode()
-        return self._graphs.is_part and any(returned_by_autograd(shard) for shard in group.shards)
+        return not self._has_main_grads(group) and any(returned_by_autograd(shard) for shard in group.shards)
+
+    @staticmethod
+    def _has_main_grads(group: WeightGroup) -> bool:
+        return any(getattr(shard, "main_grad", None) is not None for shard in group.shards)
 
     def gradient_norms(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float

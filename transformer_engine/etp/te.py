@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ def te_pytorch() -> Any:
     import transformer_engine.pytorch as te  # heavy, and absent without the extra
 
     return te
+
+
+def te_is_capturing() -> bool:
+    """Whether TE's ``make_graphed_callables`` is making graphs now: it captures backward passes into ``grad``."""
+    graphs = sys.modules.get("transformer_engine.pytorch.graph")
+    return graphs is not None and bool(graphs.is_graph_capturing())
 
 
 def _is_te(module: nn.Module, *names: str) -> bool:

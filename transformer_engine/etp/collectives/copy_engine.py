@@ -252,7 +252,8 @@ class CopyEngineTransport:
             )
         if former is not None and self._captured:
             self._kept.append(former)
-        return SymmetricBuffer(self._group, nbytes, self._device)
+        # A group of one rank sends nothing, and there is no symmetric memory of no bytes.
+        return SymmetricBuffer(self._group, max(nbytes, _ALIGNMENT), self._device)
 
     def watch_replays(self) -> None:
         """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
