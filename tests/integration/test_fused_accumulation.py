@@ -27,7 +27,8 @@ def train_fused(rank: int, world_size: int, arguments: tuple[str, ...]) -> tuple
 
     megatron_patches.apply()
     required = {name: value for name, value in cpu.required_arguments().items() if "accumulation" not in name}
-    train_step, seen = training.train_step, set()
+    train_step = training.train_step
+    seen: set[bool] = set()
 
     def noting_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         layers = (module for chunk in model for module in chunk.modules())
