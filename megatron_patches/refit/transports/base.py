@@ -36,6 +36,7 @@ class TransportName(StrEnum):
     TCP = "tcp"
     C10D = "c10d"
     NIXL = "nixl"
+    CUDA_IPC = "cuda_ipc"
 
 
 class Offer(msgspec.Struct, frozen=True):

@@ -26,6 +26,11 @@ def open_transport(name: TransportName, place: Place) -> Transport:
         from megatron_patches.refit.transports.nixl import NixlTransport
 
         return NixlTransport(place)
+    if name is TransportName.CUDA_IPC:
+        from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport
+        from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
+
+        return CudaIpcTransport(place, CudaRuntime(place.device))
     from megatron_patches.refit.transports.c10d import C10dTransport
 
     return C10dTransport(place)
