@@ -98,7 +98,8 @@ class Ends:
         made = [CudaIpcTransport(place, gpu) for place, gpu in zip(places, gpus, strict=True)]
         self.senders = [SendingEnd(places[i], made[i]) for i in range(sources)]
         self.receivers = [ReceivingEnd(places[i], made[i]) for i in range(sources, sources + destinations)]
-        self.offers: list[Offer] = [end.offer(SLOT) for end in (*self.senders, *self.receivers)]
+        self.ends: list[SendingEnd | ReceivingEnd] = [*self.senders, *self.receivers]
+        self.offers: list[Offer] = [end.offer(SLOT) for end in self.ends]
 
     def all(self, send: Callable[[int], Any], take: Callable[[int], Any]) -> list[Any]:
         jobs = [(send, i) for i in range(len(self.senders))] + [(take, i) for i in range(len(self.receivers))]
@@ -114,7 +115,7 @@ class Ends:
         )
 
     def close(self) -> None:
-        for end in (*self.senders, *self.receivers):
+        for end in self.ends:
             end.close()
 
 
