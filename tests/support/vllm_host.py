@@ -65,20 +65,34 @@ class VllmHost:
         merged = {**LLM_OPTIONS, "model": str(model), **options}
         tp = int(merged.get("tensor_parallel_size", 1))
         merged.setdefault("distributed_executor_backend", "uni" if tp == 1 else "mp")
-        command = [sys.executable, "-m", "tests.support.vllm_host", self.address, json.dumps(merged)]
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=os.environ | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self._command = [sys.executable, "-m", "tests.support.vllm_host", self.address, json.dumps(merged)]
+        self._starts_left = 3
+        self.process = self._start()
 
     def connect(self) -> VllmConnection:
         """Waits until the engine is up."""
         deadline = time.monotonic() + _START_S
         while not Path(self.address).exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM did not start:\n{self._log.read_text()[-4000:]}")
+                log = self._log.read_text()
+                # It looks for a free port and takes it later: on a busy machine another process may be first.
+                if "EADDRINUSE" not in log or not self._starts_left or time.monotonic() > deadline:
+                    raise RuntimeError(f"vLLM did not start:\n{log[-4000:]}")
+                self._end()
+                self.process = self._start()
             time.sleep(0.2)
         return VllmConnection(self.address)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._starts_left -= 1
+        with self._log.open("w") as log:
+            return subprocess.Popen(
+                self._command,
+                env=os.environ | ENVIRONMENT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +100,9 @@ class VllmHost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
