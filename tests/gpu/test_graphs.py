@@ -41,7 +41,7 @@ def test_a_whole_step_replayed_equals_eager(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphed_callables_equal_eager(world_size: int, transport: str, maker: str, dtype: torch.dtype) -> None:
     for losses in run_on_gpus(bodies.parts_equal_eager, world_size, args=(transport, maker, dtype), timeout_s=120.0):
-        assert len(losses) == 40
+        assert len(losses) == (40 if dtype == torch.float32 else 20)
         assert all(math.isfinite(loss) for loss in losses)
 
 

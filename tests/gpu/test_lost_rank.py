@@ -16,13 +16,13 @@ pytestmark = [needs_te(), needs_gpus(2)]
 
 # Longer than loading kernels takes in the first step.
 TIMEOUT_S = 15
-# NCCL knows only a group's own time-out, and takes a while to write down where its ranks stand.
+# Of Megatron's own groups, which know no other time-out; NCCL takes a while to write down where its ranks stand.
 GROUP_TIMEOUT_MIN = 1
 MARGIN_S = 60.0
 # What the watchdog of peer copies, the engine and NCCL's own watchdog say. The last knows no names of weights.
 MESSAGES = {
     "copy_engine": r"(reduce-scatter|all-gather|the publication|the end) of .* did not finish within 15 s: a peer has",
-    "c10d": r"EtpCommunicationError: .* failed on rank 0 \(shard group: ranks \[0, 1\]\)|collective operation timeout",
+    "c10d": r"(reduce-scatter|all-gather) of .* did not finish within 15 s|collective operation timeout",
 }
 
 

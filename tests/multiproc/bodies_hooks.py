@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
-from tests.multiproc.bodies_engine import fail, stack, train_once
+from tests.multiproc.bodies_engine import SIDE, fail, stack, train_once
 from tests.multiproc.models import PlannedFailureError, Tiny, batch, loss_of
 from tests.support.launch import device
 
@@ -72,6 +72,28 @@ def a_hook_that_raises(rank: int, world_size: int) -> int:
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     return failures
+
+
+def hooks_of_microbatches(rank: int, world_size: int) -> list[dict[str, int]]:
+    """Hooks that run from the start of each iteration's last microbatch on, where reductions finish as they may.
+
+    Megatron takes a hook in that time for the last microbatch's, and reduces a bucket when it has seen all of them.
+    """
+    model, _ = stack(5)
+    etp.EtpRuntime(etp.EtpConfig(), finish_with_backward=False).adopt(model)
+    counts: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: counts.__setitem__(name, counts.get(name, 0) + 1))
+    seen = []
+    for step in range(3):
+        for micro in range(3):
+            if micro == 2:
+                counts.clear()
+            generator = torch.Generator().manual_seed(10 * step + micro + 100 * rank)
+            model(torch.randn(2, SIDE, generator=generator).to(device())).square().sum().backward()
+        etp.wait_async_comms(model)
+        seen.append(dict(counts))
+    return seen
 
 
 def _count_hooks(model: nn.Module) -> tuple[dict[str, int], dict[str, torch.Tensor]]:

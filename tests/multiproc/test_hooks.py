@@ -25,6 +25,13 @@ def test_hooks_run_once_a_backward_even_for_weights_used_twice() -> None:
         assert set(counts.values()) == {1}
 
 
+def test_hooks_of_a_microbatch_do_not_run_in_the_next() -> None:
+    for iterations in run_distributed(bodies.hooks_of_microbatches, 2):
+        for counts in iterations:
+            assert len(counts) == 5
+            assert set(counts.values()) == {1}
+
+
 @pytest.mark.parametrize("ways", [{}, {"tied": True}], ids=str)
 def test_hooks_run_once_a_backward_through_two_forwards(ways: dict[str, Any]) -> None:
     run_distributed(bodies.hooks_of_two_forwards, 2, args=(ways,))

@@ -183,8 +183,8 @@ def pending(world: dist.ProcessGroup, pool: WgradPool, log: list[str], *, fails:
     group = WeightGroup([FakeShard("w")], world)
     group.set_reduce_state(ReduceState.ISSUED)
 
-    def publish() -> None:
-        log.append(f"published in {group.reduce_state.name}")
+    def publish(run_hooks: bool) -> None:
+        log.append(f"published in {group.reduce_state.name}" + ("" if run_hooks else ", no hooks"))
         if fails:
             raise KeyError("a hook")
 
@@ -204,6 +204,14 @@ def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers
     assert reduction.group.reduce_state is ReduceState.NONE
     assert pool.has_free((8, 3), F32, CPU)
     assert pool.nbytes() == 8 * 3 * 4, "the foreign buffer stays its owner's"
+
+
+def test_a_belated_reduction_publishes_without_hooks(world: dist.ProcessGroup) -> None:
+    log: list[str] = []
+    reduction = pending(world, WgradPool(), log)
+    reduction.belated = True
+    reduction.finish()
+    assert log == ["joined", "published in READY, no hooks"]
 
 
 def test_a_discarded_reduction_is_waited_for_and_not_published(world: dist.ProcessGroup) -> None:

@@ -4,7 +4,8 @@
 it hold twice the bytes of the largest, when its buffer is needed again (or at the end of the backward pass), so that
 it runs beside the next layers' GEMMs and compute does not wait for it. Only when it is finished do
 the shard's ``grad`` or ``main_grad`` hold it, and only then do hooks run: a data-parallel bucket that went off
-earlier would carry a gradient that is not there yet.
+earlier would carry a gradient that is not there yet. A reduction that is finished in a later pass runs no hooks: they
+would be taken for that pass's, and Megatron sends a bucket off once it has counted the last microbatch's.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class PendingReduction:
         ready: Ready,
         wgrads: list[torch.Tensor],
         pool: WgradPool,
-        publish: Callable[[], None],
+        publish: Callable[[bool], None],
     ) -> None:
         self.group = group
         self._ready = ready
@@ -90,6 +91,8 @@ class PendingReduction:
         self._wgrads = wgrads
         self._pool = pool
         self._publish = publish
+        self.belated = False
+        """Whether another pass has begun since it was started."""
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +112,7 @@ class PendingReduction:
         self._ready.wait()
         self.group.set_reduce_state(ReduceState.READY)
         try:
-            self._publish()
+            self._publish(not self.belated)
         finally:
             # A hook may raise; its weight must be usable in the next step all the same.
             self._release()

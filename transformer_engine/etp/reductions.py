@@ -76,6 +76,12 @@ class Reductions:
         self._hooks_owed.clear()
         self.pool = self._graphs.buffers.pool
 
+    def begin_pass(self) -> None:
+        """Another forward or backward pass begins: what is under way belongs to an earlier one."""
+        for pending in self._pending:
+            pending.belated = True
+        self._hooks_owed.clear()
+
     # One group's gradient ------------------------------------------------------------------------------------
 
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,7 +168,7 @@ class Reductions:
         for _ in range(oldest_holder + 1):
             self._pending.popleft().finish()
 
-    def _publish(self, shards: Sequence[Any], sinks: Sequence[GradSink]) -> None:
+    def _publish(self, shards: Sequence[Any], sinks: Sequence[GradSink], run_hooks: bool) -> None:
         for shard, sink in zip(shards, sinks, strict=True):
             if not sink.accumulate:
                 if shard.grad is None:
@@ -176,6 +182,8 @@ class Reductions:
                 # Nothing is there before a replay.
                 if getattr(shard, "main_grad", None) is None:
                     self._run_hooks_behind_autograd(shard)
+            elif not run_hooks:
+                continue
             elif id(shard) in self._used_further:
                 self._hooks_owed[id(shard)] = shard
             else:
@@ -289,5 +297,6 @@ def returned_by_autograd(shard: Any) -> bool:
     return False
 
 
-def _nothing_to_publish() -> None:
+def _nothing_to_publish(run_hooks: bool) -> None:
     """Autograd puts the gradient where it belongs."""
+    del run_hooks

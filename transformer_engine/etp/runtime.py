@@ -340,6 +340,7 @@ class EtpRuntime:
             self._discard_reductions()
         self._in_backward_run = False
         self._pass_number += 1
+        self._reductions.begin_pass()
         self._weights.begin_forward()
         self.chain.begin_forward()
         self.replicated.watch()
@@ -354,6 +355,7 @@ class EtpRuntime:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, token))
         self._in_backward_run = True
         self._pass_number += 1
+        self._reductions.begin_pass()
         self.chain.begin_backward()
 
     def _backward_is_abandoned(self) -> bool:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.base import GradSink
+from etp.collectives.driver import CudaDriver
 from etp.collectives.failures import reported
 from etp.collectives.sums import accumulate_parts
+from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes
 from etp.streams import InFlight
 
@@ -28,7 +30,8 @@ class C10dTransport:
     Args:
         group: the shard group.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
-        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+        timeout_s: seconds to wait for a collective; None takes the process group's own time-out. With CUDA no host
+            waits: a collective that takes longer ends the process, as NCCL's own time-out does.
         device: with a CUDA device, reductions get a communicator of their own, which is made here, by all ranks
             together: NCCL runs the collectives of one communicator one after the other, whatever their streams.
     """
@@ -51,6 +54,10 @@ class C10dTransport:
         if device is not None and device.type == "cuda" and ranks == sorted(ranks):
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             self._reduce_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        self._watchdog: Watchdog | None = None
+        self._captured = False
+        if device is not None and device.type == "cuda" and timeout_s is not None:
+            self._watchdog = Watchdog(timeout_s, CudaDriver().allow_calls_during_capture)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
@@ -98,6 +105,22 @@ class C10dTransport:
         with reported(label, self._group):
             for work in works:
                 self._line.wait(work, self._timeout_s, keep=device.type == "cpu")
+        self._watch(label, device)
+
+    def _watch(self, what: str, device: torch.device) -> None:
+        if self._watchdog is not None:
+            ranks = dist.get_process_group_ranks(self._group)
+            what = f"{what} on rank {dist.get_rank()} (shard group: ranks {ranks})"
+            self._watchdog.expect_stream(device, what)
+
+    def change_mode(self, *, capturing: bool) -> None:
+        """A capture into a CUDA graph begins or has ended; works order themselves."""
+        self._captured |= capturing
+
+    def watch_replays(self) -> None:
+        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+        if self._captured:
+            self._watch("the replay of a CUDA graph", torch.device("cuda", torch.cuda.current_device()))
 
 
 class _Collective:

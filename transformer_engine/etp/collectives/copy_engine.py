@@ -265,13 +265,9 @@ class CopyEngineTransport:
         return stream
 
     def _watch(self, what: str) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            # Nothing happens now; see watch_replays().
-            return
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
         ranks = dist.get_process_group_ranks(self._group)
-        self._watchdog.expect(event, f"{what} on rank {dist.get_rank()} (shard group: ranks {ranks})")
+        what = f"{what} on rank {dist.get_rank()} (shard group: ranks {ranks})"
+        self._watchdog.expect_stream(self._device, what)
 
 
 def _home(buffers: Sequence[SymmetricBuffer], address: int) -> tuple[SymmetricBuffer, int] | None:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.5
@@ -39,6 +41,14 @@ class Watchdog:
         """Expect ``event`` (with a method ``query``) to happen in time; ``what`` is for the message."""
         with self._lock:
             self._expected.append((event, what, time.monotonic()))
+
+    def expect_stream(self, device: torch.device, what: str) -> None:
+        """Expect all that the calling stream was given so far; nothing inside a capture, where nothing happens."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self.expect(event, what)
 
     def overdue(self) -> str | None:
         """What should have happened by now, forgetting what has."""

@@ -31,11 +31,11 @@ class WorkLine:
 
         Args:
             work: what a collective returned.
-            timeout_s: seconds to wait; None takes the process group's own time-out.
+            timeout_s: seconds to block; None takes the process group's own time-out. Of no effect with streams, where
+                nothing blocks (with a time-out NCCL's works would, and could not be captured into a CUDA graph).
             keep: for tensors on the CPU: see the class.
         """
-        # What a coalescing manager returns takes no time-out.
-        if timeout_s is None or not hasattr(work, "is_completed"):
+        if timeout_s is None or not keep:
             work.wait()
         else:
             work.wait(timedelta(seconds=timeout_s))
