@@ -83,9 +83,11 @@ def export_body(rank: int, world_size: int, case: Case, seed: int, path: str) ->
     export_checkpoint(chunks, path, vocab_size=int(str(case.config["vocab_size"])))
 
 
-def session(case: Case, chunks: list[Any], rank: int, address: str, transport: TransportName) -> RefitSession:
+def session(
+    case: Case, chunks: list[Any], rank: int, address: str, transport: TransportName, *, allow_narrowing: bool = False
+) -> RefitSession:
     engines = [VllmConnection(address)] if rank == 0 else []
-    options = RefitOptions(transport=transport, timeout_s=60.0, staging_bytes=1 << 16)
+    options = RefitOptions(transport=transport, timeout_s=60.0, staging_bytes=1 << 16, allow_narrowing=allow_narrowing)
     return RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
 
 
@@ -119,8 +121,6 @@ def train_body(
     rank: int, world_size: int, case: Case, address: str, version: int, path: str
 ) -> tuple[list[float], list[dict[str, str]], list[list[float]]]:
     """Pushes, trains three steps, pushes again and exports."""
-    from megatron.core import parallel_state
-
     from etp import wait_async_comms
 
     del world_size
@@ -132,11 +132,11 @@ def train_body(
     losses = []
     (model,) = chunks
     model.train()
-    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    tokens = torch.randint(0, 37, (2, 17), generator=generator)
+    # The same for all ranks, as nothing here sums the gradients of weights that several of them hold.
+    tokens = torch.randint(0, 37, (2, 17), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
-        positions = torch.arange(16).expand(2, -1)
-        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
+        logits = model(tokens[:, :-1], torch.arange(16).expand(2, -1), None)[..., :37]
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         wait_async_comms(model)
         losses.append(float(loss.detach()))
@@ -151,6 +151,28 @@ def train_body(
     answer = (engine.parameters(), engine.log_probabilities(PROMPTS)) if engine is not None else ([], [])
     pushing.close()
     return losses, *answer
+
+
+def narrowing_body(
+    rank: int, world_size: int, case: Case, address: str, version: int, path: str
+) -> tuple[str, list[dict[str, str]]]:
+    """Pushes from float32 and exports: why it was refused at first, and what the engine holds once it was allowed."""
+    del world_size
+    chunks = [chunk.float() for chunk in start(case)]
+    fill(case, chunks, 1)
+    refused, reason = session(case, chunks, rank, address, TransportName.SHM), ""
+    try:
+        refused.prepare()
+    except RefitError as error:
+        reason = str(error)
+    refused.close()
+    allowed = session(case, chunks, rank, address, TransportName.SHM, allow_narrowing=True)
+    allowed.prepare()
+    allowed.push(version)
+    export_checkpoint(chunks, path, vocab_size=37)
+    parameters = VllmConnection(address).parameters() if rank == 0 else []
+    allowed.close()
+    return reason, parameters
 
 
 def killed_body(rank: int, world_size: int, case: Case, address: str, version: int, victim: int, phase: str) -> None:

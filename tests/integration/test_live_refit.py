@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, export_body, push_body, train_body
+from tests.integration.live_refit import PROMPTS, export_body, narrowing_body, push_body, train_body
 from tests.support.launch import run_distributed
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmHost
@@ -205,18 +205,44 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
     assert same_answers == fresh_answers
 
 
-@pytest.mark.parametrize("model", ["qwen3", "nemotron_h"])
-def test_after_training_a_push_equals_a_fresh_engine_with_the_export(model: str, tmp_path: Path) -> None:
-    case = Case(TrainerMesh(etp=2), (), CONFIGS[model])
-    checkpoint, options = tmp_path / "first", ENGINE_OPTIONS.get(model, {})
+@pytest.mark.parametrize(
+    ("model", "mesh", "tp"),
+    [
+        ("qwen3", TrainerMesh(etp=2), 1),
+        ("nemotron_h", TrainerMesh(etp=2), 1),
+        ("nemotron_h", TrainerMesh(tp=2, etp=2), 2),
+    ],
+    ids=["qwen3-etp2-engine_tp1", "nemotron_h-etp2-engine_tp1", "nemotron_h-tp2_etp2-engine_tp2"],
+)
+def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
+    model: str, mesh: TrainerMesh, tp: int, tmp_path: Path
+) -> None:
+    case, options = Case(mesh, (), CONFIGS[model]), {"tensor_parallel_size": tp, **ENGINE_OPTIONS.get(model, {})}
+    checkpoint = tmp_path / "first"
     run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), CONFIGS[model]), 2, str(checkpoint)))
     with VllmHost(checkpoint, tmp_path, load_format="dummy", **options) as host:
         host.connect()
         args = (case, host.address, 1, str(tmp_path / "trained"))
-        losses, parameters, answers = run_distributed(train_body, 2, args=args, timeout_s=180)[0]
+        losses, parameters, answers = run_distributed(train_body, mesh.size, args=args, timeout_s=180)[0]
     assert losses[-1] < losses[0]
     (folder := tmp_path / "fresh").mkdir()
     with VllmHost(tmp_path / "trained", folder, **options) as host:
         fresh = host.connect()
         assert fresh.parameters() == parameters
         assert fresh.log_probabilities(PROMPTS) == answers
+
+
+def test_rounding_to_the_engines_type_is_refused_unless_allowed(tmp_path: Path) -> None:
+    """Then the engine has the bits of one that rounds a checkpoint in float32 while it loads."""
+    checkpoint, options = tmp_path / "first", ENGINE_OPTIONS["nemotron_h"]
+    run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), NEMOTRON_H), 2, str(checkpoint)))
+    with VllmHost(checkpoint, tmp_path, **options) as host:
+        before = host.connect().parameters()
+        args = (Case(TrainerMesh(etp=2), (), NEMOTRON_H), host.address, 1, str(tmp_path / "wide"))
+        reason, parameters = run_distributed(narrowing_body, 2, args=args, timeout_s=180)[0]
+    assert "is float32 in the trainer" in reason
+    assert "makes bfloat16 of it (to bfloat16)" in reason
+    assert parameters != before
+    (folder := tmp_path / "fresh").mkdir()
+    with VllmHost(tmp_path / "wide", folder, **options) as host:
+        assert host.connect().parameters() == parameters
