@@ -6,8 +6,10 @@ everybody's, with its reason; see there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.rendezvous import Assembly
-from megatron_patches.refit.staging import StagingPool, slot_bytes
+from megatron_patches.refit.staging import StagingPool, slot_bytes, useful_bytes
 from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
 from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
@@ -85,13 +87,20 @@ class LinkOptions:
 
 
 class _Common:
-    """Steps of both sides."""
+    """Steps of both sides.
+
+    Attributes:
+        staging: memory of this party's packets.
+        seconds: what the parts of the last version took: ``move`` (packing, the way and unpacking, which overlap), and
+            on a destination ``allocate`` before and ``verify`` after it.
+    """
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str) -> None:
         self._assembly, self._options, self._device = assembly, options, device
         self._plan: Plan | None = None
         self._limits: dict[Link, int] = {}
         self.staging = StagingPool(options.staging_bytes)
+        self.seconds: dict[str, float] = {}
 
     @property
     def plan(self) -> Plan:
@@ -130,6 +139,12 @@ class _Common:
                 "package?"
             )
 
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - started
+
     def _place(self) -> Place:
         return Place(
             party=self._assembly.party,
@@ -155,16 +170,18 @@ class _Common:
         """Everybody's offers, and the most that a packet may have on each link of this party."""
         offers = self._assembly.gather("listening", Offer, own)
         sources = self._options.sources
-        limits = {
-            (source, destination): min(offers[source].slot_bytes, offers[sources + destination].slot_bytes)
-            for source, destination in self._links()
-        }
+        total: dict[Link, int] = defaultdict(int)
+        for item in self.plan.transfers:
+            total[item.source, item.destination] += item.nbytes
+        limits = {}
+        for link in self._links():
+            source, destination = link
+            room = min(offers[source].slot_bytes, offers[sources + destination].slot_bytes)
+            limits[link] = min(room, useful_bytes(total[link]))
         return offers, limits
 
-    def _make_links[End: (SendingEnd, ReceivingEnd)](
-        self, make: Callable[[Place, Transport], End], peers: Sequence[int]
-    ) -> End:
-        """Makes all links of this party, together with all others; ``peers`` are ranks of the other side."""
+    def _make_links[End: (SendingEnd, ReceivingEnd)](self, make: Callable[[Place, Transport], End], side: int) -> End:
+        """Makes all links of this party, together with all others; ``side`` is where links name the peer."""
         made: list[End] = []
 
         offers: list[Offer] = []
@@ -175,7 +192,8 @@ class _Common:
             return made[0].offer(self._slot_bytes())
 
         def connect() -> None:
-            made[0].connect(offers, peers, self.plan.digest, self._assembly.check)
+            slots = {link[side]: limit for link, limit in self._limits.items()}
+            made[0].connect(offers, slots, self.plan.digest, self._assembly.check)
 
         try:
             found, self._limits = self._exchange_offers(offer)
@@ -237,7 +255,7 @@ class SourceParty(_Common):
 
             def send() -> None:
                 sender = Sender(self.plan, self._assembly.party, look_up(), self._limits, self.staging)
-                with closing(sender):
+                with closing(sender), self._timed("move"):
                     send_version(sender, end, version, self._assembly.check)
 
             self._assembly.gather(f"sending version {version}", type(None), send)
@@ -270,7 +288,7 @@ class SourceParty(_Common):
 
     def _linked(self) -> SendingEnd:
         if self._end is None:
-            self._end = self._make_links(SendingEnd, [destination for _, destination in self._links()])
+            self._end = self._make_links(SendingEnd, 1)
         return self._end
 
     def _unlink(self) -> None:
@@ -341,12 +359,15 @@ class DestinationParty(_Common):
             received: list[Memory] = []
 
             def take() -> None:
-                memory = make_memory()
+                with self._timed("allocate"):
+                    memory = make_memory()
                 unpacker = Unpacker(self.plan, manifest, self._limits, self.staging)
                 unpacker.begin(version, memory)
                 with closing(unpacker):
-                    receive_version(unpacker, end, self._assembly.check)
-                    unpacker.verify()
+                    with self._timed("move"):
+                        receive_version(unpacker, end, self._assembly.check)
+                    with self._timed("verify"):
+                        unpacker.verify()
                 received.append(memory)
 
             self._assembly.gather(f"sending version {version}", type(None), take)
@@ -366,7 +387,7 @@ class DestinationParty(_Common):
 
     def _linked(self) -> ReceivingEnd:
         if self._end is None:
-            self._end = self._make_links(ReceivingEnd, [source for source, _ in self._links()])
+            self._end = self._make_links(ReceivingEnd, 0)
         return self._end
 
     def _unlink(self) -> None:

@@ -15,6 +15,9 @@ from megatron_patches.refit.errors import StagingError
 SLOTS = 2
 """Buffers of one link on each side."""
 
+_PIPELINE = 8  # slots' contents that a version has at least, so that packing and the way overlap
+_SMALL = 1 << 20  # below this, cutting finer costs more than it overlaps
+
 _ELEMENT = 8  # bytes of the widest element, the least that a slot must hold
 _ALIGNMENT = 256  # of slots, where they are that large: what GPUs copy fastest
 
@@ -112,3 +115,16 @@ def slot_bytes(limit_bytes: int, links: int, extra: int = 0) -> int:
             "some MiB each"
         )
     return size
+
+
+def useful_bytes(total_bytes: int) -> int:
+    """The largest slot that is of use to a link.
+
+    Args:
+        total_bytes: what the link moves of one version.
+
+    Returns:
+        A multiple of 256 bytes; of a small version all, of a larger one an eighth.
+    """
+    size = max(min(total_bytes, _SMALL), -(-total_bytes // _PIPELINE))
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

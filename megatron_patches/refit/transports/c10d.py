@@ -10,6 +10,7 @@ no common order. Waits look at events and can end; a communicator whose peer has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -75,20 +76,19 @@ class C10dTransport:
             raise PartyFailedError(f"the transport c10d needs one version of torch; parties have {sorted(versions)}")
         self._nccl = all(torch.device(item.device).type == "cuda" for item in details)
         what = f"the group of {len(offers)} parties"
-        self._group = _in_thread(
-            lambda: self._make_group(details[0], len(offers)), Patience(self._place.timeout_s, what, check)
-        )
+        patience = Patience(self._place.timeout_s, what, check)
+        self._group = self._in_thread(lambda: self._make_group(details[0], len(offers)), patience)
 
     def outgoing(self, end: LinkEnd) -> C10dOutgoing:
         """Greets the destination, which makes the pair's connection."""
         greeting = self._buffer(1)
-        _in_thread(lambda: self._finish(self._group.send([greeting], end.peer, _GREETING)), end.patience)
+        self._in_thread(lambda: self._finish(self._group.send([greeting], end.peer, _GREETING)), end.patience)
         return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl)
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
         greeting = self._buffer(1)
-        _in_thread(lambda: self._finish(self._group.recv([greeting], end.peer, _GREETING)), end.patience)
+        self._in_thread(lambda: self._finish(self._group.recv([greeting], end.peer, _GREETING)), end.patience)
         return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl)
 
     def stop(self) -> None:
@@ -125,6 +125,19 @@ class C10dTransport:
         # The address that reached the rendezvous; gloo would take whatever the host's name resolves to.
         options._devices = [gloo.create_device(hostname=self._place.host)]
         return gloo(store, self._place.party, size, options)
+
+    def _in_thread[T](self, work: Callable[[], T], patience: Patience) -> T:
+        """Has something done that cannot be interrupted; waits with patience, and leaves it behind if that ends."""
+
+        def on_device() -> T:
+            with torch.cuda.device(self._place.device) if self._nccl else nullcontext():
+                return work()
+
+        worker = Worker("refit-c10d")
+        try:
+            return wait_for(worker.submit(on_device), patience)
+        finally:
+            worker.close(0.0)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._place.device if self._nccl else "cpu")
@@ -249,12 +262,3 @@ def _complete(work: Any) -> None:
         work.wait()
     except RuntimeError as error:
         raise PartyFailedError(f"gloo: {error}") from error
-
-
-def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:
-    """Has something done that cannot be interrupted; waits for it with patience, and leaves it behind if that ends."""
-    worker = Worker("refit-c10d")
-    try:
-        return wait_for(worker.submit(work), patience)
-    finally:
-        worker.close(0.0)

@@ -11,7 +11,7 @@ import selectors
 import socket
 import struct
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -109,12 +109,12 @@ class SendingEnd:
         """What other parties must know."""
         return Offer("", slot_bytes, self._transport.details())
 
-    def connect(self, offers: Sequence[Offer], destinations: Sequence[int], plan_digest: str, check: Check) -> None:
-        """Makes a link to each of ``destinations``.
+    def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
+        """Makes a link to each destination to which the plan sends something.
 
         Args:
             offers: of all parties.
-            destinations: ranks to which the plan sends something.
+            slots: size of a slot of each, by rank.
             plan_digest: digest of the plan.
             check: raises if another party has failed.
 
@@ -122,13 +122,11 @@ class SendingEnd:
             PartyFailedError: if one cannot be reached in time.
         """
         self._transport.connect(offers, check)
-        own = offers[self._place.party].slot_bytes
-        for destination in destinations:
+        for destination, size in sorted(slots.items()):
             peer = self._place.sources + destination
             patience = Patience(self._place.timeout_s, f"a link to destination rank {destination}", check)
             connection = _dial(offers[peer].address, patience, local=self._transport.one_host)
             try:
-                size = min(own, offers[peer].slot_bytes)
                 hello = _Hello(self._place.party, plan_digest, size)
                 frames.send(connection, msgspec.msgpack.encode(hello), patience)
                 end = LinkEnd(connection=connection, peer=peer, slot_bytes=size, patience=patience)
@@ -288,16 +286,15 @@ class ReceivingEnd:
         """What other parties must know."""
         return Offer(self._address, slot_bytes, self._transport.details())
 
-    def connect(self, offers: Sequence[Offer], sources: Sequence[int], plan_digest: str, check: Check) -> None:
-        """Waits until every one of ``sources`` has made its link.
+    def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
+        """Waits until every source that sends something has made its link; arguments as of a :class:`SendingEnd`.
 
         Raises:
             PlanMismatchError: if one follows another plan.
             PartyFailedError: if one does not come in time.
         """
         self._transport.connect(offers, check)
-        own = offers[self._place.party].slot_bytes
-        waiting = set(sources)
+        waiting = set(slots)
         while waiting:
             patience = Patience(self._place.timeout_s, f"links from source ranks {sorted(waiting)[:8]}", check)
             connection = self._accept(patience)
@@ -308,7 +305,7 @@ class ReceivingEnd:
                         f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {plan_digest[:12]}, "
                         "or has a link already"
                     )
-                size = min(own, offers[hello.source].slot_bytes)
+                size = slots[hello.source]
                 if hello.slot_bytes != size:
                     raise PlanMismatchError(
                         f"source rank {hello.source} has slots of {hello.slot_bytes} bytes for this link, not {size}"

@@ -110,8 +110,8 @@ class Ends:
     def connect(self) -> list[Any]:
         links, digest = links_of(self.plan), self.plan.digest
         return self.all(
-            lambda i: self.senders[i].connect(self.offers, [d for s, d in links if s == i], digest, check),
-            lambda i: self.receivers[i].connect(self.offers, [s for s, d in links if d == i], digest, check),
+            lambda i: self.senders[i].connect(self.offers, {d: SLOT for s, d in links if s == i}, digest, check),
+            lambda i: self.receivers[i].connect(self.offers, {s: SLOT for s, d in links if d == i}, digest, check),
         )
 
     def close(self) -> None:

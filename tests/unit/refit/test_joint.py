@@ -243,9 +243,9 @@ def test_a_link_with_another_plan_is_refused() -> None:
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
     offers = [sender.offer(512), receiver.offer(512)]
     with ThreadPoolExecutor(1) as pool:
-        dialled = pool.submit(sender.connect, offers, [0], "1" * 64, lambda: None)
+        dialled = pool.submit(sender.connect, offers, {0: 512}, "1" * 64, lambda: None)
         with pytest.raises(PlanMismatchError, match="source rank 0 follows plan 111111111111, not 000000000000"):
-            receiver.connect(offers, [0], "0" * 64, lambda: None)
+            receiver.connect(offers, {0: 512}, "0" * 64, lambda: None)
         assert isinstance(dialled.exception(), PartyFailedError)
     for end in (sender, receiver):
         end.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_patches.refit.errors import StagingError
-from megatron_patches.refit.staging import SLOTS, StagingPool, slot_bytes
+from megatron_patches.refit.staging import SLOTS, StagingPool, slot_bytes, useful_bytes
 
 
 def test_the_limit_is_enforced_and_the_peak_remembered() -> None:
@@ -48,3 +48,10 @@ def test_slots_fill_the_budget_but_for_alignment(limit: int, links: int, extra: 
     assert size % 256 == 0 or size < 256
     assert size * count <= limit
     assert (size + 256) * max(1, count) > limit
+
+
+@pytest.mark.parametrize(
+    ("total", "useful"), [(1, 256), (256, 256), (257, 512), (1 << 20, 1 << 20), (8 << 20, 1 << 20), (1 << 34, 1 << 31)]
+)
+def test_a_slot_is_no_larger_than_of_use(total: int, useful: int) -> None:
+    assert useful_bytes(total) == useful

@@ -1,0 +1,164 @@
+"""Moves a model from trainer ranks to engine workers on one machine, over every transport, and the way others do it.
+
+    python -m benchmarks.refit [--model qwen3-8b|qwen3-moe|tiny|config.json] [--from etp=2] [--to tp=2] [--device cuda]
+
+Each rank of both sides is a process, on a GPU of its own with ``--device cuda``; their layouts come from the model's
+configuration, their weights are random. Neither Megatron nor vLLM is needed. In one run: what the links can do (plain
+sends between pairs of ranks), then the usual way (every tensor gathered on the trainer, broadcast whole, and cut by
+each worker), then each transport. Every version is checked, element by element, once after the repetitions.
+
+Columns: ``plan`` seconds to exchange manifests, plan and prove, once; ``link`` seconds of the first push beyond the
+others, once; medians over ``--repeats`` of ``push`` (until all workers have verified), of its parts on the slowest
+worker ``move`` (pack, wire, unpack) and ``verify``, of ``commit`` (into the memory that serves) and ``pause`` (how
+long serving stands still); GB/s into each worker while moving, and what share of the link that is; memory beyond the
+weights, on the trainer and on a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.refit_ranks import Outcome, Task, run_rank
+
+QWEN3_8B: Mapping[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 18.9 GB
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 14,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+TINY: Mapping[str, object] = {
+    **QWEN3_8B,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+}
+MODELS = {"qwen3-8b": (QWEN3_8B, "etp=2"), "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"), "tiny": (TINY, "etp=2")}
+TRANSPORTS = {"cuda": ("c10d", "cuda_ipc", "nixl", "shm"), "cpu": ("shm", "tcp", "c10d", "nixl")}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="qwen3-8b", help="qwen3-8b, qwen3-moe, tiny, or a config.json")
+    parser.add_argument("--from", dest="trainer", help="mesh of the trainer, as `plan --from` takes it")
+    parser.add_argument("--to", dest="engine", default="tp=2", help="mesh of the engine, as `plan --to` takes it")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--transports", nargs="*", help="default: all that the device has")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--staging-mib", type=int, default=256)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may stand still")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    return parser.parse_args(arguments)
+
+
+def make_task(options: argparse.Namespace) -> Task:
+    """What every rank is told."""
+    if options.model in MODELS:
+        config, trainer = MODELS[options.model]
+    else:
+        config, trainer = json.loads(Path(options.model).read_text(encoding="utf-8")), "etp=2"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return Task(
+        config=dict(config),
+        trainer=options.trainer or trainer,
+        engine=options.engine,
+        device=options.device,
+        transports=tuple(TRANSPORTS[options.device] if options.transports is None else options.transports),
+        repeats=options.repeats,
+        staging_bytes=options.staging_mib << 20,
+        timeout_s=options.timeout,
+        port=port,
+    )
+
+
+def run(task: Task) -> list[Outcome]:
+    """Runs all ranks, and gives what the first has found.
+
+    Raises:
+        RuntimeError: if a rank failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    processes = [context.Process(target=run_rank, args=(rank, task, sending)) for rank in range(sum(task.sizes))]
+    for process in processes:
+        process.start()
+    sending.close()
+    found: list[Outcome] = []
+    try:
+        while True:
+            found.append(receiving.recv())
+            print(line(found[-1]), flush=True)
+    except EOFError:
+        pass  # all ranks have ended
+    for process in processes:
+        process.join()
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+    if failed:
+        raise RuntimeError(f"ranks {failed} failed")
+    return found
+
+
+HEADINGS = ("way", "plan", "link", "push", "move", "verify", "commit", "pause", "GB/s", "of link", "trainer", "worker")
+
+
+def line(found: Outcome) -> str:
+    """One row of the table."""
+    if found.failure:
+        return f"{found.way:20} {found.failure}"
+    cells = [f"{value:8.3f}" for value in (found.plan_s, found.link_s)]
+    medians: dict[str, float] = {part: statistics.median(values) for part, values in found.seconds.items()}
+    cells += [f"{medians.get(part, 0.0):8.3f}" for part in ("push", "move", "verify", "commit", "pause")]
+    cells += [f"{found.gb_per_s:8.2f}", f"{found.share_of_link:7.1%}"]
+    cells += [f"{nbytes / 2**20:7.0f}M" for nbytes in (found.trainer_bytes, found.worker_bytes)]
+    return f"{found.way:20} {' '.join(cells)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a table; returns 1 where a way failed."""
+    options = parse(arguments)
+    print(f"{HEADINGS[0]:20} {' '.join(f'{heading:>8}' for heading in HEADINGS[1:])}", flush=True)
+    found = run(make_task(options))
+    if options.json is not None:
+        content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+        content["outcomes"] = [asdict(item) for item in found]
+        options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return int(any(item.failure for item in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

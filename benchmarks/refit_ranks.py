@@ -1,0 +1,338 @@
+"""What one rank of ``benchmarks.refit`` does."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patches.refit.boxes import Box, TensorSpec
+from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
+from megatron_patches.refit.manifest import Manifest, Placement
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.rendezvous import Assembly, Rendezvous
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.offline import TrainerOptions
+from megatron_patches.refit.transports.base import TransportName
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_FLOOR_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every rank is told; see the command line."""
+
+    config: dict[str, Any]
+    trainer: str
+    engine: str
+    device: str
+    transports: tuple[str, ...]
+    repeats: int
+    staging_bytes: int
+    timeout_s: float
+    port: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Ranks of the trainer, and of the engine."""
+        return trainer_mesh(self.trainer).size, engine_mesh(self.engine).size
+
+
+@dataclass
+class Outcome:
+    """What one way came to; seconds are lists, one a repetition."""
+
+    way: str
+    failure: str = ""
+    plan_s: float = 0.0
+    link_s: float = 0.0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    gb_per_s: float = 0.0
+    share_of_link: float = 0.0
+    trainer_bytes: int = 0
+    worker_bytes: int = 0
+
+
+def run_rank(rank: int, task: Task, results: Connection) -> None:
+    """All measurements; the first rank sends what came out."""
+    bench = Bench(rank, task)
+    try:
+        floor = bench.measure_links()
+        for found in bench.measure_ways():
+            if rank == 0:
+                moved = bench.most_received / 1e9
+                if not found.failure:
+                    wire = sorted(found.seconds["move"])[len(found.seconds["move"]) // 2]
+                    found.gb_per_s, found.share_of_link = moved / wire, moved / wire / floor
+                results.send(found)
+    finally:
+        dist.destroy_process_group()
+
+
+class Bench:
+    """One rank.
+
+    Args:
+        rank: its number; trainer ranks come first.
+        task: what to measure.
+    """
+
+    def __init__(self, rank: int, task: Task) -> None:
+        self.rank, self.task = rank, task
+        self.sources, self.workers = task.sizes
+        self.device = torch.device("cpu")
+        if task.device == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if task.device == "cuda" else "gloo",
+            init_method=f"tcp://127.0.0.1:{task.port}",
+            rank=rank,
+            world_size=self.sources + self.workers,
+        )
+        family = family_from_config(task.config)
+        self.shapes = dict(family.shapes())
+        self.cluster: Cluster = describe_cluster(
+            family, trainer_mesh(task.trainer), engine_mesh(task.engine), TrainerOptions(), Hosts()
+        )
+        sides = [*self.cluster.sources, *self.cluster.destinations]
+        self.manifest: Manifest = sides[rank]
+        received: dict[int, int] = {}
+        for item in make_plan(*vars(self.cluster).values()).transfers:
+            received[item.destination] = received.get(item.destination, 0) + item.nbytes
+        self.most_received = max(received.values())
+        self.placements: dict[str, list[Placement]] = defaultdict(list)
+        for placement in self.manifest.placements:
+            self.placements[placement.box.tensor].append(placement)
+        self.owners: dict[str, dict[Box, tuple[int, Placement]]] = defaultdict(dict)
+        for owner, manifest in enumerate(self.cluster.sources):
+            for placement in manifest.placements:
+                self.owners[placement.box.tensor].setdefault(placement.box, (owner, placement))
+        self.weights = self._storages()
+        if self.is_source:
+            for content, values in self._boxes(self.weights):
+                values.copy_(content)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it is a trainer rank."""
+        return self.rank < self.sources
+
+    def measure_links(self) -> float:
+        """GB/s into each worker of plain sends, all workers at once."""
+        buffer = torch.zeros(min(_FLOOR_BYTES, max(1, self.most_received)), dtype=torch.uint8, device=self.device)
+        best = math.inf
+        for _ in range(5):
+            with self._all_at_once() as taken:
+                if self.is_source:
+                    mine = range(self.rank, self.workers, self.sources)
+                    works = [dist.isend(buffer, self.sources + worker) for worker in mine]
+                else:
+                    works = [dist.irecv(buffer, (self.rank - self.sources) % self.sources)]
+                for work in works:
+                    work.wait()
+                self._finish()
+            best = min(best, taken[0])
+        return buffer.numel() / best / 1e9
+
+    def measure_ways(self) -> Iterator[Outcome]:
+        """The usual way, then each transport."""
+        yield self._measure_broadcasts()
+        for name in self.task.transports:
+            yield self._measure_transport(TransportName(name))
+
+    def _measure_broadcasts(self) -> Outcome:
+        trainers = dist.new_group(list(range(self.sources)))
+        rollout = dist.new_group([0, *range(self.sources, self.sources + self.workers)])
+        found = Outcome("gather+broadcast")
+        used = self._memory_in_use()
+        for _ in range(self.task.repeats + 1):
+            with self._all_at_once() as taken:
+                for spec in self.cluster.tensors:
+                    self._broadcast(spec, trainers, rollout)
+                self._finish()
+            for part in ("push", "move", "pause"):  # weights are replaced in place, while nothing is served
+                found.seconds.setdefault(part, []).append(taken[0])
+        for values in found.seconds.values():
+            values.pop(0)
+        self._close(found, used, {})
+        self._check(self.weights, found)
+        return found
+
+    def _broadcast(self, spec: TensorSpec, trainers: Any, rollout: Any) -> None:
+        dtype = _INTEGERS[spec.nbytes // spec.numel]
+        full = torch.empty(spec.shape, dtype=dtype, device=self.device)
+        if self.is_source:
+            for box, (owner, placement) in self.owners[spec.name].items():
+                piece = torch.empty(box.shape, dtype=dtype, device=self.device)
+                if owner == self.rank:
+                    piece.copy_(placement.view.tensor(self.weights[placement.view.storage]))
+                dist.broadcast(as_bytes(piece), owner, group=trainers)
+                full[region(box)] = piece
+        if self.rank == 0 or not self.is_source:
+            dist.broadcast(as_bytes(full), 0, group=rollout)
+        if not self.is_source:
+            for placement in self.placements[spec.name]:
+                values = placement.view.tensor(self.weights[placement.view.storage])
+                values.copy_(full[region(placement.box)])
+
+    def _measure_transport(self, name: TransportName) -> Outcome:
+        found = Outcome(name.value)
+        server = Rendezvous(self.sources + self.workers, self.task.timeout_s) if self.rank == 0 else None
+        invitation = self._gather(server.invitation if server is not None else None)[0]
+        party: SourceParty | DestinationParty | None = None
+        used = self._memory_in_use()
+        try:
+            assembly = Assembly(invitation, self.rank, f"rank {self.rank}")
+            options = LinkOptions(transport=name, staging_bytes=self.task.staging_bytes, sources=self.sources)
+            started = time.perf_counter()
+            if self.is_source:
+                party = SourceParty(assembly, options, str(self.device))
+                party.prepare(lambda: Held({}, self.shapes, self.manifest))
+            else:
+                party = DestinationParty(assembly, options, str(self.device))
+                party.prepare(lambda _: self.manifest)
+            found.plan_s = time.perf_counter() - started
+            for version in range(1, self.task.repeats + 2):
+                self._push(party, assembly, version, found)
+            for values in found.seconds.values():
+                first = values.pop(0)
+                if values is found.seconds["push"]:
+                    found.link_s = max(0.0, first - sorted(values)[len(values) // 2])
+            self._close(found, used, {"pool": party.staging.peak_bytes})
+            self._check(self.weights, found)
+        except RefitError as error:
+            found.failure = str(error)[:300]
+        finally:
+            if party is not None:
+                party.close()
+            self._gather(None)
+            if server is not None:
+                server.close()
+        return found
+
+    def _push(self, party: SourceParty | DestinationParty, assembly: Assembly, version: int, found: Outcome) -> None:
+        staged: dict[str, torch.Tensor] = {}
+        with self._all_at_once() as taken:
+            if isinstance(party, SourceParty):
+                party.push(version, lambda: as_memory(self.weights))
+            else:
+                staged = self._storages()
+                party.receive(version, assembly.next_step, version > 1, lambda: as_memory(staged))
+            self._finish()
+        with self._all_at_once() as committing:
+            for key, tensor in staged.items():
+                self.weights[key].copy_(tensor)
+            self._finish()
+        parts = {"move": party.seconds["move"], "verify": party.seconds.get("verify", 0.0)}
+        slowest = self._gather(parts)[self.sources :]
+        for part in parts:
+            found.seconds.setdefault(part, []).append(max(item[part] for item in slowest))
+        found.seconds.setdefault("push", []).append(taken[0])
+        for part in ("commit", "pause"):
+            found.seconds.setdefault(part, []).append(committing[0])
+
+    def _check(self, memory: Mapping[str, torch.Tensor], found: Outcome) -> None:
+        """Every element that arrived; then clears the worker's weights for the next way."""
+        wrong = 0
+        if not self.is_source:
+            wrong = sum(not torch.equal(content, values) for content, values in self._boxes(memory))
+            for tensor in memory.values():
+                tensor.zero_()
+        if any(self._gather(wrong)):
+            found.failure = f"boxes arrived wrong, on each rank: {self._gather(wrong)}"
+
+    def _close(self, found: Outcome, used: int, extra: Mapping[str, int]) -> None:
+        """Memory beyond the weights: what the GPU has given out since, or on a CPU what is known to be staged."""
+        grown = self._memory_in_use() - used
+        if self.device.type == "cpu":
+            grown = extra.get("pool", 0)
+            if not self.is_source and extra:
+                grown += sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+        every = self._gather(grown)
+        found.trainer_bytes, found.worker_bytes = max(every[: self.sources]), max(every[self.sources :])
+
+    def _memory_in_use(self) -> int:
+        if self.device.type == "cpu":
+            return 0
+        self._finish()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    @contextmanager
+    def _all_at_once(self) -> Iterator[list[float]]:
+        """Seconds from when all are ready until the last has done it."""
+        taken: list[float] = []
+        self._finish()
+        self._gather(None)
+        started = time.perf_counter()
+        yield taken
+        taken.append(max(self._gather(time.perf_counter() - started)))
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _gather[T](self, value: T) -> list[T]:
+        """Over the host, so that GPUs are left alone."""
+        found: list[Any] = [None] * (self.sources + self.workers)
+        if not hasattr(self, "_talk"):
+            self._talk = dist.new_group(backend="gloo")
+        dist.all_gather_object(found, value, group=self._talk)
+        return found
+
+    def _storages(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for storage in self.manifest.storages:
+            width = getattr(torch, storage.dtype).itemsize
+            found[storage.name] = torch.zeros(storage.numel, dtype=_INTEGERS[width], device=self.device)
+        return found
+
+    def _boxes(self, memory: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What each of this rank's boxes is to hold, and where it lies."""
+        for spec in self.cluster.tensors:
+            if self.placements[spec.name]:
+                content = self._content(spec)
+                for placement in self.placements[spec.name]:
+                    yield content[region(placement.box)], placement.view.tensor(memory[placement.view.storage])
+
+    def _content(self, spec: TensorSpec) -> torch.Tensor:
+        """The same random bits on every rank."""
+        generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(spec.name.encode()))
+        dtype = _INTEGERS[spec.nbytes // spec.numel]
+        limits = torch.iinfo(dtype)
+        return torch.randint(limits.min, limits.max, spec.shape, dtype=dtype, device=self.device, generator=generator)
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that process groups send."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def as_memory(storages: Mapping[str, torch.Tensor]) -> Memory:
+    """Storages as a party takes them."""
+    if any(tensor.is_cuda for tensor in storages.values()):
+        return dict(storages)
+    return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in storages.items()}

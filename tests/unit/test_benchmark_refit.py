@@ -1,0 +1,33 @@
+"""The refit benchmark, small and on the CPU: every way arrives whole and is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.refit import main
+
+
+@pytest.mark.timeout(240)
+def test_every_way_is_measured_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    command = ["--model", "tiny", "--device", "cpu", "--repeats", "2", "--transports", "shm", "c10d"]
+    assert main([*command, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["outcomes"]
+    assert [item["way"] for item in found] == ["gather+broadcast", "shm", "c10d"]
+    for item in found:
+        assert {len(values) for values in item["seconds"].values()} == {2}
+        assert item["gb_per_s"] > 0 < item["share_of_link"]
+    assert all(item["plan_s"] > 0 < item["worker_bytes"] for item in found[1:])
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_a_way_that_fails_says_why_and_the_next_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--model", "tiny", "--device", "cpu", "--repeats", "1", "--transports", "cuda_ipc", "tcp"]
+    assert main(command) == 1
+    rows = capsys.readouterr().out.splitlines()
+    assert "cuda_ipc moves memory of GPUs and this party's storages are on cpu" in rows[2]
+    assert rows[3].startswith("tcp ")
+    assert "failed" not in rows[3]
