@@ -1,4 +1,4 @@
-"""DeepSeek-V3 as Megatron computes it, sharded and exported, gives transformers' logits."""
+"""DeepSeek-V3 and NemotronH as Megatron computes them, sharded and exported, give transformers' logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.live_models import Case, build_chunk
 
 VOCABULARY = 37
 TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))
-CONFIG: dict[str, object] = {
+DEEPSEEK_V3: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "torch_dtype": "float32",
     "num_hidden_layers": 3,
@@ -38,6 +38,34 @@ CONFIG: dict[str, object] = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
 }
+NEMOTRON_H: dict[str, object] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "torch_dtype": "float32",
+    "hybrid_override_pattern": "ME*M-E",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 5,
+    "conv_kernel": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {"DeepseekV3ForCausalLM": DEEPSEEK_V3, "NemotronHForCausalLM": NEMOTRON_H}
 MESHES = {
     1: (TrainerMesh(),),
     2: (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(tp=2, expert_tp=2), TrainerMesh(ep=2, dp=2)),
@@ -61,6 +89,7 @@ def build(case: Case, rank: int) -> Any:
     )
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     model = build_chunk(case, 0).float().eval()
+    model.config.params_dtype = torch.float32  # Mamba layers convert their inputs to it
     where = mesh.coordinates(rank)
     tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if "expert_bias" in item[0])]
     for name, tensor in tensors:
@@ -77,7 +106,7 @@ def build(case: Case, rank: int) -> Any:
     return model
 
 
-def export(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+def export(rank: int, world_size: int, folder: str, architecture: str) -> list[torch.Tensor]:
     """Logits of every mesh's model, each of which is exported."""
     import megatron_patches
 
@@ -87,7 +116,7 @@ def export(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
     positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
     found = []
     for number, mesh in enumerate(MESHES[world_size]):
-        model = build(Case(mesh, (rank,), CONFIG), rank)
+        model = build(Case(mesh, (rank,), CONFIGS[architecture]), rank)
         with torch.no_grad():
             found.append(model(TOKENS, positions, None)[..., :VOCABULARY].clone())
         export_checkpoint([model], Path(folder) / str(number), vocab_size=VOCABULARY)
@@ -97,15 +126,16 @@ def export(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 @pytest.mark.integration
 @pytest.mark.multiproc
 @pytest.mark.parametrize("ranks", MESHES)
-def test_logits_of_the_export_equal_megatrons(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_logits_of_the_export_equal_megatrons(tmp_path: Path, architecture: str, ranks: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    results = run_distributed(export, ranks, timeout_s=240, args=(str(tmp_path),), fresh=True)
+    results = run_distributed(export, ranks, timeout_s=240, args=(str(tmp_path), architecture), fresh=True)
     for number, expected in enumerate(results[0]):
         path = tmp_path / str(number)
         model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         assert {name: len(keys) for name, keys in info.items() if keys} == {}
-        assert type(model).__name__ == "DeepseekV3ForCausalLM"
+        assert type(model).__name__ == architecture
         with torch.no_grad():
             logits = model.eval()(TOKENS).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
