@@ -52,20 +52,20 @@ class DevicePort:
     def pack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
-            target = self._near(payload)
+            target, crossing = self._near(payload)
             digests = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
             for index, piece in enumerate(pieces):
                 packed = _packed(target, piece)
                 pack_box(self._elements(piece.view, piece.dtype), packed, piece.box, piece.shape, digests[index])
-            if target is not payload:
-                torch.from_numpy(host_bytes(payload)).copy_(target, non_blocking=True)
+            if crossing:
+                _from_host(payload).copy_(target, non_blocking=True)
             return _Digests(digests, self._record())
 
     def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
-            source = self._near(payload)
-            if source is not payload:
+            source, crossing = self._near(payload)
+            if crossing:
                 source.copy_(_from_host(payload), non_blocking=True)
             for piece in pieces:
                 unpack_box(_packed(source, piece), self._elements(piece.view, piece.dtype))
@@ -93,12 +93,12 @@ class DevicePort:
     def _record(self) -> Any:
         return None if self._stream is None else self._stream.record_event()
 
-    def _near(self, payload: Payload) -> torch.Tensor:
-        """The payload itself, or memory of its size on the device."""
+    def _near(self, payload: Payload) -> tuple[torch.Tensor, bool]:
+        """The payload itself, or memory of its size on the device and that its content has to cross."""
         if isinstance(payload, torch.Tensor) and payload.device == self._device:
-            return payload
+            return payload, False
         if self._device.type == "cpu":
-            return _from_host(payload)
+            return _from_host(payload), False
         nbytes = len(payload)
         if self._bounce is None or self._bounce.nbytes < nbytes:
             if self._bounce is not None:
@@ -106,7 +106,7 @@ class DevicePort:
                 self._bounce = None  # the stream's own order protects what it is still used for
             pool = self._pool or StagingPool(nbytes)
             self._bounce = pool.lease(nbytes, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
-        return self._bounce.buffer[:nbytes]
+        return self._bounce.buffer[:nbytes], True
 
     def _elements(self, view: View, dtype: str) -> torch.Tensor:
         storage = self._memory.get(view.storage)

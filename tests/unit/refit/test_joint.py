@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -164,6 +165,26 @@ def test_any_layout_passes_through_the_least_staging_memory(seed: int, room: int
         parties.check(1, parties.move(1))
         for party in (*parties.sources, *parties.destinations):
             assert party.staging.peak_bytes <= least_staging(case) + room
+
+
+@pytest.mark.parametrize("transport", [TransportName.SHM, TransportName.C10D])
+@pytest.mark.parametrize("seed", range(3))
+def test_tensors_arrive_as_arrays_do(seed: int, transport: TransportName) -> None:
+    case = coverable(seed)
+    with scene(case, transport, staging=200) as parties:
+        parties.prepare()
+        dense, step = values(case, 1), parties.assemblies[0].next_step
+        held = [memory(manifest, dense) for manifest in case.sources]
+        taken = [memory(manifest, None) for manifest in case.destinations]
+        parties.each(
+            lambda rank: parties.sources[rank].push(1, lambda: as_tensors(held[rank])),
+            lambda rank: parties.destinations[rank].receive(1, step, False, lambda: as_tensors(taken[rank])),
+        )
+        parties.check(1, taken)
+
+
+def as_tensors(arrays: dict[str, Bits]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(bits) for name, bits in arrays.items()}
 
 
 def test_less_staging_memory_than_links_need_is_refused_on_all() -> None:
