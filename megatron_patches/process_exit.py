@@ -2,7 +2,8 @@
 
 gloo's worker threads free the tensors of a collective after they have woken its waiter, and need the interpreter's
 lock for it. One that asks for the lock while the interpreter is ending takes the process down with status -6, after a
-training that went well. Megatron leaves its process groups to the end of the process.
+training that went well. Megatron leaves its process groups to the end of the process. NCCL does not end a group that
+a CUDA graph has captured work of before the graph is gone, and Megatron keeps those of whole iterations.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import sys
 import time
 
+import torch
 import torch.distributed as dist
 
 # Threads of groups that something still refers to cannot be joined. They are idle, but for the last free.
@@ -34,9 +36,21 @@ class ProcessGroupsAtExit:
             leave_process_groups()
 
 
+def _drop_graphs() -> None:
+    full_cuda_graph = sys.modules.get("megatron.core.full_cuda_graph")
+    if full_cuda_graph is None:
+        return
+    wrapper = full_cuda_graph.FullCudaGraphWrapper
+    if any(graph is not None for graph in wrapper.cuda_graph.values()):
+        torch.cuda.synchronize()
+        for kept in (wrapper.cuda_graph, wrapper.result):
+            kept.update(dict.fromkeys(kept))
+
+
 def leave_process_groups() -> None:
     """End all process groups that are left. Not collective: peers that are gone are not waited for."""
     if dist.is_initialized():
+        _drop_graphs()
         parallel_state = sys.modules.get("megatron.core.parallel_state")
         if parallel_state is not None:
             parallel_state.destroy_model_parallel()

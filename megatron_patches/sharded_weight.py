@@ -67,6 +67,12 @@ class MegatronShardedParam(ETPShardedParam):
         group: WeightGroup | None = getattr(driver.chain, direction)(self.weight_group)
         return None if group is None else group.shards[0]
 
+    def prepare_for_layer_graphs(self) -> None:
+        """Show no neighbours, and belong to the current stream for autograd, from now on."""
+        self.shows_neighbours = False
+        if self.requires_grad:
+            self._leaf = torch.autograd.graph.get_gradient_edge(self)
+
     def all_gather_and_prefetch(self, fwd: bool = True, nvtx_label: str | None = None) -> Any:
         """The full weight (all weights of a group of several) for the GEMM that follows at once."""
         del fwd, nvtx_label  # the engine knows whether a backward pass is running

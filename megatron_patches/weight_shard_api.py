@@ -192,7 +192,7 @@ class WeightShardApi:
             prefix = f"chunk {index}: " if len(chunks) > 1 else ""
             runtime.adopt(_innermost(chunk), prefix)
             if cuda_graph_impl == "local":
-                _finish_gradients_in_each_graph(runtime)
+                _prepare_for_layer_graphs(runtime)
             _gather_after_parameter_sync(chunk, runtime)
             move_into_symmetric_memory(chunk, runtime)
             if self.config.print_chains:
@@ -302,13 +302,20 @@ def _no_fp8(*_: Any, **__: Any) -> None:
     raise UnsupportedConfigurationError("sharded FP8 weights are not supported; train in bf16")
 
 
-def _finish_gradients_in_each_graph(runtime: EtpRuntime) -> None:
-    """Each graph finishes the gradients that it computes: let Megatron look for none of them in a neighbour's graph."""
-    # Megatron calls wait_async_comms at the end of each.
+def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
+    """Let Megatron capture the layers whose weights ``runtime`` drives one by one.
+
+    Each graph finishes the gradients that it computes, so Megatron must look for none of them in a neighbour's graph.
+    A backward pass ends with waiting for the streams on which its leaves were first used, which in a capture must be
+    the capture's own; Megatron keeps warm-up passes alive, whose leaves would belong to another.
+    """
+    # Megatron calls wait_async_comms at the end of each graph.
     runtime.drained_after_parts = True
-    for group in runtime.groups:
-        for shard in group.shards:
-            shard.shows_neighbours = False  # type: ignore[attr-defined]
+    capture_stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
+    with torch.cuda.stream(capture_stream):
+        for group in runtime.groups:
+            for shard in group.shards:
+                shard.prepare_for_layer_graphs()  # type: ignore[attr-defined]
 
 
 def _join_replays() -> None:
