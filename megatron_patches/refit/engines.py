@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.resumer import Resumer
 
 
 class PauseMode(StrEnum):
@@ -59,6 +60,7 @@ class HttpEngine:
             raise ValueError(f"engine URL {url!r} must begin with http:// or https://")
         self.name = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._resumer = Resumer(self.name)
 
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
@@ -70,6 +72,7 @@ class HttpEngine:
 
     def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
         """See :class:`EngineClient`."""
+        self._resumer.pausing(keep_cache=pause is PauseMode.KEEP)
         self._call("POST", f"pause?{urllib.parse.urlencode({'mode': pause.value})}")
         try:
             self.call(call)
@@ -77,6 +80,11 @@ class HttpEngine:
                 self._call("POST", "reset_prefix_cache")
         finally:
             self._call("POST", "resume")
+            self._resumer.resumed()
+
+    def close(self) -> None:
+        """Resumes the server if a commit could not."""
+        self._resumer.close()
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         request = urllib.request.Request(  # noqa: S310 - the scheme was checked
