@@ -1,0 +1,87 @@
+"""Real Megatron trainings with Transformer Engine's layers and sharded weights follow those without, on CPUs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration import te_on_cpu, test_checkpoints
+from tests.integration.cases import CASES, MOE, UNFUSED_ACCUMULATION, Case
+from tests.integration.megatron_run import MegatronPool, Trajectory
+from tests.support.te_site import MARKS, SHARED, unpack
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.multiproc,
+    pytest.mark.cpu_only("test_trajectories.py and test_checkpoints.py run with Transformer Engine's layers on GPUs"),
+    *MARKS,
+]
+
+STEPS = 5
+SHORT = f"--transformer-impl transformer_engine --train-iters {STEPS} --eval-iters 1"
+DENSE = {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "VocabParallelEmbedding", "ColumnParallelLinear"}
+GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
+# Two sharded layers of each kind in every case; what differs is who else works on their weights and gradients.
+CHOSEN = {
+    "etp2_selective_recompute_exact": DENSE,
+    "etp2_fused_accumulation": DENSE,
+    "etp2_tied_fused_accumulation": DENSE - {"ColumnParallelLinear"},
+    "moe_etp2_expert_etp2_recomputed": DENSE | GROUPED,
+    "tp2_etp2_sequence": DENSE,
+    "dp2_etp2_fused_accumulation": DENSE,
+}
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronPool]:
+    """Processes that find Transformer Engine and see no GPU missing."""
+    site = tmp_path_factory.mktemp("site")
+    unpack(site)
+    pool = MegatronPool()
+    with pytest.MonkeyPatch.context() as patch:
+        # Behind everything else: of what is unpacked only Transformer Engine is wanted. Workers get this path.
+        patch.setattr(sys, "path", [*sys.path, str(site)])
+        yield pool
+    pool.close()
+
+
+def train(megatron: MegatronPool, case: Case, *flags: str) -> tuple[list[Trajectory], set[str]]:
+    arguments = (*case.stock_arguments, *SHORT.split(), *flags)
+    arguments += ("--moe-grouped-gemm",) if MOE in case.common else ()
+    answers = megatron.run(te_on_cpu.train, case.ranks, 240.0, (arguments, str(SHARED)))
+    return [trajectory for trajectory, _ in answers], set.union(*(classes for _, classes in answers))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in CHOSEN], ids=lambda case: case.name)
+def test_sharded_training_follows_stock(megatron: MegatronPool, case: Case) -> None:
+    stock, none = train(megatron, case, UNFUSED_ACCUMULATION)
+    accumulation = () if case.fused_accumulation else (UNFUSED_ACCUMULATION,)
+    sharded, classes = train(megatron, case, *accumulation, *case.sharded.split())
+    assert not none
+    assert classes == CHOSEN[case.name]
+    for expected, found in zip(stock, sharded, strict=True):
+        assert len(expected.losses) == STEPS
+        assert found.losses == pytest.approx(expected.losses, rel=case.tolerance, abs=0.0)
+        assert found.grad_norms == pytest.approx(expected.grad_norms, rel=case.norm_tolerance, abs=0.0)
+
+
+@pytest.mark.timeout(600)
+def test_grouped_experts_are_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path) -> None:
+    schedule = test_checkpoints.SCHEDULE
+    common = f"{schedule} --transformer-impl transformer_engine {UNFUSED_ACCUMULATION} --moe-grouped-gemm"
+    common += f" {test_checkpoints.MOE} {test_checkpoints.DISTRIBUTED}"
+    ep2, pad = test_checkpoints.EP2, test_checkpoints.PAD
+    step = test_checkpoints.SAVED_STEP
+
+    def losses(flags: str) -> list[float]:
+        arguments = tuple(f"{common} {flags}".split())
+        return megatron.run(te_on_cpu.train, 4, 280.0, (arguments, str(SHARED)))[-1][0].losses
+
+    saved = losses(f"--etp-size 2 --expert-etp-size 2 {ep2} {pad} --save {tmp_path} --save-interval {step}")
+    assert len(saved) == test_checkpoints.STEPS
+    for flags in (ep2, f"--expert-etp-size 4 {pad}"):
+        loaded = losses(f"{flags} --load {tmp_path} --ckpt-step {step}")
+        assert loaded == pytest.approx(saved[step:], rel=test_checkpoints.FP32_TOLERANCE, abs=0.0)
