@@ -107,11 +107,7 @@ class LongRuns:
             # Graphs need this one; with another generator the weights would start from other values.
             parts += ["--te-rng-tracker --no-check-for-nan-in-loss-and-grad"]
         if transport != STOCK:
-            parts += [f"--etp-size {options.etp_size} --etp-transport {transport}"]
-            if transport != "c10d" or not torch.cuda.is_available():
-                # A host that gives NCCL's wait a time-out stands still until the collective is done, and cannot in a
-                # capture; there the groups' own time-out has to do.
-                parts += [f"--etp-timeout {ETP_TIMEOUT_S}"]
+            parts += [f"--etp-size {options.etp_size} --etp-transport {transport} --etp-timeout {ETP_TIMEOUT_S}"]
         if graphs:
             parts += [f"--cuda-graph-impl {graphs} {options.graph_arguments}"]
         else:
