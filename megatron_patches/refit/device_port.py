@@ -71,13 +71,19 @@ class DevicePort:
                 unpack_box(_packed(source, piece), self._elements(piece.view, piece.dtype))
             return _Ended(self._record())
 
-    def digest(self, pieces: Sequence[Piece]) -> list[int]:
+    def digest(self, pieces: Sequence[Piece]) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
             digests = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
             for index, piece in enumerate(pieces):
                 digest_box(self._elements(piece.view, piece.dtype), piece.box, piece.shape, digests[index])
-            return _Digests(digests, self._record()).result()
+            return _Digests(digests, self._record())
+
+    def in_place(self, piece: Piece) -> Payload:
+        """See :class:`megatron_patches.refit.ports.Port`."""
+        self._elements(piece.view, piece.dtype)  # the storage is as described
+        low, high = piece.view.span
+        return self._memory[piece.view.storage].detach()[low:high].view(torch.uint8)
 
     def close(self) -> None:
         """Waits for what is under way and gives the buffer back."""

@@ -23,7 +23,7 @@ from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleV
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.plan import Plan, Transfer
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Memory, Payload, Pending, Piece
+from megatron_patches.refit.ports import Done, Memory, Payload, Pending, Piece
 from megatron_patches.refit.staging import StagingPool
 
 
@@ -49,6 +49,11 @@ class Load:
     def nbytes(self) -> int:
         """Size of the payload."""
         return sum(item.nbytes for item in self.items)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is one box that is contiguous on both sides, so that it may travel without being packed."""
+        return len(self.items) == 1 and _contiguous(self.items[0])
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]], *, read: bool) -> list[Piece]:
         """The boxes where they lie at the source (``read``) or at the destination, and in the payload."""
@@ -100,6 +105,8 @@ class Packet:
     payload: Payload
 
 
+_ALONE = 4  # a contiguous box of this part of a packet has one for itself, so that it need not be packed
+
 Link = tuple[int, int]
 """A source and a destination that the plan connects."""
 
@@ -145,12 +152,20 @@ def _fill(items: Sequence[Transfer], limit: int | None) -> Iterator[list[Transfe
     room = limit
     for item in items:
         for piece in _cut(item, limit):
+            if piece.nbytes * _ALONE >= limit and _contiguous(piece):
+                yield [piece]
+                continue
             if piece.nbytes > room:
                 yield group
                 group, room = [], limit
             group.append(piece)
             room -= piece.nbytes
-    yield group
+    if group:
+        yield group
+
+
+def _contiguous(item: Transfer) -> bool:
+    return item.read.contiguous and item.write.contiguous
 
 
 def _cut(item: Transfer, limit: int) -> Iterator[Transfer]:
@@ -221,16 +236,27 @@ class Sender:
                 if load.round == number:
                     yield self.pack_into(load, version, np.empty(load.nbytes, dtype=np.uint8)).result()
 
-    def pack_into(self, load: Load, version: int, payload: Payload) -> Packing:
-        """Begins to pack a load into ``payload``, which has at least its size; raises as :meth:`pack` does."""
+    def pack_into(self, load: Load, version: int, payload: Payload, *, direct: bool = False) -> Packing:
+        """Begins to pack a load into ``payload``, which has at least its size; raises as :meth:`pack` does.
+
+        Args:
+            load: what to pack.
+            version: number of the weights.
+            payload: memory for it.
+            direct: whether a load that need not be packed may stay where it is instead.
+        """
         for item in load.items:
             if item.source_dtype != item.dtype:
                 raise TransferError(
                     f"{item.box} is {item.source_dtype} on source rank {self._rank} and {item.dtype} on "
                     f"destination rank {item.destination}; transports move bits and convert nothing"
                 )
-        payload = payload[: load.nbytes]
-        digests = self._port.pack(load.pieces(self._shapes, read=True), payload)
+        pieces = load.pieces(self._shapes, read=True)
+        if direct and load.direct:
+            payload, digests = self._port.in_place(pieces[0]), self._port.digest(pieces)
+        else:
+            payload = payload[: load.nbytes]
+            digests = self._port.pack(pieces, payload)
         empty = Packet(self._plan.digest, version, load.round, load.number, self._rank, load.destination, (), payload)
         return Packing(empty, load, digests)
 
@@ -267,6 +293,7 @@ class Unpacker:
         self._version = 0
         self._port = open_port({}, "")
         self._arrived: dict[tuple[int, int, int], tuple[Part, ...]] = {}
+        self._rooms: dict[tuple[int, int, int], Payload] = {}
 
     @property
     def expected(self) -> int:
@@ -280,8 +307,24 @@ class Unpacker:
             version: number of the weights.
             memory: the storages of the manifest, by name.
         """
-        self._version, self._arrived = version, {}
+        self._version, self._arrived, self._rooms = version, {}, {}
         self._port = open_port(memory, f"destination rank {self._manifest.rank}", self._pool)
+
+    def room(self, announced: Packet) -> Payload | None:
+        """Where the payload of a packet may be received so that it need not be unpacked, if it may.
+
+        Args:
+            announced: the packet, without its payload.
+
+        Raises:
+            RefitError: as :meth:`accept`.
+        """
+        load = self._planned(announced)
+        if not load.direct:
+            return None
+        room = self._port.in_place(load.pieces(self._shapes, read=False)[0])
+        self._rooms[load.source, load.round, load.number] = room
+        return room
 
     def accept(self, packet: Packet) -> Pending[None]:
         """Begins to unpack a packet; its payload may be overwritten when that has ended.
@@ -291,6 +334,20 @@ class Unpacker:
             StaleVersionError: if it carries another version than the one begun.
             TransferError: if it is not what the plan says that this source sends in this round.
         """
+        load = self._planned(packet)
+        if len(packet.payload) != load.nbytes:
+            raise TransferError(
+                f"the packet from source rank {packet.source}, to destination rank {packet.destination}, in round "
+                f"{packet.round}, has {len(packet.payload)} bytes and not the {load.nbytes} planned"
+            )
+        key = packet.source, packet.round, packet.number
+        self._arrived[key] = packet.parts
+        if packet.payload is self._rooms.pop(key, None):
+            return Done(None)
+        return self._port.unpack(load.pieces(self._shapes, read=False), packet.payload)
+
+    def _planned(self, packet: Packet) -> Load:
+        """What the plan says of a packet; the packet is as it says, but for the payload."""
         here = f"destination rank {self._manifest.rank}"
         sender = f"source rank {packet.source}"
         if packet.plan_digest != self._plan.digest:
@@ -311,9 +368,7 @@ class Unpacker:
         if key in self._arrived:
             raise TransferError(f"{here} got the packet of {sender} in round {packet.round} twice")
         _check_parts(packet, load, f"{sender}, to {here}, in round {packet.round}")
-        pending = self._port.unpack(load.pieces(self._shapes, read=False), packet.payload)
-        self._arrived[key] = packet.parts
-        return pending
+        return load
 
     def verify(self) -> None:
         """Compares every wanted box with what was sent.
@@ -335,7 +390,7 @@ class Unpacker:
             Piece(item.view, self._manifest.storage[item.view.storage].dtype, item.box, self._shapes[item.box.tensor])
             for item in wanted
         ]
-        for placement, found in zip(wanted, self._port.digest(pieces), strict=True):
+        for placement, found in zip(wanted, self._port.digest(pieces).result(), strict=True):
             self._compare(placement, found, sent[placement.box, placement.view])
 
     def close(self) -> None:
@@ -379,6 +434,3 @@ def _check_parts(packet: Packet, load: Load, what: str) -> None:
             raise TransferError(f"the packet from {what}, has {part.box} in the place of {item.box}")
         if part.dtype != item.dtype:
             raise TransferError(f"the packet from {what}, has {part.box} as {part.dtype}; {item.dtype} is planned")
-    size = load.nbytes
-    if len(packet.payload) != size:
-        raise TransferError(f"the packet from {what}, has {len(packet.payload)} bytes and not the {size} planned")

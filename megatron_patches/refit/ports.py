@@ -92,8 +92,11 @@ class Port(Protocol):
     def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
         """Copies boxes out of a payload; the payload may be overwritten when it has ended. Raises as :meth:`pack`."""
 
-    def digest(self, pieces: Sequence[Piece]) -> list[int]:
+    def digest(self, pieces: Sequence[Piece]) -> Pending[list[int]]:
         """The digest of each box as it lies in memory. Raises as :meth:`pack`."""
+
+    def in_place(self, piece: Piece) -> Payload:
+        """The bytes of a contiguous box where they lie. Raises as :meth:`pack`."""
 
     def close(self) -> None:
         """Waits for what is under way, and gives back what it has leased."""
@@ -127,13 +130,19 @@ class HostPort:
             elements(piece.view, self._memory, piece.dtype, self._where)[...] = _packed(source, piece)
         return Done(None)
 
-    def digest(self, pieces: Sequence[Piece]) -> list[int]:
+    def digest(self, pieces: Sequence[Piece]) -> Pending[list[int]]:
         """See :class:`Port`."""
         found = []
         for piece in pieces:
             values = elements(piece.view, self._memory, piece.dtype, self._where)
             found.append(digest_array(np.ascontiguousarray(values), piece.box, piece.shape))
-        return found
+        return Done(found)
+
+    def in_place(self, piece: Piece) -> Payload:
+        """See :class:`Port`."""
+        elements(piece.view, self._memory, piece.dtype, self._where)  # the storage is as described
+        low, high = piece.view.span
+        return self._memory[piece.view.storage][low:high].view(np.uint8)
 
     def close(self) -> None:
         """Nothing is under way."""

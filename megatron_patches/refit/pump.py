@@ -32,7 +32,7 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
         free = end.ready(waiting, check, wait=not packing) if waiting else None
         if free is not None:
             loads = waiting[free.destination]
-            packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))
+            packing.append((free, sender.pack_into(loads.popleft(), version, free.payload, direct=free.direct)))
             if not loads:
                 del waiting[free.destination]
         elif packing:
@@ -54,7 +54,7 @@ def receive_version(unpacker: Unpacker, end: ReceivingEnd, check: Check) -> None
             pending.result()
             unpacking.remove((incoming, pending))
             end.release(incoming, check)
-        found = end.receive(check, wait=not unpacking) if left else None
+        found = end.receive(unpacker.room, check, wait=not unpacking) if left else None
         if found is not None:
             unpacking.append((found, unpacker.accept(found.packet)))
             left -= 1

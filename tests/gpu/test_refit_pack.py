@@ -59,12 +59,12 @@ def test_a_port_packs_and_unpacks_as_the_host_does(on_host: bool) -> None:
     assert port.pack([piece], payload).result() == digests
     content = payload if isinstance(payload, np.ndarray) else payload.cpu().numpy()
     assert np.array_equal(content, expected)
-    assert port.digest([piece]) == digests
+    assert port.digest([piece]).result() == digests
     port.close()
     fresh = torch.zeros_like(held)
     taking = DevicePort({"s": fresh}, "the GPU", pool)
     taking.unpack([piece], payload).result()
-    assert taking.digest([piece]) == digests
+    assert taking.digest([piece]).result() == digests
     taking.close()
     assert torch.equal(view.tensor(fresh), view.tensor(held))
     assert pool.leased_bytes == 0

@@ -95,11 +95,15 @@ class OutgoingWire(Protocol):
     """The payload's way out of a source."""
 
     @property
+    def direct(self) -> bool:
+        """Whether a payload may leave from the source's own storages as well as from a slot."""
+
+    @property
     def slots(self) -> Sequence[Payload]:
         """Memory to pack into."""
 
-    def start(self, slot: int, nbytes: int) -> None:
-        """Sets what lies in a slot on its way; the slot is in use until the destination gives it back."""
+    def start(self, slot: int, payload: Payload) -> None:
+        """Sets a payload on its way, which lies in the slot or, if ``direct``, elsewhere; until the slot comes back."""
 
     def check(self) -> None:
         """Raises if something that was set on its way has failed."""
@@ -111,8 +115,21 @@ class OutgoingWire(Protocol):
 class IncomingWire(Protocol):
     """The payload's way into a destination."""
 
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Begins to take what its source has announced in a slot; it is valid until the slot is given back."""
+    @property
+    def direct(self) -> bool:
+        """Whether a payload may be received into the destination's own storages."""
+
+    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
+        """Begins to take what its source has announced in a slot.
+
+        Args:
+            slot: number of the slot.
+            nbytes: size of the payload.
+            room: memory of that size to receive it into, if ``direct``; None for a slot.
+
+        Returns:
+            The payload, in ``room`` or valid until the slot is given back.
+        """
 
     def close(self) -> None:
         """Ends it, whatever is under way, and gives its memory back."""

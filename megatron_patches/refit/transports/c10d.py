@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.ports import Payload, Pending, host_bytes
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
 from megatron_patches.refit.transports.worker import Outbox, Worker, wait_for
@@ -83,13 +83,18 @@ class C10dTransport:
         """Greets the destination, which makes the pair's connection."""
         greeting = self._buffer(1)
         self._in_thread(lambda: self._finish(self._group.send([greeting], end.peer, _GREETING)), end.patience)
-        return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl)
+        return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl, direct=self._direct)
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
         greeting = self._buffer(1)
         self._in_thread(lambda: self._finish(self._group.recv([greeting], end.peer, _GREETING)), end.patience)
-        return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl)
+        return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl, direct=self._direct)
+
+    @property
+    def _direct(self) -> bool:
+        """Whether the group moves the kind of memory that the storages are in."""
+        return self._nccl or self._place.device == "cpu"
 
     def stop(self) -> None:
         """Ends the group, and with it every wait of a link."""
@@ -172,9 +177,11 @@ class C10dOutgoing:
         slots: the memory.
         peer: rank of the destination in the group.
         nccl: whether the group is NCCL's.
+        direct: whether it moves the kind of memory that the storages are in.
     """
 
-    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
+    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool, direct: bool) -> None:
+        self.direct = direct
         self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
         self._outbox = Outbox(f"refit-to-{peer}")
         self._under_way: list[Any] = []
@@ -184,13 +191,13 @@ class C10dOutgoing:
         """Memory to pack into."""
         return self._slots.tensors
 
-    def start(self, slot: int, nbytes: int) -> None:
-        """Sends a slot: NCCL at once, in a stream of its own; gloo in the link's thread."""
-        payload = self._slots.tensors[slot][:nbytes]
+    def start(self, slot: int, payload: Payload) -> None:
+        """Sends a payload: NCCL at once, in a stream of its own; gloo in the link's thread."""
+        tensor = _tensor(payload)
         if self._nccl:
-            self._under_way.append(self._group.send([payload], self._peer, slot))
+            self._under_way.append(self._group.send([tensor], self._peer, slot))
         else:
-            self._outbox.put(lambda: _complete(self._group.send([payload], self._peer, slot)))
+            self._outbox.put(lambda: _complete(self._group.send([tensor], self._peer, slot)))
 
     def check(self) -> None:
         """Raises what sending raised."""
@@ -214,20 +221,23 @@ class C10dIncoming:
         slots: the memory.
         peer: rank of the source in the group.
         nccl: whether the group is NCCL's.
+        direct: whether it moves the kind of memory that the storages are in.
     """
 
-    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
+    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool, direct: bool) -> None:
+        self.direct = direct
         self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
         self._worker = Worker(f"refit-from-{peer}")
 
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Receives into the own slot of the same number, which is free if the source's is."""
-        payload = self._slots.tensors[slot][:nbytes]
+    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
+        """Receives into ``room``, or the own slot of the same number, which is free if the source's is."""
+        payload: Payload = self._slots.tensors[slot][:nbytes] if room is None else room
+        tensor = _tensor(payload)
         if self._nccl:
-            return _Received(self._group.recv([payload], self._peer, slot), payload)
+            return _Received(self._group.recv([tensor], self._peer, slot), payload)
 
         def receive() -> Payload:
-            _complete(self._group.recv([payload], self._peer, slot))
+            _complete(self._group.recv([tensor], self._peer, slot))
             return payload
 
         return self._worker.submit(receive)
@@ -241,7 +251,7 @@ class C10dIncoming:
 class _Received:
     """What NCCL receives."""
 
-    def __init__(self, work: Any, payload: torch.Tensor) -> None:
+    def __init__(self, work: Any, payload: Payload) -> None:
         self._work, self._payload = work, payload
 
     def done(self) -> bool:
@@ -250,6 +260,10 @@ class _Received:
     def result(self) -> Payload:
         self._work.wait()
         return self._payload
+
+
+def _tensor(payload: Payload) -> torch.Tensor:
+    return payload if isinstance(payload, torch.Tensor) else torch.from_numpy(host_bytes(payload))
 
 
 def _complete(work: Any) -> None:

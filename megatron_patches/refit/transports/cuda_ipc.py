@@ -135,16 +135,21 @@ class CudaIpcTransport:
 class CudaIpcOutgoing:
     """A source's side of a link: the destination does the work.
 
+    Attributes:
+        direct: False: only slots can be opened by others.
+
     Args:
         lease: the slots.
         slot_bytes: size of one.
     """
 
+    direct = False
+
     def __init__(self, lease: Lease[ExportedMemory], slot_bytes: int) -> None:
         self._lease = lease
         self.slots = [lease.buffer.part(index * slot_bytes, (index + 1) * slot_bytes) for index in range(SLOTS)]
 
-    def start(self, slot: int, nbytes: int) -> None:
+    def start(self, slot: int, payload: Payload) -> None:
         """The destination copies it when it was told; what packed it has ended by then."""
 
     def check(self) -> None:
@@ -160,19 +165,24 @@ class CudaIpcOutgoing:
 class CudaIpcIncoming:
     """A destination's side of a link.
 
+    Attributes:
+        direct: True: a copy may end anywhere on the own GPU.
+
     Args:
         opened: the source's slots.
         lease: the own slots.
         slot_bytes: size of one.
     """
 
+    direct = True
+
     def __init__(self, opened: OpenedMemory, lease: Lease[Payload], slot_bytes: int) -> None:
         self._opened, self._lease, self._slot_bytes = opened, lease, slot_bytes
 
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Copies into the own slot of the same number, which is free if the source's is."""
+    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
+        """Copies into ``room``, or the own slot of the same number, which is free if the source's is."""
         start = slot * self._slot_bytes
-        target = self._lease.buffer[start : start + nbytes]
+        target = self._lease.buffer[start : start + nbytes] if room is None else room
         return _Copy(self._opened.copy(start, target), target)
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ import selectors
 import socket
 import struct
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -32,6 +32,8 @@ from megatron_patches.refit.transports.base import (
     Place,
     Transport,
 )
+
+MakeRoom = Callable[[Packet], Payload | None]
 
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 _POLL_S = 0.0002  # how often a wait looks whether a payload that is under way has come
@@ -73,11 +75,13 @@ class Slot:
         destination: where the link leads.
         number: which of the link's slots it is.
         payload: the memory.
+        direct: whether a payload may leave from where it lies instead.
     """
 
     destination: int
     number: int
     payload: Payload
+    direct: bool
 
 
 class _Outgoing:
@@ -156,7 +160,7 @@ class SendingEnd:
             link = self._links[best]
             if link.free:
                 number = link.free.popleft()
-                return Slot(best, number, link.wire.slots[number])
+                return Slot(best, number, link.wire.slots[number], link.wire.direct)
             if not wait:
                 return None
             self._collect(_LOOK_AROUND_S, patience)
@@ -182,7 +186,7 @@ class SendingEnd:
             slot.number,
         )
         frames.send(link.connection, msgspec.msgpack.encode(head), patience)
-        link.wire.start(slot.number, head.nbytes)
+        link.wire.start(slot.number, packet.payload)
 
     def finish(self, check: Check) -> None:
         """Waits until all packets have been unpacked.
@@ -237,25 +241,14 @@ class Incoming:
 class _Arriving:
     """A packet that was announced."""
 
-    def __init__(self, source: int, head: _Head, payload: Pending[Payload]) -> None:
-        self.source, self._head, self._payload = source, head, payload
+    def __init__(self, source: int, packet: Packet, slot: int, payload: Pending[Payload]) -> None:
+        self._source, self._packet, self._slot, self._payload = source, packet, slot, payload
 
     def done(self) -> bool:
         return self._payload.done()
 
     def result(self) -> Incoming:
-        head = self._head
-        packet = Packet(
-            head.plan_digest,
-            head.version,
-            head.round,
-            head.number,
-            head.source,
-            head.destination,
-            head.parts,
-            self._payload.result(),
-        )
-        return Incoming(packet, head.slot, self.source)
+        return Incoming(replace(self._packet, payload=self._payload.result()), self._slot, self._source)
 
 
 class ReceivingEnd:
@@ -318,10 +311,11 @@ class ReceivingEnd:
             self._selector.register(connection, selectors.EVENT_READ, hello.source)
             waiting.remove(hello.source)
 
-    def receive(self, check: Check, *, wait: bool) -> Incoming | None:
+    def receive(self, make_room: MakeRoom, check: Check, *, wait: bool) -> Incoming | None:
         """The next packet of any source.
 
         Args:
+            make_room: gives, for a packet that was announced, memory to receive its payload into instead of a slot.
             check: raises if another party has failed.
             wait: whether to wait for one; otherwise None is an answer.
 
@@ -329,7 +323,7 @@ class ReceivingEnd:
             PartyFailedError: if none comes in time, a source has gone, or ``check`` raises.
         """
         patience = Patience(self._place.timeout_s, f"a packet from source ranks {sorted(self._links)[:8]}", check)
-        self._begin_fetching(0.0, patience)
+        self._begin_fetching(0.0, make_room, patience)
         while True:
             for arriving in self._arriving:
                 if arriving.done():
@@ -337,7 +331,7 @@ class ReceivingEnd:
                     return arriving.result()
             if not wait:
                 return None
-            self._begin_fetching(_POLL_S if self._arriving else _LOOK_AROUND_S, patience)
+            self._begin_fetching(_POLL_S if self._arriving else _LOOK_AROUND_S, make_room, patience)
             patience.tick()
 
     def release(self, incoming: Incoming, check: Check) -> None:
@@ -361,12 +355,26 @@ class ReceivingEnd:
         self._links.clear()
         self._transport.close()
 
-    def _begin_fetching(self, wait_s: float, patience: Patience) -> None:
+    def _begin_fetching(self, wait_s: float, make_room: MakeRoom, patience: Patience) -> None:
         """Begins to take every packet that was announced; waits up to ``wait_s`` for the first."""
         for key, _ in self._selector.select(wait_s):
             connection, wire = self._links[key.data]
             head = _decode_head(frames.receive(connection, patience))
-            self._arriving.append(_Arriving(key.data, head, wire.fetch(head.slot, head.nbytes)))
+            packet = Packet(
+                head.plan_digest,
+                head.version,
+                head.round,
+                head.number,
+                head.source,
+                head.destination,
+                head.parts,
+                b"",
+            )
+            room = make_room(packet) if wire.direct else None
+            if room is not None and len(room) != head.nbytes:
+                room = None  # the packet is refused when it has come
+            payload = wire.fetch(head.slot, head.nbytes, room)
+            self._arriving.append(_Arriving(key.data, packet, head.slot, payload))
 
     def _accept(self, patience: Patience) -> socket.socket:
         while True:

@@ -137,9 +137,14 @@ class _Slots:
 class NixlOutgoing:
     """A source's side of a link: the destination does the work.
 
+    Attributes:
+        direct: False: only slots are registered.
+
     Args:
         slots: the memory.
     """
+
+    direct = False
 
     def __init__(self, slots: _Slots) -> None:
         self._slots = slots
@@ -149,7 +154,7 @@ class NixlOutgoing:
         """Memory to pack into."""
         return self._slots.payloads
 
-    def start(self, slot: int, nbytes: int) -> None:
+    def start(self, slot: int, payload: Payload) -> None:
         """The destination reads it when it was told."""
 
     def check(self) -> None:
@@ -163,6 +168,9 @@ class NixlOutgoing:
 class NixlIncoming:
     """A destination's side of a link.
 
+    Attributes:
+        direct: False: only slots are registered.
+
     Args:
         agent: this party's agent.
         slots: the own memory.
@@ -171,12 +179,14 @@ class NixlIncoming:
         end: the link.
     """
 
+    direct = False
+
     def __init__(self, agent: Any, slots: _Slots, name: str, remote: _Remote, end: LinkEnd) -> None:
         self._agent, self._slots, self._name, self._remote = agent, slots, name, remote
         self._what = f"reading a packet of source rank {end.peer}"
         self._reading: dict[int, _Reading] = {}
 
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:  # noqa: ARG002 - not ``direct``
         """Reads into the own slot of the same number, which is free if the source's is."""
         offset = slot * self._slots.slot_bytes
         own = self._agent.get_xfer_descs([(self._slots.address + offset, nbytes, self._slots.device)], self._slots.kind)

@@ -68,6 +68,9 @@ class ShmTransport:
 class ShmWire:
     """Either side of a link: the same memory in both processes.
 
+    Attributes:
+        direct: False: the destination unpacks from the source's slot, which is the one copy that either side makes.
+
     Args:
         handle: descriptor of the memory.
         slot_bytes: size of a slot.
@@ -75,19 +78,21 @@ class ShmWire:
         write: whether this side fills it.
     """
 
+    direct = False
+
     def __init__(self, handle: int, slot_bytes: int, pool: StagingPool, *, write: bool) -> None:
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
         self._lease = pool.lease(SLOTS * slot_bytes, lambda nbytes: mmap.mmap(handle, nbytes, access=access))
         whole: Bytes = np.frombuffer(self._lease.buffer, dtype=np.uint8)
         self.slots = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
-    def start(self, slot: int, nbytes: int) -> None:
+    def start(self, slot: int, payload: Payload) -> None:
         """The destination has it already."""
 
     def check(self) -> None:
         """Nothing can fail on the way."""
 
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:  # noqa: ARG002 - not ``direct``
         """The packet where its source has put it."""
         return Done(self.slots[slot][:nbytes])
 

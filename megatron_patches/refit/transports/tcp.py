@@ -15,7 +15,7 @@ import numpy as np
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.ports import Bytes, Payload, Pending
+from megatron_patches.refit.ports import Bytes, Payload, Pending, host_bytes
 from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
 from megatron_patches.refit.transports.worker import Outbox, Worker
@@ -113,17 +113,18 @@ class TcpOutgoing:
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
         self._connection, self._timeout_s = connection, place.timeout_s
         self._peer = end.peer - place.sources
+        self.direct = place.device == "cpu"
         self._lease, self.slots = _lease_slots(place.pool, end.slot_bytes)
         self._ending = _Ending()
         self._outbox = Outbox(f"refit-to-{self._peer}")
 
-    def start(self, slot: int, nbytes: int) -> None:
-        """Has the slot sent."""
+    def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - whichever it is
+        """Has the payload sent."""
         what = f"destination rank {self._peer} to take a packet"
 
         def send() -> None:
             patience = Patience(self._timeout_s, what, self._ending.check)
-            frames.send_all(self._connection, memoryview(self.slots[slot])[:nbytes], patience)
+            frames.send_all(self._connection, memoryview(host_bytes(payload)), patience)
 
         self._outbox.put(send)
 
@@ -150,17 +151,18 @@ class TcpIncoming:
 
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
         self._connection, self._peer, self._timeout_s = connection, end.peer, place.timeout_s
+        self.direct = place.device == "cpu"
         self._lease, self._slots = _lease_slots(place.pool, end.slot_bytes)
         self._ending = _Ending()
         self._worker = Worker(f"refit-from-{end.peer}")
 
-    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Receives into the own slot of the same number, which is free if the source's is."""
+    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
+        """Receives into ``room``, or the own slot of the same number, which is free if the source's is."""
+        payload = self._slots[slot][:nbytes] if room is None else room
 
         def receive() -> Payload:
             patience = Patience(self._timeout_s, f"a packet from source rank {self._peer}", self._ending.check)
-            payload = self._slots[slot][:nbytes]
-            frames.receive_into(self._connection, memoryview(payload), patience)
+            frames.receive_into(self._connection, memoryview(host_bytes(payload)), patience)
             return payload
 
         return self._worker.submit(receive)

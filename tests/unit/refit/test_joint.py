@@ -176,10 +176,11 @@ def test_tensors_arrive_as_arrays_do(seed: int, transport: TransportName) -> Non
         dense, step = values(case, 1), parties.assemblies[0].next_step
         held = [memory(manifest, dense) for manifest in case.sources]
         taken = [memory(manifest, None) for manifest in case.destinations]
-        parties.each(
+        answers = parties.each(
             lambda rank: parties.sources[rank].push(1, lambda: as_tensors(held[rank])),
             lambda rank: parties.destinations[rank].receive(1, step, False, lambda: as_tensors(taken[rank])),
         )
+        assert not [answer for answer in answers if isinstance(answer, Exception)]
         parties.check(1, taken)
 
 

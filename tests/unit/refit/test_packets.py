@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
 from megatron_patches.refit.dtypes import itemsize
-from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Sender, Unpacker, cut_into_loads, links_of
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
-from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.ports import Bits, host_bytes
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
 
@@ -116,6 +117,65 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         width = [step * held[box.tensor].itemsize for step in view.strides]
         found = np.lib.stride_tricks.as_strided(memory[box.tensor], view.shape, width)
         assert np.array_equal(found, held[box.tensor].reshape(box.shape))
+
+
+@dataclass
+class Straight:
+    """A matrix that is contiguous on both sides, and through a slot of a third of it."""
+
+    sender: Sender
+    unpacker: Unpacker
+    held: Bits
+    taken: Bits
+
+
+@pytest.fixture
+def straight() -> Straight:
+    spec = TensorSpec("w", (9, 40), "bfloat16")
+    side = manifest(0, [spec], flip=False)
+    plan = make_plan([spec], [side], [side])
+    held: Bits = np.random.default_rng(1).integers(0, 2**16, 360, dtype=np.uint16)
+    taken: Bits = np.zeros_like(held)
+    unpacker = Unpacker(plan, side, {(0, 0): 240})
+    unpacker.begin(1, {"w": taken})
+    return Straight(Sender(plan, 0, {"w": held}, {(0, 0): 240}), unpacker, held, taken)
+
+
+def test_what_is_contiguous_on_both_sides_is_neither_packed_nor_unpacked(straight: Straight) -> None:
+    slot = np.zeros(240, dtype=np.uint8)
+    for load in straight.sender.loads[0]:
+        packet = straight.sender.pack_into(load, 1, slot, direct=True).result()
+        room = host_bytes(straight.unpacker.room(replace(packet, payload=b"")))
+        assert np.shares_memory(packet.payload, straight.held)
+        assert np.shares_memory(room, straight.taken)
+        room[...] = packet.payload
+        straight.unpacker.accept(replace(packet, payload=room)).result()
+    assert not slot.any()
+    straight.unpacker.verify()
+    assert np.array_equal(straight.taken, straight.held)
+
+
+def test_what_was_received_in_place_is_compared_like_everything_else(straight: Straight) -> None:
+    for load in straight.sender.loads[0]:
+        packet = straight.sender.pack_into(load, 1, np.zeros(240, dtype=np.uint8), direct=True).result()
+        room = host_bytes(straight.unpacker.room(replace(packet, payload=b"")))
+        room[...] = packet.payload
+        room[7] ^= load.number == 2
+        straight.unpacker.accept(replace(packet, payload=room)).result()
+    with pytest.raises(DigestError, match=r"w\[0:9, 0:40\] in w of destination rank 0"):
+        straight.unpacker.verify()
+
+
+def test_no_room_is_made_for_what_is_not_planned(straight: Straight) -> None:
+    packet = straight.sender.pack_into(straight.sender.loads[0][0], 1, np.zeros(240, dtype=np.uint8)).result()
+    for announced, error in (
+        (replace(packet, version=2), StaleVersionError),
+        (replace(packet, plan_digest="0" * 64), PlanMismatchError),
+        (replace(packet, number=9), TransferError),
+        (replace(packet, parts=packet.parts[:0]), TransferError),
+    ):
+        with pytest.raises(error):
+            straight.unpacker.room(announced)
 
 
 def test_a_slot_smaller_than_an_element_is_refused() -> None:
