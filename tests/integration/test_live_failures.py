@@ -70,7 +70,7 @@ def test_a_killed_trainer_leaves_the_old_weights_and_no_wait(engine: Engine, vic
 
 
 @needs_vllm
-@pytest.mark.parametrize("where", ["memory", "build", "apply"])
+@pytest.mark.parametrize("where", ["memory", "convert", "build", "apply"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_keeps_both_workers_on_the_old_weights(engine: Engine, rank: int, where: str) -> None:
     before = engine.state()

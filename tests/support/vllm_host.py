@@ -156,6 +156,8 @@ class _Served:
 
         from megatron_patches.refit.engines import LocalEngine
 
+        # A call that has failed for its caller may still be under way when another one comes.
+        self.lock = threading.Lock()
         self._llm = LLM(**options)
         self._engine = LocalEngine(self._llm)
 
@@ -200,13 +202,20 @@ def _digests(worker: Any) -> dict[str, str]:
 
 
 def _sabotage(worker: Any, rank: int, where: str) -> None:
-    """Lets the next refit fail on one worker: when it makes ``memory``, in ``build`` or, half done, in ``apply``."""
+    """Lets the next refit fail on one worker.
+
+    When it makes ``memory``, when it would ``convert`` what has arrived, in ``build`` or, half done, in ``apply``.
+    """
+    import megatron_patches.refit.vllm.engine as engine_module
     from megatron_patches.refit.vllm.reload import Replacement
 
     if worker.rank != rank:
         return
-    engine = worker.weight_transfer_engine
-    owner, name = (engine, "_make_memory") if where == "memory" else (Replacement, where)
+    places: dict[str, tuple[Any, str]] = {
+        "memory": (worker.weight_transfer_engine, "_make_memory"),
+        "convert": (engine_module, "finish"),
+    }
+    owner, name = places.get(where, (Replacement, where))
     original = getattr(owner, name)
 
     def fail(*args: Any) -> None:
@@ -225,7 +234,8 @@ def _serve(connection: Connection, served: _Served) -> None:
         except (EOFError, OSError):
             return
         try:
-            answer = True, getattr(served, command)(*args)
+            with served.lock:
+                answer = True, getattr(served, command)(*args)
         except Exception as error:  # noqa: BLE001 - carried to the caller
             answer = False, f"{type(error).__name__}: {error}"
         # The caller may have been killed.
@@ -238,7 +248,6 @@ def main() -> None:
     served = _Served(options)
     with Listener(address, "AF_UNIX", backlog=16, authkey=_KEY) as listener:
         while True:
-            # The engine takes calls from one thread at a time; its callers see to that.
             threading.Thread(target=_serve, args=(listener.accept(), served), daemon=True).start()
 
 

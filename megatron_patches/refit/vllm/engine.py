@@ -108,6 +108,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._manifest: Manifest | None = None
         self._fills: Sequence[FillRecord] = ()
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._instead = "nothing has been received"  # why nothing is staged
 
     def init_transfer_engine(self, init_info: RefitCall) -> None:
         """Carries out one call. Never raises; see [Note: calls]."""
@@ -188,12 +189,16 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         version = update.version
         if self._party is None:
             raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
-        self._staged = None
+        self._staged, self._instead = None, "nothing has been received"
         staged: dict[str, torch.Tensor] = {}
         self._party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged))
         if self._manifest is None:
             raise RefitError("no plan")
-        self._staged = version, finish(self._manifest, self._fills, staged)
+        try:
+            self._staged = version, finish(self._manifest, self._fills, staged)
+        except Exception as error:
+            self._instead = f"what was received could not be converted ({type(error).__name__}: {error})"
+            raise
 
     def _make_memory(self, version: int, staged: dict[str, torch.Tensor]) -> Memory:
         """Fresh memory in which elements arrive as the trainer sends them.
@@ -226,10 +231,10 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def _commit(self, version: int) -> None:
         if self._staged is None or self._staged[0] != version:
-            found = "nothing" if self._staged is None else f"version {self._staged[0]}"
+            found = self._instead if self._staged is None else f"version {self._staged[0]} has been received"
             # The other workers wait for this one's vote.
             self._all_can(False)
-            raise TransferError(f"asked to commit version {version}, but {found} has been received")
+            raise TransferError(f"asked to commit version {version}, but {found}")
         replacement = Replacement(self.model, self.vllm_config, self._staged[1])
         failure: Exception | None = None
         try:
