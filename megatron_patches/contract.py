@@ -117,6 +117,26 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "566575af25f10acc",
         "configures the seam and shows it all model chunks at once",
     ),
+    (
+        "megatron.core.full_cuda_graph:FullCudaGraphWrapper",
+        "035a5978b6c9733b",
+        "captures forward and backward passes and the end of their reductions in one graph",
+    ),
+    (
+        "megatron.core.transformer.cuda_graphs:_CudaGraphRunner",
+        "6faf9f73643aa4c0",
+        "calls wait_async_comms at the end of each graph, and asks shards for their neighbours",
+    ),
+    (
+        "megatron.core.transformer.cuda_graphs:_CudagraphReplayNode",
+        "045bdbdab8f336d2",
+        "calls a shard's _grad_accum_hook behind a replay",
+    ),
+    (
+        "megatron.core.transformer.cuda_graphs:get_gtp_runner_streams",
+        "9400ce43ea240d72",
+        "names the streams that layers are replayed on",
+    ),
     ("megatron.training.training:train_step", "275be60d0831f482", "reports the loss over all data"),
     ("megatron.training.global_vars:set_global_variables", "3e26f317b89c7f92", "counts microbatches over all data"),
 )

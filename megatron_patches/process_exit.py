@@ -3,7 +3,7 @@
 gloo's worker threads free the tensors of a collective after they have woken its waiter, and need the interpreter's
 lock for it. One that asks for the lock while the interpreter is ending takes the process down with status -6, after a
 training that went well. Megatron leaves its process groups to the end of the process. NCCL does not end a group that
-a CUDA graph has captured work of before the graph is gone, and Megatron keeps those of whole iterations.
+a CUDA graph has captured work of before the graph is gone, and Megatron keeps its graphs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ProcessGroupsAtExit:
 
 
 def _drop_graphs() -> None:
-    full_cuda_graph = sys.modules.get("megatron.core.full_cuda_graph")
-    if full_cuda_graph is None:
+    if not torch.cuda.is_available():
         return
-    wrapper = full_cuda_graph.FullCudaGraphWrapper
-    if any(graph is not None for graph in wrapper.cuda_graph.values()):
+    # Their owners are many: Megatron's wrapper of whole iterations, and a runner for each layer and microbatch.
+    graphs = [found for found in gc.get_objects() if issubclass(type(found), torch.cuda.CUDAGraph)]
+    if graphs:
         torch.cuda.synchronize()
-        for kept in (wrapper.cuda_graph, wrapper.result):
-            kept.update(dict.fromkeys(kept))
+    for graph in graphs:
+        graph.reset()
 
 
 def leave_process_groups() -> None:
