@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import os
@@ -22,6 +23,7 @@ from megatron_patches.refit.export import export_checkpoint
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.shard import placements
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.live_models import Case, build_chunk
@@ -83,12 +85,24 @@ def export_body(rank: int, world_size: int, case: Case, seed: int, path: str) ->
     export_checkpoint(chunks, path, vocab_size=int(str(case.config["vocab_size"])))
 
 
+STAGING = 1 << 16
+
+
 def session(
     case: Case, chunks: list[Any], rank: int, address: str, transport: TransportName, *, allow_narrowing: bool = False
 ) -> RefitSession:
     engines = [VllmConnection(address)] if rank == 0 else []
-    options = RefitOptions(transport=transport, timeout_s=60.0, staging_bytes=1 << 16, allow_narrowing=allow_narrowing)
+    options = RefitOptions(transport=transport, timeout_s=60.0, staging_bytes=STAGING, allow_narrowing=allow_narrowing)
     return RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
+
+
+def transport_of(mesh: TrainerMesh) -> TransportName:
+    """Another transport for each kind of mesh, so that all meet a live engine."""
+    if mesh.dp > 1 and importlib.util.find_spec("nixl_cu12") is not None:
+        return TransportName.NIXL
+    if mesh.pp > 1:
+        return TransportName.TCP if mesh.etp > 1 else TransportName.C10D
+    return TransportName.SHM
 
 
 def push_body(
@@ -102,13 +116,13 @@ def push_body(
     found = []
     for case, version in cases:
         chunks = start(case)
-        transport = TransportName.TCP if case.mesh.pp > 1 else TransportName.SHM
-        pushing = session(case, chunks, rank, address, transport)
+        pushing = session(case, chunks, rank, address, transport_of(case.mesh))
         pushing.prepare()
         after = []
         for number, seed in enumerate(seeds):
             fill(case, chunks, seed)
-            pushing.push(version + number)
+            report = pushing.push(version + number)
+            assert 0 < report.staged_bytes <= STAGING
             if rank == 0:
                 engine = VllmConnection(address)
                 after.append((engine.parameters(), engine.log_probabilities(PROMPTS)))
