@@ -59,6 +59,19 @@ class Model:
     tensors: Sequence[TensorSpec]
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """How a party moved a version, or how all did.
+
+    Attributes:
+        seconds: what its parts took; of all, the longest on any destination. ``move`` (packing, the way and unpacking,
+            which overlap), and on a destination ``allocate`` before and ``verify`` after it.
+        staged_bytes: the most memory that packets took at a time; of all, on any party.
+    """
+
+    seconds: dict[str, float]
+    staged_bytes: int
+
+
 class _Held(msgspec.Struct):
     """What any party answers to what it holds."""
 
@@ -91,8 +104,7 @@ class _Common:
 
     Attributes:
         staging: memory of this party's packets.
-        seconds: what the parts of the last version took: ``move`` (packing, the way and unpacking, which overlap), and
-            on a destination ``allocate`` before and ``verify`` after it.
+        seconds: what the parts of the last version took; see :class:`Moved`.
     """
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str) -> None:
@@ -206,6 +218,13 @@ class _Common:
         return made[0]
 
 
+def _of_all(moved: Sequence[Moved], sources: int) -> Moved:
+    destinations = moved[sources:]
+    parts = {part for item in destinations for part in item.seconds}
+    longest = {part: max(item.seconds.get(part, 0.0) for item in destinations) for part in sorted(parts)}
+    return Moved(longest, max(item.staged_bytes for item in moved))
+
+
 def _commit_topic(version: int) -> str:
     return f"committing version {version}"
 
@@ -239,7 +258,7 @@ class SourceParty(_Common):
         """Whether links are up; if not, the next push makes them."""
         return self._end is not None
 
-    def push(self, version: int, look_up: Callable[[], Memory]) -> None:
+    def push(self, version: int, look_up: Callable[[], Memory]) -> Moved:
         """Sends one version; when this returns, every destination has verified it.
 
         Args:
@@ -247,18 +266,23 @@ class SourceParty(_Common):
             look_up: gives the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
                 integers. It is called inside the step, so that its failure is everybody's at once.
 
+        Returns:
+            How it went for all.
+
         Raises:
             PartyFailedError: on all parties, if any failed.
         """
         try:
             end = self._linked()
 
-            def send() -> None:
+            def send() -> Moved:
                 sender = Sender(self.plan, self._assembly.party, look_up(), self._limits, self.staging)
                 with closing(sender), self._timed("move"):
                     send_version(sender, end, version, self._assembly.check)
+                return Moved(self.seconds, self.staging.peak_bytes)
 
-            self._assembly.gather(f"sending version {version}", type(None), send)
+            moved = self._assembly.gather(f"sending version {version}", Moved, send)
+            return _of_all(moved, self._options.sources)
         except BaseException:
             # Packets of the failed version may still be on their way; the next one takes fresh links.
             self._unlink()
@@ -358,7 +382,7 @@ class DestinationParty(_Common):
                 raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
             received: list[Memory] = []
 
-            def take() -> None:
+            def take() -> Moved:
                 with self._timed("allocate"):
                     memory = make_memory()
                 unpacker = Unpacker(self.plan, manifest, self._limits, self.staging)
@@ -369,8 +393,9 @@ class DestinationParty(_Common):
                     with self._timed("verify"):
                         unpacker.verify()
                 received.append(memory)
+                return Moved(self.seconds, self.staging.peak_bytes)
 
-            self._assembly.gather(f"sending version {version}", type(None), take)
+            self._assembly.gather(f"sending version {version}", Moved, take)
             return received[0]
         except BaseException:
             self._unlink()

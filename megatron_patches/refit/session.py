@@ -63,9 +63,12 @@ class PushReport:
     Attributes:
         version: number of the weights that now serve.
         nbytes: bytes that all destinations together were sent.
-        staged_bytes: the most memory that packets took on this rank at a time; at most ``staging_bytes``.
+        staged_bytes: the most memory that packets took at a time in any process, of either side; at most the
+            option ``staging_bytes``.
         seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
-            waited for it, ``commit`` until all engines serve the new weights.
+            waited for it, ``commit`` until all engines serve the new weights. Of ``send``, on the slowest worker:
+            ``allocate`` memory beside the weights that serve, ``move`` (packing, the way and unpacking, which
+            overlap), and ``verify``.
     """
 
     version: int
@@ -172,17 +175,15 @@ class RefitSession:
         calls = _Calls(assembly, f"sending version {version}")
         for engine in self._engines if self._first else ():
             calls.start(engine, lambda engine=engine: engine.call(receiving))  # type: ignore[misc]
-        party.push(version, self._memory)
-        seconds = {"send": time.perf_counter() - started}
+        moved = party.push(version, self._memory)
+        seconds = {"send": time.perf_counter() - started, **moved.seconds}
         self.version = version
         self._commit = _Commit(version, calls, self._engines if self._first else (), self._options, self._confirm)
         if wait:
             started = time.perf_counter()
             self.wait()
             seconds["commit"] = time.perf_counter() - started
-        return PushReport(
-            version=version, nbytes=party.plan.nbytes, staged_bytes=party.staging.peak_bytes, seconds=seconds
-        )
+        return PushReport(version=version, nbytes=party.plan.nbytes, staged_bytes=moved.staged_bytes, seconds=seconds)
 
     def wait(self) -> None:
         """Waits until all engines serve the version that was pushed last.

@@ -180,8 +180,13 @@ def test_tensors_arrive_as_arrays_do(seed: int, transport: TransportName) -> Non
             lambda rank: parties.sources[rank].push(1, lambda: as_tensors(held[rank])),
             lambda rank: parties.destinations[rank].receive(1, step, False, lambda: as_tensors(taken[rank])),
         )
-        assert not [answer for answer in answers if isinstance(answer, Exception)]
         parties.check(1, taken)
+        everybody = (*parties.sources, *parties.destinations)
+        for moved in answers[: len(case.sources)]:
+            assert moved.staged_bytes == max(party.staging.peak_bytes for party in everybody) > 0
+            assert set(moved.seconds) == {"allocate", "move", "verify"}
+            for part, seconds in moved.seconds.items():
+                assert seconds == max(party.seconds[part] for party in parties.destinations) > 0
 
 
 def as_tensors(arrays: dict[str, Bits]) -> dict[str, torch.Tensor]:
