@@ -105,7 +105,8 @@ class VllmHost:
     def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+        # Killed, it still has to give back its memory: on a busy machine that took more than half a minute.
+        self.process.wait(180)
 
 
 class VllmConnection:
