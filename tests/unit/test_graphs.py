@@ -1,0 +1,179 @@
+"""What changes when a capture into a CUDA graph begins or ends. That replays are right is shown on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from etp.cache import BufferCache, BufferSpec
+from etp.graphs import GraphModes
+from etp.runtime import EtpRuntime
+
+SIDE = 16
+SPEC = BufferSpec((4, 3), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A stack; while it holds a number, work counts as captured by the graph of that number."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    numbers: list[int] = []
+    monkeypatch.setattr(GraphModes, "current_capture", lambda *_: numbers[-1] if numbers else None)
+    yield numbers
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def capturing(numbers: list[int], number: int) -> Iterator[None]:
+    numbers.append(number)
+    try:
+        yield
+    finally:
+        numbers.pop()
+
+
+def sharded(**options: object) -> tuple[nn.Sequential, EtpRuntime]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+    config = etp.EtpConfig(**options)  # type: ignore[arg-type]
+    return model, etp.shard_module(model, dist.group.WORLD, config=config)
+
+
+def train(model: nn.Module) -> torch.Tensor:
+    x = torch.ones(2, SIDE)
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def addresses(cache: BufferCache) -> set[int]:
+    return {buffer.data_ptr() for slot in cache.slots() if slot.allocated for buffer in slot.buffers}
+
+
+def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]) -> None:
+    model, runtime = sharded()
+    expected = train(model)
+    warm = addresses(runtime.cache)
+    bytes_before = etp.resident_nbytes(model)["gather_slots"]
+    with capturing(capture, 7):
+        assert torch.equal(train(model), expected)
+        assert runtime.capturing
+        assert addresses(runtime.cache) == warm
+    assert not runtime.capturing
+    assert etp.resident_nbytes(model)["gather_slots"] == bytes_before
+    assert torch.equal(train(model), expected)
+    eager, captured = runtime.buffers
+    assert addresses(captured.cache) == warm
+    assert addresses(eager.cache)
+    assert not addresses(eager.cache) & warm
+
+
+def test_nothing_gathered_before_a_capture_counts_inside_and_the_other_way_round(capture: list[int]) -> None:
+    model, runtime = sharded(reuse_across_forwards=True)
+    train(model)
+    counts = []
+    for number in (None, 1, None, 2):
+        runtime.counters.reset()
+        with capturing(capture, number) if number is not None else contextlib.nullcontext():
+            train(model)
+            train(model)
+        counts.append(sum(runtime.counters.gathers.values()))
+    fresh = counts[1]
+    # Each capture begins with nothing, and so does the first pass behind it.
+    assert counts[0] < fresh
+    assert counts[3] == fresh
+    # Behind a whole captured step no count of changes is trusted: both passes gather all that forward needs.
+    assert counts[2] > fresh
+
+
+def test_captured_slots_survive_whatever_frees_the_others(capture: list[int]) -> None:
+    model, runtime = sharded()
+    train(model)
+    with capturing(capture, 1):
+        train(model)
+    captured = runtime.buffers[1].cache
+    before = addresses(captured)
+    train(model)
+    runtime.release_buffers()
+    assert not addresses(runtime.cache)
+    assert addresses(captured) == before
+    with capturing(capture, 2):
+        train(model)
+        assert addresses(runtime.cache) == before
+
+
+def test_a_capture_with_gradients_under_way_is_refused(capture: list[int]) -> None:
+    model, _ = sharded(reduce_once_per_iteration=True)
+    train(model)
+    with capturing(capture, 1), pytest.raises(etp.EtpStateError, match="wait_async_comms"):
+        train(model)
+    etp.wait_async_comms(model)
+    with capturing(capture, 1):
+        train(model)
+        etp.wait_async_comms(model)
+
+
+def test_a_part_that_only_adds_up_is_refused(capture: list[int]) -> None:
+    model, _ = sharded(reduce_once_per_iteration=True)
+    train(model)
+    etp.wait_async_comms(model)
+    with capturing(capture, 1), pytest.raises(etp.EtpStateError, match="reduce_once_per_iteration"):
+        model[0](torch.ones(2, SIDE, requires_grad=True)).sum().backward()
+
+
+def test_a_captured_backward_of_a_part_into_grad_is_refused(capture: list[int]) -> None:
+    model, _ = sharded()
+    train(model)
+    with capturing(capture, 1), pytest.raises(etp.EtpStateError, match="make_graphed_callables"):
+        model[0](torch.ones(2, SIDE, requires_grad=True)).sum().backward()
+
+
+def test_a_captured_part_returns_its_gradient_and_runs_hooks_at_the_replay(capture: list[int]) -> None:
+    model, _ = sharded()
+    train(model)
+    model.zero_grad()
+    layer: Any = model[0]
+    weight = layer.weight
+    ran: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda _: ran.append("hook"))
+    x = torch.ones(2, SIDE)
+    with capturing(capture, 1):
+        (memory,) = torch.autograd.grad(layer(x).sum(), weight)
+    assert weight.grad is None
+    assert not ran
+
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, param: torch.Tensor) -> torch.Tensor:
+            del ctx
+            return param.sum()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            del ctx, grad
+            return memory.detach()
+
+    for count in (1, 2):
+        with torch._C.DisableTorchFunctionSubclass():
+            Replay.apply(weight).backward()
+        assert len(ran) == count
+        # The memory of the graph is not taken for the gradient: the next replay will change it.
+        assert weight.grad.data_ptr() != memory.data_ptr()
+        assert torch.equal(weight.grad, memory * count)
+
+
+def test_an_unreserved_ticket_of_a_pinned_cache_keeps_its_storage() -> None:
+    cache = BufferCache(slots_per_shape=1, resident_bytes=0)
+    ticket = cache.reserve((SPEC,))
+    (buffer,) = cache.get(ticket).buffers
+    cache.pin()
+    cache.unreserve(ticket)
+    cache.clear()
+    assert [slot.buffers[0].data_ptr() for slot in cache.slots()] == [buffer.data_ptr()]
