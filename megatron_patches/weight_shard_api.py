@@ -52,14 +52,14 @@ class WeightShardApi:
         self._runtimes: list[weakref.ref[EtpRuntime]] = []
         self._chains_to_print: list[tuple[str, weakref.ref[EtpRuntime]]] = []
         self._graph_streams: dict[tuple[str, dist.ProcessGroup | None], torch.cuda.Stream] = {}
-        # Drives weights of models that nobody announces with classify_chains; finishes with each backward pass.
-        self._unannounced = self._new_runtime(finish_with_backward=True)
+        # Weakly: a runtime lives as long as the weights that it drives.
+        self._unannounced: dict[dist.ProcessGroup, weakref.ref[EtpRuntime]] = {}
 
     def configure(self, config: MegatronEtpConfig) -> None:
         """Take the options of the run, before Megatron builds a model."""
         self.config = config
         self._engine = config.engine
-        self._unannounced = self._new_runtime(finish_with_backward=True)
+        self._unannounced.clear()
 
     def as_module(self) -> types.ModuleType:
         """The module to put in the place of ``megatron.core.tensor_parallel.gtp_api``."""
@@ -110,7 +110,7 @@ class WeightShardApi:
             )
         reduction = GradReduction.SUM if calculate_per_token_loss else GradReduction.MEAN
         self._engine = dataclasses.replace(self.config.engine, grad_reduction=reduction)
-        self._unannounced = self._new_runtime(finish_with_backward=True)
+        self._unannounced.clear()
 
     def shard_rows(self, dim0: int, group: dist.ProcessGroup) -> tuple[int, int]:
         """Rows of a shard of ``dim0`` rows, padding included, and the padding rows of all shards together."""
@@ -134,7 +134,7 @@ class WeightShardApi:
                 continue
             fqn = f"{type(module).__name__}.{name}"
             shard = shard_parameter(param, group, self._engine.pad_for_alignment, fqn)
-            self._register(module, name, shard)
+            self._register(module, name, shard, group)
             shards.append(shard)
         self._form_groups(shards, group, bool(is_grouped))
 
@@ -149,22 +149,37 @@ class WeightShardApi:
             if param is None or is_sharded(param):
                 continue
             shard = wrap_shard(param, group, self._engine.pad_for_alignment, pad_length)
-            self._register(module, name, shard)
+            self._register(module, name, shard, group)
             shards.append(shard)
         self._form_groups(shards, group, is_grouped)
 
-    def _register(self, module: torch.nn.Module, name: str, shard: MegatronShardedParam) -> None:
+    def _register(
+        self, module: torch.nn.Module, name: str, shard: MegatronShardedParam, group: dist.ProcessGroup
+    ) -> None:
         module._parameters[name] = shard
-        shard.attach(self._unannounced, f"{type(module).__name__}.{name}")
+        shard.attach(self._unannounced_runtime(group), f"{type(module).__name__}.{name}")
+
+    def _unannounced_runtime(self, group: dist.ProcessGroup) -> EtpRuntime:
+        """Drives weights of models that nobody announces with classify_chains; finishes with each backward pass.
+
+        One for each shard group: its ranks have built and visited the same weights, so that they gather the same ones
+        ahead. Ranks that also have models over other groups would not.
+        """
+        ref = self._unannounced.get(group)
+        runtime = None if ref is None else ref()
+        if runtime is None:
+            runtime = self._new_runtime(finish_with_backward=True)
+            self._unannounced[group] = weakref.ref(runtime)
+        return runtime
 
     def _form_groups(self, shards: list[MegatronShardedParam], group: dist.ProcessGroup, is_grouped: bool) -> None:
         if is_grouped and shards:
             for shard in shards:
                 shard.is_routed_expert = True
-            self._unannounced.add(WeightGroup(shards, group))
+            self._unannounced_runtime(group).add(WeightGroup(shards, group))
         else:
             for shard in shards:
-                self._unannounced.add(WeightGroup([shard], group))
+                self._unannounced_runtime(group).add(WeightGroup([shard], group))
 
     def classify_chains(
         self,

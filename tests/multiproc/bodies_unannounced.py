@@ -1,0 +1,47 @@
+"""Bodies: weights that Megatron builds and never announces as a model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from megatron_patches.arguments import MegatronEtpConfig
+from megatron_patches.weight_shard_api import WeightShardApi
+from tests.support.launch import device
+
+# Three shapes in turn, more weights than slots: backward passes gather, too, and how far ahead depends on the bytes.
+SHAPES = ((16, 24), (24, 40), (40, 16)) * 4
+
+
+def _stack(api: WeightShardApi, group: dist.ProcessGroup, shapes: tuple[tuple[int, int], ...]) -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for columns, rows in shapes)).to(device())
+    for layer in model:
+        api.wrap_module(layer, ["weight"], group)
+    return model
+
+
+def _train(model: nn.Module, rank: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, SHAPES[0][0], generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad, alpha=0.1)
+                param.grad = None
+    return losses
+
+
+def ranks_with_another_past(rank: int, world_size: int) -> list[float]:
+    """Two of four ranks have trained a larger model before; then all train, a rank with that past with one without."""
+    assert world_size == 4
+    api = WeightShardApi(MegatronEtpConfig(engine=etp.EtpConfig(timeout_s=20.0)))
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [1, 3])]
+    if rank < 2:
+        _train(_stack(api, groups[0], ((16, 4096), (4096, 16))), rank, 2)
+    return _train(_stack(api, groups[1 + rank % 2], SHAPES), rank, 4)
