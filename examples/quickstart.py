@@ -172,6 +172,18 @@ def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -
     progress.update(task, note=f"loss {summary.losses[0]:.3f} -> {summary.losses[-1]:.3f}")
 
 
+def complete(server: Server, weights: str, expected: int) -> tuple[str, str]:
+    """What vLLM writes with ``weights``.
+
+    Raises:
+        QuickstartError: if another version of the weights than ``expected`` answers.
+    """
+    text, version = server.complete(PROMPT, 60)
+    if version != str(expected):
+        raise QuickstartError(f"version {version} of the weights has answered, and {expected} was pushed last")
+    return f"{weights}, version {version}", text
+
+
 def push(folder: Path, server: Server, summary: Summary) -> None:
     """Stream the checkpoint's weights into the running server, from as many shards as it was trained with."""
     arguments = f"push --load {folder / 'checkpoint'} --etp-size {SHARDS} --engines {server.url}"
@@ -200,13 +212,14 @@ def serve_and_push(folder: Path, iterations: int, progress: Progress, summary: S
     with ExitStack() as stack:
         with summary.phase("start vLLM"), step(progress, "vLLM"):
             server = stack.enter_context(serve(folder / "hf", SEQUENCE, folder / "vllm.log"))
-        summary.written.append(("random weights", server.complete(PROMPT, 60)))
+        summary.written.append(complete(server, "random weights", 0))
         with summary.phase("push into vLLM"), step(progress, "push"):
             push(folder, server, summary)
-        summary.written.append((f"after {iterations} steps", server.complete(PROMPT, 60)))
+        summary.written.append(complete(server, f"after {iterations} steps", iterations))
         with summary.phase("train on and push again"), step(progress, "train on"):
             train_on(folder, iterations, server, summary)
-        summary.written.append((f"after {iterations + MORE_ITERATIONS} steps", server.complete(PROMPT, 60)))
+        total = iterations + MORE_ITERATIONS
+        summary.written.append(complete(server, f"after {total} steps", total))
     texts = [text for _, text in summary.written]
     if len(set(texts)) < len(texts) and iterations >= DEFAULT_ITERATIONS:
         raise QuickstartError(f"a push did not change what vLLM writes: {texts}")

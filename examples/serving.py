@@ -56,8 +56,8 @@ class Server:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
 
-    def complete(self, prompt: str, length: int) -> str:
-        """``length`` tokens after ``prompt``, always the likeliest.
+    def complete(self, prompt: str, length: int) -> tuple[str, str]:
+        """``length`` tokens after ``prompt``, always the likeliest, and the version of the weights that wrote them.
 
         Raises:
             ServerError: if there is no answer.
@@ -68,10 +68,11 @@ class Server:
         )
         try:
             with urllib.request.urlopen(request, timeout=120.0) as answer:  # noqa: S310 - as above
+                version = answer.headers.get("x-weights-version", "unknown")
                 text: str = json.load(answer)["choices"][0]["text"]
         except OSError as error:
             raise ServerError(f"{self.url} does not answer: {error}") from error
-        return text
+        return text, version
 
     def is_up(self) -> bool:
         """Whether it answers."""
@@ -102,6 +103,8 @@ def serve(model: Path, length: int, log: Path) -> Iterator[Server]:
         *f"--model {model} --served-model-name quickstart {where}".split(),
         *f"--load-format dummy --dtype float32 --enforce-eager --max-model-len {length} --block-size 32".split(),
         *("--weight-transfer-config", json.dumps({"backend": "etp"})),
+        *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
+        *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
     ]
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(  # noqa: S603
