@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import math
@@ -23,7 +24,6 @@ from megatron_patches.refit.export import export_checkpoint
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.shard import placements
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.live_models import Case, build_chunk
@@ -96,9 +96,13 @@ def session(
     return RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
 
 
-def transport_of(mesh: TrainerMesh) -> TransportName:
-    """Another transport for each kind of mesh, so that all meet a live engine."""
-    if mesh.dp > 1 and importlib.util.find_spec("nixl_cu12") is not None:
+def transport_of(case: Case) -> TransportName:
+    """Another transport for each kind of mesh, so that all meet a live engine.
+
+    NIXL for one model alone: its threads keep two processors busy, and everything else waits.
+    """
+    mesh, is_llama = case.mesh, "LlamaForCausalLM" in str(case.config["architectures"])
+    if mesh.dp > 1 and is_llama and importlib.util.find_spec("nixl_cu12") is not None:
         return TransportName.NIXL
     if mesh.pp > 1:
         return TransportName.TCP if mesh.etp > 1 else TransportName.C10D
@@ -116,17 +120,16 @@ def push_body(
     found = []
     for case, version in cases:
         chunks = start(case)
-        pushing = session(case, chunks, rank, address, transport_of(case.mesh))
-        pushing.prepare()
-        after = []
-        for number, seed in enumerate(seeds):
-            fill(case, chunks, seed)
-            report = pushing.push(version + number)
-            assert 0 < report.staged_bytes <= STAGING
-            if rank == 0:
-                engine = VllmConnection(address)
-                after.append((engine.parameters(), engine.log_probabilities(PROMPTS)))
-        pushing.close()
+        with contextlib.closing(session(case, chunks, rank, address, transport_of(case))) as pushing:
+            pushing.prepare()
+            after = []
+            for number, seed in enumerate(seeds):
+                fill(case, chunks, seed)
+                report = pushing.push(version + number)
+                assert 0 < report.staged_bytes <= STAGING
+                if rank == 0:
+                    engine = VllmConnection(address)
+                    after.append((engine.parameters(), engine.log_probabilities(PROMPTS)))
         found.append(after)
     return found
 
@@ -197,12 +200,13 @@ def killed_body(rank: int, world_size: int, case: Case, address: str, version: i
     pushing = session(case, chunks, rank, address, TransportName.SHM)
     if rank == victim and phase == "describing":
         kill_in(pushing, "_describe")
-    pushing.prepare()
-    if rank == victim and phase == "sending":
-        kill_in(packets.Sender, "pack_into", calls=2)
-    if rank == victim and phase == "committing":
-        kill_in(VllmConnection, "commit")
-    pushing.push(version)
+    with contextlib.closing(pushing):
+        pushing.prepare()
+        if rank == victim and phase == "sending":
+            kill_in(packets.Sender, "pack_into", calls=2)
+        if rank == victim and phase == "committing":
+            kill_in(VllmConnection, "commit")
+        pushing.push(version)
 
 
 def kill_in(owner: Any, name: str, calls: int = 1) -> None:
@@ -231,8 +235,9 @@ def unreachable_body(rank: int, world_size: int, case: Case) -> tuple[float, str
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     pushing = RefitSession(start(case), [Unreachable(url)] if rank == 0 else [], vocab_size=37)
     started = time.monotonic()
-    try:
-        pushing.prepare()
-    except RefitError as error:
-        return time.monotonic() - started, str(error)
+    with contextlib.closing(pushing):
+        try:
+            pushing.prepare()
+        except RefitError as error:
+            return time.monotonic() - started, str(error)
     return 0.0, ""
