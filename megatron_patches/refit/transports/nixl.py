@@ -58,7 +58,9 @@ class NixlTransport:
     def __init__(self, place: Place) -> None:
         self._place = place
         api = load_api()
-        config = api.nixl_agent_config(backends=["UCX"])
+        # The thread polls without a pause. A worker polls itself while it reads; a source may have to answer.
+        is_source = place.party < place.sources
+        config = api.nixl_agent_config(enable_prog_thread=is_source, backends=["UCX"])
         self._agent: Any = api.nixl_agent(f"refit-{place.party}-{secrets.token_hex(8)}", config)
 
     def details(self) -> bytes:
