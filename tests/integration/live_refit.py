@@ -97,16 +97,15 @@ def session(
 
 
 def transport_of(case: Case) -> TransportName:
-    """Another transport for each kind of mesh, so that all meet a live engine.
+    """Another transport for some kinds of mesh, so that several meet a live engine.
 
-    NIXL for one model alone: its threads keep two processors busy, and everything else waits.
+    NIXL for one model alone: its threads keep two processors busy, and everything else waits. c10d between processes is
+    tested in tests/unit/refit/test_transports.py.
     """
     mesh, is_llama = case.mesh, "LlamaForCausalLM" in str(case.config["architectures"])
     if mesh.dp > 1 and is_llama and importlib.util.find_spec("nixl_cu12") is not None:
         return TransportName.NIXL
-    if mesh.pp > 1:
-        return TransportName.TCP if mesh.etp > 1 else TransportName.C10D
-    return TransportName.SHM
+    return TransportName.TCP if mesh.pp > 1 and mesh.etp > 1 else TransportName.SHM
 
 
 def push_body(
