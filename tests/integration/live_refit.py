@@ -89,10 +89,20 @@ STAGING = 1 << 16
 
 
 def session(
-    case: Case, chunks: list[Any], rank: int, address: str, transport: TransportName, *, allow_narrowing: bool = False
+    case: Case,
+    chunks: list[Any],
+    rank: int,
+    address: str,
+    transport: TransportName,
+    *,
+    allow_narrowing: bool = False,
+    timeout_s: float = 150.0,
 ) -> RefitSession:
     engines = [VllmConnection(address)] if rank == 0 else []
-    options = RefitOptions(transport=transport, timeout_s=60.0, staging_bytes=STAGING, allow_narrowing=allow_narrowing)
+    # Generous: with an engine of two workers, five processes share what may be two processors.
+    options = RefitOptions(
+        transport=transport, timeout_s=timeout_s, staging_bytes=STAGING, allow_narrowing=allow_narrowing
+    )
     return RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
 
 
@@ -196,7 +206,7 @@ def killed_body(rank: int, world_size: int, case: Case, address: str, version: i
     del world_size
     chunks = start(case)
     fill(case, chunks, 1)
-    pushing = session(case, chunks, rank, address, TransportName.SHM)
+    pushing = session(case, chunks, rank, address, TransportName.SHM, timeout_s=60.0)
     if rank == victim and phase == "describing":
         kill_in(pushing, "_describe")
     with contextlib.closing(pushing):

@@ -176,7 +176,7 @@ def push_all(model: str, tp: int, folder: Path) -> Pushed:
         for size in sorted({mesh.size for mesh in MESHES[model]}):
             meshes = [mesh for mesh in MESHES[model] if mesh.size == size]
             cases = [(Case(mesh, (), config), next(versions)) for mesh in meshes]
-            found = run_distributed(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=240)[0]
+            found = run_distributed(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=420)[0]
             after |= dict(zip(meshes, found, strict=True))
     return Pushed(fresh, after)
 
@@ -223,7 +223,7 @@ def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
     with VllmHost(checkpoint, tmp_path, load_format="dummy", **options) as host:
         host.connect()
         args = (case, host.address, 1, str(tmp_path / "trained"))
-        losses, parameters, answers = run_distributed(train_body, mesh.size, args=args, timeout_s=180)[0]
+        losses, parameters, answers = run_distributed(train_body, mesh.size, args=args, timeout_s=300)[0]
     assert losses[-1] < losses[0]
     (folder := tmp_path / "fresh").mkdir()
     with VllmHost(tmp_path / "trained", folder, **options) as host:
