@@ -30,7 +30,7 @@ def test_wheel_states_name_licence_and_requirements(wheel: Path) -> None:
     assert metadata["Version"] == "0.1.0"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.12"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"te", "vllm", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "nixl", "te", "vllm"}
     required = {line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert required == {
         "torch<2.13,>=2.11",
