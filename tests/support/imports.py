@@ -20,13 +20,16 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te", "scalars"}),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
     frozenset({"param", "replicated", "reductions", "graphs"}),
+    frozenset({"passes", "gathers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "wrap", "state", "clip"}),
 )
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
 
 REFIT = "megatron_patches.refit"
-REFIT_GLUE = tuple(f"{REFIT}.{part}" for part in ("source", "__main__", "checkpoint_model", "megatron_checkpoint"))
+REFIT_GLUE = tuple(
+    f"{REFIT}.{part}" for part in ("source", "__main__", "checkpoint_model", "checkpoint_build", "megatron_checkpoint")
+)
 """The parts of refit that know the trainer; the others see shard layouts and integers only."""
 
 REFIT_VLLM = f"{REFIT}.vllm"

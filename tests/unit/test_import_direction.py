@@ -44,10 +44,10 @@ def test_no_global_and_no_assert_statements(sources: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("module", "text", "reason"),
     [
-        ("etp.layout", "from etp.runtime import EtpRuntime", "layer 5 is above its own, 1"),
+        ("etp.layout", "from etp.runtime import EtpRuntime", "layer 6 is above its own, 1"),
         ("etp.collectives.c10d", "import etp.group", "layer 3 is above its own, 2"),
         ("etp.group", "def f():\n    from etp import param", "layer 4 is above its own, 3"),
-        ("etp.cache", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import etp.wrap", "layer 6 is above"),
+        ("etp.cache", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import etp.wrap", "layer 7 is above"),
         ("etp.wrap", "from etp import Linear", "imports the module it needs"),
         ("etp.novelty", "from etp.config import EtpConfig", "etp.novelty belongs to no layer"),
         ("etp.runtime", "import megatron_patches.registry", "the engine knows neither Megatron"),

@@ -23,10 +23,12 @@ from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.base import GradSink
 from etp.config import EtpConfig, GradReduction
+from etp.errors import EtpStateError
 from etp.grads import PendingReduction, gradient_is_absent, gradient_sink, padded_wgrad
 from etp.graphs import GraphModes
 from etp.group import ReduceState, Shard, WeightGroup
 from etp.routes import Routes
+from etp.te import te_is_capturing
 from etp.traffic import TrafficCounters
 
 
@@ -59,9 +61,17 @@ class Reductions:
         """Reductions under way."""
         return len(self._pending)
 
-    def is_incomplete(self, group: WeightGroup) -> bool:
-        """Whether a gradient of ``group`` is not, or not wholly, on its shards yet."""
-        return group in self._local_sums or any(pending.group is group for pending in self._pending)
+    def require_complete(self, group: WeightGroup) -> None:
+        """See :class:`etp.shard_grad.GradDriver`.
+
+        Raises:
+            EtpStateError: if a gradient of ``group`` is still on its way.
+        """
+        if group in self._local_sums or any(pending.group is group for pending in self._pending):
+            raise EtpStateError(
+                f"the gradient of {group.name} is not complete yet, so neither is its norm; call "
+                "etp.wait_async_comms(module) after the last backward pass of the iteration"
+            )
 
     @property
     def idle(self) -> bool:
@@ -90,8 +100,40 @@ class Reductions:
         self._recycle(layout.padded_shape, dtype, device)
         return self.pool.lease(layout.padded_shape, dtype, device)[: layout.rows]
 
-    def add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Take the group's full gradients of one use (logical shapes). Collective, unless they are only added up."""
+    def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Take the group's full gradients of one use, in a backward pass. Collective, unless they are only added up.
+
+        Args:
+            group: whose weights were used.
+            wgrads: a gradient of each weight, of its logical shape.
+
+        Returns:
+            what autograd is to get for each shard; None where the sum goes into the shard itself.
+
+        Raises:
+            EtpStateError: if a part is captured whose replays would lose the gradients or what belongs to them.
+        """
+        if self._graphs.is_part and self._config.reduce_once_per_iteration:
+            raise EtpStateError(
+                f"{group.name} is captured in a part of the model, with reduce_once_per_iteration: what its graph adds "
+                "up is not seen outside. Capture whole iterations, or reduce each microbatch"
+            )
+        if self.returns_gradients(group):
+            return self._add_returned(group, wgrads)
+        if self._graphs.is_part and not _has_main_grads(group) and not te_is_capturing():
+            raise EtpStateError(
+                f"a backward pass into .grad of {group.name} is captured without the forward pass of the module that "
+                "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
+                "use make_graphed_callables"
+            )
+        self._add(group, wgrads)
+        return [None] * len(group.shards)
+
+    def returns_gradients(self, group: WeightGroup) -> bool:
+        """Whether autograd is to get the gradients of the group's shards; see [Note: returned gradients]."""
+        return not _has_main_grads(group) and any(_returned_by_autograd(shard) for shard in group.shards)
+
+    def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
         padded = [
             padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
             for shard, wgrad in zip(group.shards, wgrads, strict=True)
@@ -103,8 +145,8 @@ class Reductions:
             self._start(group, padded)
             self._used_further.update(id(shard) for shard in group.shards if id(shard) in self._watched)
 
-    def add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Take the group's full gradients for autograd; see [Note: returned gradients]. Collective.
+    def _add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
 
         Returns:
             for each shard its gradient, of its shape; inside a capture the memory that holds it once the graph has run.
@@ -279,7 +321,11 @@ class Reductions:
         self._hooks_owed.clear()
 
 
-def returned_by_autograd(shard: Any) -> bool:
+def _has_main_grads(group: WeightGroup) -> bool:
+    return any(getattr(shard, "main_grad", None) is not None for shard in group.shards)
+
+
+def _returned_by_autograd(shard: Any) -> bool:
     """Whether the graph task under way is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
 
     Never for a shard with ``main_grad``, which belongs there.

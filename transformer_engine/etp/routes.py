@@ -39,6 +39,15 @@ class Routes:
             self.transports[group.process_group] = transport
         return transport
 
+    def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for shards that ``group``'s transport reads in place; None if it reads none. Collective.
+
+        Returns:
+            ``[numel]`` elements of ``dtype``, zero.
+        """
+        transport = self.transport(group)
+        return transport.symmetric_memory(numel, dtype) if isinstance(transport, InPlaceTransport) else None
+
     def gather_lane(self, group: WeightGroup) -> Lane:
         """Where ``group``'s gathers run."""
         return self._lane("gather", group)

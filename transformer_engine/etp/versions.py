@@ -8,10 +8,12 @@ did is observed again at the next forward visit, and refused in a backward pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from etp.collectives.base import Transport
 from etp.errors import StaleWeightError
@@ -176,3 +178,16 @@ def enqueue(work: Callable[[], None]) -> Callable[[], _Enqueued]:
         return _Enqueued()
 
     return start
+
+
+def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
+    """Call ``then(owner)`` after every step of any optimizer in this process, as long as ``owner`` lives."""
+    reference = weakref.ref(owner)
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        alive = reference()
+        if alive is not None:
+            then(alive)
+
+    weakref.finalize(owner, register_optimizer_step_post_hook(stepped).remove)

@@ -1,0 +1,204 @@
+"""When weights are gathered: at a visit, unless their slot still holds them, and ahead of the visits to come.
+
+[Note: reuse] In a backward pass, a weight that its slot still holds is handed out without a gather: between a
+forward and its backward, weights do not change. A forward pass gathers every weight, unless
+``EtpConfig.reuse_across_forwards`` says that all changes of weights are counted or announced. These rules use
+nothing that could differ between ranks, so all ranks skip the same gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from etp.cache import BufferCache
+from etp.chain import Timeline
+from etp.collectives.c10d import C10dTransport
+from etp.config import EtpConfig
+from etp.errors import EtpStateError
+from etp.graphs import GraphModes
+from etp.group import WeightGroup
+from etp.passes import Passes
+from etp.routes import Routes
+from etp.streams import Lane
+from etp.traffic import TrafficCounters
+from etp.versions import PublishingTransport, WeightVersions
+
+# Entries of a timeline that a visit looks at when it decides what to prefetch: bounds the host's work per visit.
+_LOOKAHEAD = 8
+
+
+class Gathers:
+    """Gathers the weights of one runtime's groups.
+
+    Args:
+        config: options of the runtime.
+        routes: transports and lanes.
+        counters: where traffic is counted.
+        graphs: whether work is being captured into a CUDA graph, and the slots that gathers land in.
+        weights: versions of the shards.
+        passes: which pass visits belong to.
+
+    Attributes:
+        drained_after_parts: whether all that was started is finished at the end of each captured part; its forward
+            gathers ahead only then.
+    """
+
+    def __init__(
+        self,
+        config: EtpConfig,
+        routes: Routes,
+        counters: TrafficCounters,
+        graphs: GraphModes,
+        weights: WeightVersions,
+        passes: Passes,
+    ) -> None:
+        self.drained_after_parts = False
+        self._config = config
+        self._routes = routes
+        self._counters = counters
+        self._graphs = graphs
+        self._weights = weights
+        self._passes = passes
+        self._in_use: WeightGroup | None = None
+        self._largest_group = 0
+
+    @property
+    def cache(self) -> BufferCache:
+        """Where gathers land, in the mode (inside or outside of a CUDA graph) that the runtime is in."""
+        return self._graphs.buffers.cache
+
+    # One visit -----------------------------------------------------------------------------------------------
+
+    def visit(self, group: WeightGroup, timeline: Timeline[WeightGroup]) -> list[torch.Tensor]:
+        """Hand out ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
+
+        Args:
+            group: what a layer asks for.
+            timeline: that of the pass under way; see :meth:`etp.passes.Passes.enter`.
+
+        Returns:
+            the weights in the group's order, each of its logical shape, valid on the current stream.
+
+        Raises:
+            EtpStateError: if a part of the model is captured and nothing outside of it would publish its weights.
+            StaleWeightError: if a shard changed since the forward pass, with a transport that would not see it.
+        """
+        timeline.visit(group)
+        group.attach(self.cache)
+        lane = self._routes.gather_lane(group)
+        if self._in_use is not None:
+            self._in_use.read_until_here(lane)
+        self._observe(group, lane)
+        if not self._usable(group):
+            self._make_room(group)
+            self._issue(group, lane)
+        weights = group.take(lane)
+        self._in_use = group
+        if self._prefetches(timeline):
+            self._prefetch(timeline)
+        return weights
+
+    def _observe(self, group: WeightGroup, lane: Lane) -> None:
+        transport = self._routes.transport(group)
+        if not self._graphs.is_part:
+            self._weights.observe(group, lane, transport, in_backward=self._passes.in_backward)
+        elif isinstance(transport, PublishingTransport) and not self._passes.has_root:
+            raise EtpStateError(
+                f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
+                "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "
+                "transport"
+            )
+
+    def _usable(self, group: WeightGroup) -> bool:
+        if not group.holds(self._weights.epoch):
+            return False
+        if self._passes.in_backward or self._weights.trusted:
+            return True
+        return group.pending and group.issued_in_pass == self._passes.number
+
+    def _make_room(self, group: WeightGroup) -> None:
+        group.abandon_gather()
+        if group.slot.tenant is not None:
+            group.slot.tenant.abandon_gather()
+
+    def _issue(self, group: WeightGroup, lane: Lane) -> None:
+        self._largest_group = max(self._largest_group, group.nbytes)
+        self._counters.gathered(group)
+        transport = self._routes.transport(group)
+        waits = self._weights.gather_waits(group, lane, transport)
+        group.issue_gather(transport, lane, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits)
+
+    # Ahead of visits -----------------------------------------------------------------------------------------
+
+    def _prefetches(self, timeline: Timeline[WeightGroup]) -> bool:
+        """Whether to gather ahead: not what nobody might take before the end of a graph, which must join it."""
+        if not self._graphs.is_part:
+            return True
+        return timeline.knows_pass and (self._passes.in_backward or self.drained_after_parts)
+
+    def _prefetch(self, timeline: Timeline[WeightGroup]) -> None:
+        """Start what comes next, until ``prefetch_depth`` times the largest group's bytes are under way."""
+        budget = self._config.prefetch_depth * self._largest_group
+        if budget == 0:
+            return
+        in_flight = 0
+        spoken_for = {id(self._in_use.slot)} if self._in_use is not None else set()
+        for count, group in enumerate(timeline.upcoming()):
+            if count == _LOOKAHEAD or in_flight >= budget:
+                return
+            group.attach(self.cache)
+            slot = id(group.slot)
+            if self._usable(group):
+                in_flight += group.nbytes if group.pending else 0
+            elif slot in spoken_for or not self._may_prefetch(group):
+                return
+            else:
+                self._make_room(group)
+                self._issue(group, self._routes.gather_lane(group))
+                in_flight += group.nbytes
+            spoken_for.add(slot)
+
+    def _may_prefetch(self, group: WeightGroup) -> bool:
+        return self._graphs.is_part or self._weights.is_observed(group, self._routes.transport(group))
+
+    # Outside of passes ---------------------------------------------------------------------------------------
+
+    def full(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """One full weight of ``group``, of its logical shape, in memory of its own. Collective over its ranks."""
+        shard = group.shards[index]
+        layout = shard.layout
+        local = shard.local_shard()
+        full = local.new_empty(layout.padded_shape)
+        # Not by the group's own transport: that may move shards as they were when they were last published.
+        transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self._config.timeout_s)
+        label = f"all-gather of {shard.fqn} (full tensor)"
+        self._routes.gather_lane(group).start(lambda: transport.all_gather([full], [local], label)).wait()
+        return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
+
+    def change_mode(self, groups: Sequence[WeightGroup]) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is gathered any more."""
+        for group in groups:
+            group.change_mode()
+        self._in_use = None
+
+    def release(self, groups: Sequence[WeightGroup]) -> None:
+        """Finish what is under way and free the slots of the mode that the runtime is in."""
+        for group in groups:
+            group.abandon_gather()
+        self._in_use = None
+        self.cache.clear()
+
+    def describe_chain(self) -> str:
+        """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
+        chain = self._passes.chain
+        order = chain.forward.learned or chain.forward.visits
+        lines = [f"chain of {len(order)} weight groups, prefetch depth {self._config.prefetch_depth}"]
+        slots = {id(slot): number for number, slot in enumerate(self.cache.slots())}
+        for group in order:
+            shapes = " ".join(str(list(shard.layout.shape)) for shard in group.shards[:1])
+            lines.append(
+                f"  {group.name}: {shapes} over {group.size} ranks, slot {slots[id(group.slot)]}, {group.nbytes} bytes"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""Which forward or backward pass a runtime is in: what begins a pass, what ends it, and what it leaves if it dies.
+
+A *forward pass* begins when the *root*, the adopted module, is called, at the first forward visit after a backward
+one, or when its first group is visited again. A *backward pass* begins at the first visit inside an autograd graph
+task and ends when that task does; activation recompute happens inside it. One whose task died in an exception is
+*abandoned*: its gradients are dropped before the next pass begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from etp.chain import Chain, Timeline
+from etp.group import WeightGroup
+from etp.reductions import Reductions
+from etp.replicated import ReplicatedGrads
+from etp.versions import WeightVersions
+
+logger = logging.getLogger(__name__)
+
+# Visits to one group that a single forward pass may have, on average, before it is taken for many passes.
+_MOST_VISITS = 64
+
+
+class _BackwardToken:
+    """Lives as long as autograd's graph task does: the task's callback holds the only reference."""
+
+
+class Passes:
+    """The passes of one runtime, and the order of visits in them.
+
+    Args:
+        groups: the runtime's groups; the list that it adds to.
+        reductions: gradients of sharded weights; told when a pass begins and when a backward pass ends.
+        replicated: gradients of other parameters; looked for from each forward pass on.
+        weights: versions of the shards; told when a forward pass begins.
+        at_end: called at the end of a backward pass, after what the pass added up has started to be reduced. If it
+            raises, the pass counts as abandoned.
+
+    Attributes:
+        chain: the order of visits, in forward and in backward passes.
+        number: tells the latest pass from all others.
+        in_backward: whether the latest pass is a backward pass, be it under way or over.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[WeightGroup],
+        reductions: Reductions,
+        replicated: ReplicatedGrads,
+        weights: WeightVersions,
+        *,
+        at_end: Callable[[], None],
+    ) -> None:
+        self.chain: Chain[WeightGroup] = Chain()
+        self.number = 0
+        self.in_backward = False
+        self._groups = groups
+        self._reductions = reductions
+        self._replicated = replicated
+        self._weights = weights
+        self._at_end = at_end
+        self._token: weakref.ref[_BackwardToken] | None = None
+        self._root: weakref.ref[nn.Module] | None = None
+
+    # The root ------------------------------------------------------------------------------------------------
+
+    def set_root(self, module: nn.Module) -> None:
+        """From now on ``module``'s calls begin forward passes. Whoever sees them calls :meth:`begin_forward`."""
+        self._root = weakref.ref(module)
+
+    @property
+    def had_root(self) -> bool:
+        """Whether there has ever been a root."""
+        return self._root is not None
+
+    @property
+    def has_root(self) -> bool:
+        """Whether there is a root, so that calls of it delimit forward passes."""
+        return self._root is not None and self._root() is not None
+
+    # Passes --------------------------------------------------------------------------------------------------
+
+    def enter(self, group: WeightGroup) -> Timeline[WeightGroup]:
+        """The timeline that a visit of ``group`` belongs to, right now; begins another pass if the visit does.
+
+        Learns as well which groups one forward pass uses more than once. The caller records the visit.
+        """
+        if inside_backward():
+            self.enter_backward()
+            return self.chain.backward
+        forward = self.chain.forward
+        revisits_head = forward.head is group and not self.has_root
+        # Without a backward pass or a call of the root, nothing ends a pass; do not record visits for ever.
+        if self.in_backward or revisits_head or len(forward) > _MOST_VISITS * len(self._groups):
+            self.begin_forward()
+        elif forward.seen(group) and self._may_have_backward():
+            group.used_more_than_once = True
+        return forward
+
+    def _may_have_backward(self) -> bool:
+        """Whether the forward pass under way can be differentiated: not while evaluating.
+
+        Reentrant checkpointing runs its forward without gradients, so the module's mode counts too.
+        """
+        root = self._root() if self._root is not None else None
+        return torch.is_grad_enabled() or root is None or root.training
+
+    def begin_forward(self) -> None:
+        """Begin a forward pass."""
+        self.drop_abandoned()
+        self.in_backward = False
+        self.number += 1
+        self._reductions.begin_pass()
+        self._weights.begin_forward()
+        self.chain.begin_forward()
+        self._replicated.watch()
+
+    def enter_backward(self) -> None:
+        """Begin a backward pass, inside autograd's graph task, unless it is under way."""
+        if self.backward_is_under_way:
+            return
+        self.drop_abandoned()
+        token = _BackwardToken()
+        self._token = weakref.ref(token)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, token))
+        self.in_backward = True
+        self.number += 1
+        self._reductions.begin_pass()
+        self.chain.begin_backward()
+
+    @property
+    def backward_is_under_way(self) -> bool:
+        """Whether a backward pass has begun, and its graph task is alive."""
+        return self._token is not None and self._token() is not None
+
+    def drop_abandoned(self) -> None:
+        """Forget the gradients of a backward pass that ended in an exception: half of them are missing anyway."""
+        # The end callback resets the reference; a dead one means that the task died in an exception.
+        if self._token is None or self._token() is not None:
+            return
+        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self._reductions))
+        self._reductions.discard()
+        self._replicated.discard()
+        self._token = None
+
+    def _end_backward(self, token: _BackwardToken) -> None:
+        del token
+        self._reductions.end_backward()
+        self._at_end()
+        # Last: if a hook raised above, the pass counts as abandoned and the rest of its gradients are dropped.
+        self._token = None
+
+    def change_mode(self) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended: whatever comes is another pass."""
+        self._token = None
+        self.in_backward = False
+        self.number += 1
+        self.chain.begin_forward()
+
+    def forget_orders(self) -> None:
+        """Unlearn the order of visits: the runtime has lost groups."""
+        self.chain = Chain()
+
+
+def inside_backward() -> bool:
+    """Whether the calling thread runs an autograd graph task."""
+    return torch._C._current_graph_task_id() != -1
