@@ -228,6 +228,31 @@ def contiguous_runs(*views: View) -> Runs:
     return Runs(length, tuple(starts))
 
 
+@dataclass(frozen=True, slots=True)
+class Pitch:
+    """Rows of equal length that lie at equal distances in each of two views.
+
+    Attributes:
+        rows: number of rows.
+        length: elements of a row.
+        steps: elements from one row to the next, in each view.
+    """
+
+    rows: int
+    length: int
+    steps: tuple[int, int]
+
+
+def pitch_of(first: View, second: View) -> Pitch | None:
+    """The rows that two views of one box consist of, if they do; one row if both are contiguous."""
+    merged = _merge_dims((first, second))
+    length = merged.pop()[0] if merged and merged[-1][1] == (1, 1) else 1
+    if len(merged) > 1:
+        return None
+    rows, steps = merged[0] if merged else (1, (length, length))
+    return Pitch(rows, length, (steps[0], steps[1])) if min(steps) >= length else None
+
+
 def _merge_dims(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
     """(extent, stride in each view) by dimension, without those of extent 1, neighbours merged where all allow it."""
     merged: list[tuple[int, tuple[int, ...]]] = []

@@ -1,151 +1,185 @@
-"""The Triton kernel that copies a strided box into a packet and digests it in the same pass.
+"""The Triton kernel that moves many strided boxes between memory and a packet, and digests them in the same pass.
 
-Imported only where there is Triton. It runs on the current stream; under ``TRITON_INTERPRET=1`` on a CPU as well.
+One launch serves all boxes of a packet that need the same variant, or all of a model: what a launch costs the host is
+what a single box would. Imported only where there is Triton. It runs on the current stream; under
+``TRITON_INTERPRET=1`` on a CPU as well.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron_patches.refit.boxes import Box, row_major_strides
+from megatron_patches.refit import digest as constants
+from megatron_patches.refit import device_tables as fields
+from megatron_patches.refit.device_tables import Shape
 
-_TILE = 4096  # elements a program
 _WARPS = 8
-_DIMS = 4  # dimensions that the kernel knows, the last of them its columns
+_VECTOR_BYTES = 16
+_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX2 = tl.constexpr(0x94D049BB133111EB)
+_GOLDEN = tl.constexpr(constants.GOLDEN)
+_MIX1 = tl.constexpr(constants.MIX1)
+_MIX2 = tl.constexpr(constants.MIX2)
+_SALT = tl.constexpr(constants.COLUMN_SALT)
+_FIELDS = tl.constexpr(fields.FIELDS)
+_VALUES = tl.constexpr(fields.VALUES)
+_PACKED = tl.constexpr(fields.PACKED)
+_FIRST_TILE = tl.constexpr(fields.FIRST_TILE)
+_ROWS = tl.constexpr(fields.ROWS)
+_COLUMNS = tl.constexpr(fields.COLUMNS)
+_EXTENT1 = tl.constexpr(fields.EXTENT1)
+_EXTENT2 = tl.constexpr(fields.EXTENT2)
+_STEP0 = tl.constexpr(fields.STEP0)
+_STEP1 = tl.constexpr(fields.STEP1)
+_STEP2 = tl.constexpr(fields.STEP2)
+_COLUMN_STEP = tl.constexpr(fields.COLUMN_STEP)
+_ROW = tl.constexpr(fields.ROW)
+_INDEX0 = tl.constexpr(fields.INDEX0)
+_INDEX1 = tl.constexpr(fields.INDEX1)
+_INDEX2 = tl.constexpr(fields.INDEX2)
+_COLUMN = tl.constexpr(fields.COLUMN)
+_DIGEST = tl.constexpr(fields.DIGEST)
+
+
+class Move(IntEnum):
+    """What the kernel does to each box."""
+
+    DIGEST = 0
+    PACK = 1
+    UNPACK = 2
+
+
+_DO_DIGEST = tl.constexpr(int(Move.DIGEST))
+_DO_PACK = tl.constexpr(int(Move.PACK))
+_DO_UNPACK = tl.constexpr(int(Move.UNPACK))
+
+
+@triton.jit
+def _odd_hash(index):  # type: ignore[no-untyped-def]
+    # splitmix64, forced odd; unsigned, so that products wrap and shifts bring zeros.
+    x = (index + 1) * _GOLDEN
+    x = (x ^ (x >> 30)) * _MIX1
+    x = (x ^ (x >> 27)) * _MIX2
+    return ((x ^ (x >> 31)) | 1).to(tl.int64)
 
 
 # Without annotations: Triton takes them for types of its own.
 @triton.jit
-def _pack_and_digest(  # type: ignore[no-untyped-def]
+def _move_boxes(  # type: ignore[no-untyped-def]
     values,
     packed,
-    digest,
-    base,
-    rows,
-    extent1,
-    extent2,
-    columns,
-    step0,
-    step1,
-    step2,
-    step3,
-    index0,
-    index1,
-    index2,
-    index3,
+    table,
+    tiles,
+    digests,
     width: tl.constexpr,
-    pack: tl.constexpr,
+    vector: tl.constexpr,
+    nested: tl.constexpr,
+    move: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
+    loops: tl.constexpr,
 ) -> None:
-    blocks = tl.cdiv(columns, tile_columns)
-    program = tl.program_id(0).to(tl.int64)
-    row = (program // blocks) * tile_rows + tl.arange(0, tile_rows)
-    column = (program % blocks) * tile_columns + tl.arange(0, tile_columns)
-    at2 = row % extent2
-    at1 = (row // extent2) % extent1
-    at0 = row // extent2 // extent1
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
-    offset = (at0 * step0 + at1 * step1 + at2 * step2)[:, None] + (column * step3)[None, :]
-    index = (base + at0 * index0 + at1 * index1 + at2 * index2)[:, None] + (column * index3)[None, :]
-    value = tl.load(values + offset, mask=mask, other=0)
-    if pack:
-        tl.store(packed + row[:, None] * columns + column[None, :], value, mask=mask)
-    bits = value.to(tl.int64)
-    if width < 8:
-        bits = bits & ((1 << (8 * width)) - 1)
-    # splitmix64 of the index, forced odd; unsigned, so that products wrap and shifts bring zeros.
-    weight = (index.to(tl.uint64) + 1) * _GOLDEN
-    weight = (weight ^ (weight >> 30)) * _MIX1
-    weight = (weight ^ (weight >> 27)) * _MIX2
-    weight = (weight ^ (weight >> 31)) | 1
-    share = tl.where(mask, (bits + 1) * weight.to(tl.int64), 0)
-    tl.atomic_add(digest, tl.sum(tl.sum(share, axis=1), axis=0))
+    program = tl.program_id(0)
+    entry = table + tl.load(tiles + program).to(tl.int64) * _FIELDS
+    values_at = tl.load(entry + _VALUES)
+    packed_at = tl.load(entry + _PACKED)
+    rows = tl.load(entry + _ROWS)
+    columns = tl.load(entry + _COLUMNS)
+    step0 = tl.load(entry + _STEP0)
+    step1 = tl.load(entry + _STEP1)
+    step2 = tl.load(entry + _STEP2)
+    if vector > 1:  # what the host has checked lets the compiler read 16 bytes at a time
+        values_at = tl.multiple_of(values_at, vector)
+        packed_at = tl.multiple_of(packed_at, vector)
+        columns = tl.multiple_of(columns, vector)
+        step0 = tl.multiple_of(step0, vector)
+        step1 = tl.multiple_of(step1, vector)
+        step2 = tl.multiple_of(step2, vector)
+    extent1 = tl.load(entry + _EXTENT1)
+    extent2 = tl.load(entry + _EXTENT2)
+    tile = program - tl.load(entry + _FIRST_TILE).to(tl.int32)
+    across = tl.cdiv(columns, tile_columns).to(tl.int32)
+    column = (tile % across) * tile_columns + tl.arange(0, tile_columns)
+    if move != _DO_UNPACK:
+        first_row = tl.load(entry + _ROW)
+        index0 = tl.load(entry + _INDEX0)
+        index1 = tl.load(entry + _INDEX1)
+        index2 = tl.load(entry + _INDEX2)
+        total = tl.zeros((tile_rows, tile_columns), dtype=tl.int64)
+    for loop in range(loops):
+        row = ((tile // across).to(tl.int64) * loops + loop) * tile_rows + tl.arange(0, tile_rows)
+        if nested:
+            at2 = row % extent2
+            at1 = (row // extent2) % extent1
+            at0 = row // extent2 // extent1
+            begin = values_at + at0 * step0 + at1 * step1 + at2 * step2
+        else:  # 64-bit divisions would take longer than all the rest
+            begin = values_at + row * step2
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        if vector > 1:
+            place = values + (begin[:, None] + column[None, :])
+        else:
+            place = values + (begin[:, None] + column[None, :] * tl.load(entry + _COLUMN_STEP))
+        slot = packed + (packed_at + row[:, None] * columns + column[None, :])
+        if move == _DO_UNPACK:
+            tl.store(place, tl.load(slot, mask=mask), mask=mask)
+        else:
+            value = tl.load(place, mask=mask, other=0)
+            if move == _DO_PACK:
+                tl.store(slot, value, mask=mask)
+            bits = value.to(tl.int64)
+            if width < 8:
+                bits = bits & ((1 << (8 * width)) - 1)
+            if nested:
+                index = first_row + at0 * index0 + at1 * index1 + at2 * index2
+            else:
+                index = first_row + row * index2
+            weight = _odd_hash(index.to(tl.uint64))
+            total += tl.where(mask, (bits + 1) * weight[:, None], 0)
+    if move != _DO_UNPACK:
+        hashed = (tl.load(entry + _COLUMN) + column).to(tl.uint64) ^ _SALT
+        shares = tl.sum(total, axis=0) * _odd_hash(hashed)
+        tl.atomic_add(digests + tl.load(entry + _DIGEST), tl.sum(shares, axis=0))
 
 
-def pack_and_digest(
-    values: torch.Tensor, packed: torch.Tensor | None, box: Box, shape: tuple[int, ...], digest: torch.Tensor
+def move_boxes(
+    move: Move,
+    shape: Shape,
+    values: torch.Tensor,
+    packed: torch.Tensor,
+    table: torch.Tensor,
+    tiles: torch.Tensor,
+    digests: torch.Tensor,
 ) -> None:
-    """Copies a box into a packet, if there is one, and adds its digest to ``digest``.
+    """Moves or digests boxes; see :mod:`megatron_patches.refit.device_tables`.
 
     Args:
-        values: the box's elements in place, int8 to int64, of the box's shape, strided as they lie.
-        packed: flat, of the same type and number of elements; None to digest alone.
-        box: which region they are.
-        shape: shape of the whole tensor.
-        digest: int64 of no dimension on the same device; sums wrap.
+        move: what to do.
+        shape: which variant the entries need.
+        values: tensor from whose beginning places in memory count, in elements; boxes may lie outside of it, before
+            or behind.
+        packed: the packet, a tensor of bytes; anything for a digest.
+        table: int64, the entries.
+        tiles: int32, the tiles; one program for each.
+        digests: int64; sums wrap.
     """
-    strides = row_major_strides(shape)
-    base = sum(low * step for low, step in zip(box.start, strides, strict=True))
-    dims = merged_dims(box.shape, values.stride(), strides)
-    _launch(values, 0, packed, 0, digest, base, dims)
-
-
-def merged_dims(shape: Sequence[int], steps: Sequence[int], indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(extent, step in memory, step of the index) by dimension, neighbours merged where both allow it."""
-    merged: list[tuple[int, int, int]] = []
-    for extent, step, index in zip(shape, steps, indices, strict=True):
-        if extent == 1:
-            continue
-        if merged and merged[-1][1] == extent * step and merged[-1][2] == extent * index:
-            merged[-1] = merged[-1][0] * extent, step, index
-        else:
-            merged.append((extent, step, index))
-    return merged
-
-
-def _launch(
-    values: torch.Tensor,
-    offset: int,
-    packed: torch.Tensor | None,
-    done: int,
-    digest: torch.Tensor,
-    base: int,
-    dims: list[tuple[int, int, int]],
-) -> None:
-    """Launches the kernel once, or for each index of the outermost dimensions that it does not know."""
-    if len(dims) > _DIMS:
-        (extent, step, index), *inner = dims
-        volume = math.prod(item[0] for item in inner)
-        for at in range(extent):
-            _launch(values, offset + at * step, packed, done + at * volume, digest, base + at * index, inner)
-        return
-    (n0, s0, g0), (n1, s1, g1), (n2, s2, g2), (columns, s3, g3) = [(1, 0, 0)] * (_DIMS - len(dims)) + dims
-    rows = n0 * n1 * n2
-    tile_columns = min(_TILE, triton.next_power_of_2(columns))
-    tile_rows = max(1, _TILE // tile_columns)
-    # Views that begin where this part does: Triton takes a tensor's address.
-    source = values.as_strided((1,), (1,), values.storage_offset() + offset)
-    target = source if packed is None else packed[done:]
-    _pack_and_digest[(triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns),)](
-        source,
-        target,
-        digest,
-        base,
-        rows,
-        n1,
-        n2,
-        columns,
-        s0,
-        s1,
-        s2,
-        s3,
-        g0,
-        g1,
-        g2,
-        g3,
-        width=values.element_size(),
-        pack=packed is not None,
-        tile_rows=tile_rows,
-        tile_columns=tile_columns,
+    element = _TYPES[shape.width]
+    _move_boxes[(tiles.numel(),)](
+        triton.reinterpret(values, element),
+        triton.reinterpret(packed, element),
+        table,
+        tiles,
+        digests,
+        width=shape.width,
+        vector=_VECTOR_BYTES // shape.width if shape.aligned else 1,
+        nested=shape.nested,
+        move=int(move),
+        tile_rows=shape.rows,
+        tile_columns=shape.columns,
+        loops=fields.LOOPS,
         num_warps=_WARPS,
     )

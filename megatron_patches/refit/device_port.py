@@ -6,22 +6,44 @@ the host passes through one buffer on the device, leased from the party's pool, 
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megatron_patches.refit.boxes import View
-from megatron_patches.refit.device_pack import digest_box, pack_box, unpack_box
+from megatron_patches.refit.device_pack import pack_box, unpack_box
+from megatron_patches.refit.device_tables import VALUES, Shape, describe
+from megatron_patches.refit.digest import add_digest
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Payload, Pending, Piece, host_bytes
+from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, host_bytes
 from megatron_patches.refit.staging import Lease, StagingPool
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
+_VECTOR_BYTES = 16  # what the kernel reads at a time where all is aligned to it
+
+
+@dataclass
+class _Compiled:
+    """A batch as the kernel takes it.
+
+    Attributes:
+        names: the storages that it lies in.
+        key: what it is valid for: where they lie, and how far payloads are from a multiple of 16 bytes.
+        parts: shape, table and tiles of each launch.
+    """
+
+    names: Sequence[str]
+    key: tuple[object, ...]
+    parts: list[tuple[Shape, torch.Tensor, torch.Tensor]]
 
 
 class DevicePort:
@@ -31,59 +53,88 @@ class DevicePort:
         memory: the storages by name, flat tensors whose elements are as wide as the manifest says.
         where: whose they are, for messages: "source rank 3".
         pool: from which the buffer for payloads on the host is leased; None if there will be none.
+        kernels: whether to use Triton's kernel; None for wherever there is Triton and a GPU.
 
     Raises:
         TransferError: if they lie on several devices.
     """
 
-    def __init__(self, memory: Mapping[str, torch.Tensor], where: str, pool: StagingPool | None = None) -> None:
-        devices = {tensor.device for tensor in memory.values()}
-        if len(devices) != 1:
-            raise TransferError(f"the storages on {where} lie on {sorted(map(str, devices))}; one device is needed")
-        self._memory, self._where, self._pool = memory, where, pool
-        self._device = devices.pop()
+    def __init__(
+        self,
+        memory: Mapping[str, torch.Tensor],
+        where: str,
+        pool: StagingPool | None = None,
+        *,
+        kernels: bool | None = None,
+    ) -> None:
+        self._where, self._pool = where, pool
+        self._memory: Mapping[str, torch.Tensor] = {}
+        self._lies: Mapping[str, tuple[int, int, torch.dtype]] = {}
+        self._device = _device_of(memory, where)
         self._stream: Any = None
         self._bounce: Lease[torch.Tensor] | None = None
+        self._compiled: WeakKeyDictionary[Batch, _Compiled] = WeakKeyDictionary()
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-            # What was computed on the caller's stream, such as the optimizer's step, comes first.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if kernels is None:
+            kernels = self._stream is not None and importlib.util.find_spec("triton") is not None
+        self._kernels = kernels
+        self._origin = torch.empty(_VECTOR_BYTES, dtype=torch.uint8, device=self._device)
+        self.renew(memory)
 
-    def pack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[list[int]]:
+    def renew(self, memory: Mapping[str, torch.Tensor]) -> None:
+        """See :class:`megatron_patches.refit.ports.Port`; waits for what the caller's stream has to do."""
+        if _device_of(memory, self._where) != self._device:
+            raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
+        self._memory = memory
+        self._lies = {name: (storage.data_ptr(), storage.numel(), storage.dtype) for name, storage in memory.items()}
+        if self._stream is not None:
+            # What was computed there, such as the optimizer's step, comes first; and memory that it has let go of may
+            # be written to by streams of transports as well.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
             target, crossing = self._near(payload)
-            digests = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
-            for index, piece in enumerate(pieces):
-                packed = _packed(target, piece)
-                pack_box(self._elements(piece.view, piece.dtype), packed, piece.box, piece.shape, digests[index])
+            digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
+            if self._kernels:
+                self._launch("PACK", batch, target, digests)
+            else:
+                for index, piece in enumerate(batch.pieces):
+                    packed = _packed(target, piece)
+                    pack_box(self._elements(piece), packed, piece.box, piece.shape, digests[index])
             if crossing:
                 _from_host(payload).copy_(target, non_blocking=True)
-            return _Digests(digests, self._record())
+            return self._digests(digests)
 
-    def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
+    def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
             source, crossing = self._near(payload)
             if crossing:
                 source.copy_(_from_host(payload), non_blocking=True)
-            for piece in pieces:
-                unpack_box(_packed(source, piece), self._elements(piece.view, piece.dtype))
+            if self._kernels:
+                self._launch("UNPACK", batch, source, None)
+            else:
+                for piece in batch.pieces:
+                    unpack_box(_packed(source, piece), self._elements(piece))
             return _Ended(self._record())
 
-    def digest(self, pieces: Sequence[Piece]) -> Pending[list[int]]:
+    def digest(self, batch: Batch) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
-            digests = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
-            for index, piece in enumerate(pieces):
-                digest_box(self._elements(piece.view, piece.dtype), piece.box, piece.shape, digests[index])
-            return _Digests(digests, self._record())
+            digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
+            if self._kernels:
+                self._launch("DIGEST", batch, None, digests)
+            else:
+                for index, piece in enumerate(batch.pieces):
+                    add_digest(self._elements(piece), piece.box, piece.shape, digests[index])
+            return self._digests(digests)
 
-    def in_place(self, piece: Piece) -> Payload:
+    def places(self, batch: Batch) -> Sequence[torch.Tensor]:
         """See :class:`megatron_patches.refit.ports.Port`."""
-        self._elements(piece.view, piece.dtype)  # the storage is as described
-        low, high = piece.view.span
-        return self._memory[piece.view.storage].detach()[low:high].view(torch.uint8)
+        return [self._elements(piece) for piece in batch.pieces]
 
     def close(self) -> None:
         """Waits for what is under way and gives the buffer back."""
@@ -93,11 +144,59 @@ class DevicePort:
             self._bounce.release()
             self._bounce = None
 
+    def _launch(self, move: str, batch: Batch, payload: torch.Tensor | None, digests: torch.Tensor | None) -> None:
+        """Puts the kernel for a batch into the current stream, once for each shape of its boxes."""
+        from megatron_patches.refit.device_kernels import Move, move_boxes
+
+        for shape, table, tiles in self._compile(batch, payload):
+            unused = self._origin
+            move_boxes(
+                Move[move],
+                shape,
+                self._origin,
+                unused if payload is None else payload,
+                table,
+                tiles,
+                table if digests is None else digests,
+            )
+
+    def _compile(self, batch: Batch, payload: torch.Tensor | None) -> list[tuple[Shape, torch.Tensor, torch.Tensor]]:
+        """A batch as the kernel takes it; made anew where memory has moved."""
+        past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
+        found = self._compiled.get(batch)
+        names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
+        key = (past, *[self._lies.get(name) for name in names])
+        if found is None or found.key != key:
+            for piece in batch.pieces:
+                self._elements(piece)  # the storages are as described
+            addresses = [self._memory[name].data_ptr() for name in names]
+            parts = []
+            for part in describe(batch.pieces, names, [address % _VECTOR_BYTES for address in addresses], past):
+                table = part.table.copy()
+                origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
+                table[:, VALUES] += origins[part.storages] // part.shape.width
+                parts.append((part.shape, self._upload(table), self._upload(part.tiles)))
+            found = _Compiled(names, key, parts)
+            self._compiled[batch] = found
+        return found.parts
+
+    def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """Synchronous, as it is done once."""
+        return torch.from_numpy(array).to(self._device)
+
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _record(self) -> Any:
         return None if self._stream is None else self._stream.record_event()
+
+    def _digests(self, digests: torch.Tensor) -> _Digests:
+        """Has digests brought to the host, behind what computes them."""
+        if self._stream is None:
+            return _Digests(digests, None)
+        host = torch.empty(digests.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(digests, non_blocking=True)
+        return _Digests(host, self._record())
 
     def _near(self, payload: Payload) -> tuple[torch.Tensor, bool]:
         """The payload itself, or memory of its size on the device and that its content has to cross."""
@@ -114,18 +213,26 @@ class DevicePort:
             self._bounce = pool.lease(nbytes, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
         return self._bounce.buffer[:nbytes], True
 
-    def _elements(self, view: View, dtype: str) -> torch.Tensor:
+    def _elements(self, piece: Piece) -> torch.Tensor:
+        view = piece.view
         storage = self._memory.get(view.storage)
-        width = itemsize(dtype)
+        width = itemsize(piece.dtype)
         if storage is None or storage.ndim != 1 or storage.element_size() != width:
             kind = "is missing" if storage is None else f"is {storage.dtype} of {storage.ndim} dimensions"
-            raise TransferError(f"{view.storage} on {self._where} {kind}; a flat tensor of {dtype} was described")
+            raise TransferError(f"{view.storage} on {self._where} {kind}; a flat tensor of {piece.dtype} was described")
         low, high = view.span
         if low < 0 or high > storage.numel():
             raise TransferError(
                 f"{view.storage} on {self._where} has {storage.numel()} elements; the plan uses {low} to {high}"
             )
         return view.tensor(storage.detach().view(_SIGNED[width]))
+
+
+def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:
+    devices = {tensor.device for tensor in memory.values()}
+    if len(devices) != 1:
+        raise TransferError(f"the storages on {where} lie on {sorted(map(str, devices))}; one device is needed")
+    return devices.pop()
 
 
 class _Ended:

@@ -17,8 +17,9 @@ import msgspec
 
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
+from megatron_patches.refit.loads import DEFAULT_TERMS, Link, Reach, Terms, links_of
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
-from megatron_patches.refit.packets import Link, Sender, Unpacker, links_of
+from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.proof import prove
@@ -92,11 +93,13 @@ class LinkOptions:
         transport: how packets travel.
         staging_bytes: the most that all packets of one party take.
         sources: number of source parties.
+        direct_bytes: the least that travels unpacked, where a transport can.
     """
 
     transport: TransportName
     staging_bytes: int
     sources: int
+    direct_bytes: int = DEFAULT_TERMS.direct_bytes
 
 
 class _Common:
@@ -110,7 +113,7 @@ class _Common:
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str) -> None:
         self._assembly, self._options, self._device = assembly, options, device
         self._plan: Plan | None = None
-        self._limits: dict[Link, int] = {}
+        self._terms: dict[Link, Terms] = {}
         self.staging = StagingPool(options.staging_bytes)
         self.seconds: dict[str, float] = {}
 
@@ -178,21 +181,29 @@ class _Common:
         """The largest slots that this party can have. Where packets leave a GPU through the host, one more is used."""
         return slot_bytes(self._options.staging_bytes, len(self._links()), extra=int(self._device != "cpu"))
 
-    def _exchange_offers(self, own: Callable[[], Offer]) -> tuple[list[Offer], dict[Link, int]]:
-        """Everybody's offers, and the most that a packet may have on each link of this party."""
+    def _exchange_offers(self, own: Callable[[], Offer]) -> tuple[list[Offer], dict[Link, Terms]]:
+        """Everybody's offers, and what follows from them for each link of this party."""
         offers = self._assembly.gather("listening", Offer, own)
         sources = self._options.sources
         total: dict[Link, int] = defaultdict(int)
         for item in self.plan.transfers:
             total[item.source, item.destination] += item.nbytes
-        limits = {}
+        # Where some storages are on the host and others on GPUs, no transport moves all of them as they lie.
+        alike = len({offer.memory for offer in offers}) == 1
+        terms = {}
         for link in self._links():
-            source, destination = link
-            room = min(offers[source].slot_bytes, offers[sources + destination].slot_bytes)
-            limits[link] = min(room, useful_bytes(total[link]))
-        return offers, limits
+            source, destination = offers[link[0]], offers[sources + link[1]]
+            terms[link] = Terms(
+                packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(total[link])),
+                reach=Reach(min(source.reach, destination.reach)) if alike else Reach.NONE,
+                hidden=frozenset(source.hidden),
+                direct_bytes=self._options.direct_bytes,
+            )
+        return offers, terms
 
-    def _make_links[End: (SendingEnd, ReceivingEnd)](self, make: Callable[[Place, Transport], End], side: int) -> End:
+    def _make_links[End: (SendingEnd, ReceivingEnd)](
+        self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer], side: int
+    ) -> End:
         """Makes all links of this party, together with all others; ``side`` is where links name the peer."""
         made: list[End] = []
 
@@ -201,14 +212,14 @@ class _Common:
         def offer() -> Offer:
             place = self._place()
             made.append(make(place, open_transport(self._options.transport, place)))
-            return made[0].offer(self._slot_bytes())
+            return offer_of(made[0])
 
         def connect() -> None:
-            slots = {link[side]: limit for link, limit in self._limits.items()}
+            slots = {link[side]: terms.packet_bytes or 0 for link, terms in self._terms.items()}
             made[0].connect(offers, slots, self.plan.digest, self._assembly.check)
 
         try:
-            found, self._limits = self._exchange_offers(offer)
+            found, self._terms = self._exchange_offers(offer)
             offers.extend(found)
             self._assembly.gather("linking", type(None), connect)
         except BaseException:
@@ -241,6 +252,7 @@ class SourceParty(_Common):
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
         super().__init__(assembly, options, device)
         self._end: SendingEnd | None = None
+        self._sender: Sender | None = None
 
     def prepare(self, held: Callable[[], Held]) -> None:
         """Agrees on a plan with all parties.
@@ -273,11 +285,14 @@ class SourceParty(_Common):
             PartyFailedError: on all parties, if any failed.
         """
         try:
-            end = self._linked()
+            end = self._linked(look_up)
 
             def send() -> Moved:
-                sender = Sender(self.plan, self._assembly.party, look_up(), self._limits, self.staging)
+                with self._timed("look_up"):
+                    memory = look_up()
+                    sender = self._ready(memory)
                 with closing(sender), self._timed("move"):
+                    end.begin(memory, self._assembly.check)
                     send_version(sender, end, version, self._assembly.check)
                 return Moved(self.seconds, self.staging.peak_bytes)
 
@@ -310,12 +325,21 @@ class SourceParty(_Common):
         self._unlink()
         self._assembly.close()
 
-    def _linked(self) -> SendingEnd:
+    def _linked(self, look_up: Callable[[], Memory]) -> SendingEnd:
         if self._end is None:
-            self._end = self._make_links(SendingEnd, 1)
+            self._end = self._make_links(SendingEnd, lambda end: end.offer(self._slot_bytes(), look_up()), 1)
         return self._end
 
+    def _ready(self, memory: Memory) -> Sender:
+        """What packs; it lasts as long as the links do, whose terms it follows."""
+        if self._sender is None:
+            self._sender = Sender(self.plan, self._assembly.party, memory, self._terms, self.staging)
+        else:
+            self._sender.renew(memory)
+        return self._sender
+
     def _unlink(self) -> None:
+        self._sender = None
         end, self._end = self._end, None
         if end is not None:
             end.close()
@@ -335,6 +359,7 @@ class DestinationParty(_Common):
         self.rank = assembly.party - options.sources
         self._end: ReceivingEnd | None = None
         self._manifest: Manifest | None = None
+        self._unpacker: Unpacker | None = None
 
     def prepare(self, wanted: Callable[[Model], Manifest]) -> Manifest:
         """Agrees on a plan with all parties.
@@ -385,11 +410,13 @@ class DestinationParty(_Common):
             def take() -> Moved:
                 with self._timed("allocate"):
                     memory = make_memory()
-                unpacker = Unpacker(self.plan, manifest, self._limits, self.staging)
+                if self._unpacker is None:
+                    self._unpacker = Unpacker(self.plan, manifest, self._terms, self.staging)
+                unpacker = self._unpacker
                 unpacker.begin(version, memory)
                 with closing(unpacker):
                     with self._timed("move"):
-                        receive_version(unpacker, end, self._assembly.check)
+                        receive_version(unpacker, end, self._assembly.timeout_s, self._assembly.check)
                     with self._timed("verify"):
                         unpacker.verify()
                 received.append(memory)
@@ -412,10 +439,11 @@ class DestinationParty(_Common):
 
     def _linked(self) -> ReceivingEnd:
         if self._end is None:
-            self._end = self._make_links(ReceivingEnd, 0)
+            self._end = self._make_links(ReceivingEnd, lambda end: end.offer(self._slot_bytes()), 0)
         return self._end
 
     def _unlink(self) -> None:
+        self._unpacker = None
         end, self._end = self._end, None
         if end is not None:
             end.close()

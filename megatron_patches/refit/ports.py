@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ type Memory = Mapping[str, Bits] | Mapping[str, torch.Tensor]
 type Bytes = NDArray[np.uint8]
 type Payload = bytes | Bytes | torch.Tensor
 """Elements of a packet: bytes on the host, or a tensor of bytes on a device."""
+type Elements = Bits | torch.Tensor
+"""Elements of a box where they lie: an array or a tensor of integers, of the box's shape, strided."""
 
 
 class Pending[T](Protocol):
@@ -76,10 +78,31 @@ class Piece:
     offset: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Boxes that are moved at once. Ports remember what they have found out about one.
+
+    Attributes:
+        pieces: the boxes.
+    """
+
+    pieces: tuple[Piece, ...]
+
+
 class Port(Protocol):
     """One party's storages."""
 
-    def pack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[list[int]]:
+    def renew(self, memory: Any) -> None:
+        """Turns to the storages' memory of another version; all work on that of the last one has ended.
+
+        Args:
+            memory: the storages, by name, of the same kind as before.
+
+        Raises:
+            TransferError: if they are of another kind.
+        """
+
+    def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
         """Copies boxes into a payload, each in row-major order, and digests what it has read.
 
         Returns:
@@ -89,14 +112,14 @@ class Port(Protocol):
             TransferError: if a storage is not as its manifest says.
         """
 
-    def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
+    def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
         """Copies boxes out of a payload; the payload may be overwritten when it has ended. Raises as :meth:`pack`."""
 
-    def digest(self, pieces: Sequence[Piece]) -> Pending[list[int]]:
+    def digest(self, batch: Batch) -> Pending[list[int]]:
         """The digest of each box as it lies in memory. Raises as :meth:`pack`."""
 
-    def in_place(self, piece: Piece) -> Payload:
-        """The bytes of a contiguous box where they lie. Raises as :meth:`pack`."""
+    def places(self, batch: Batch) -> Sequence[Elements]:
+        """The elements of each box where they lie. Raises as :meth:`pack`."""
 
     def close(self) -> None:
         """Waits for what is under way, and gives back what it has leased."""
@@ -113,36 +136,38 @@ class HostPort:
     def __init__(self, memory: Mapping[str, Bits], where: str) -> None:
         self._memory, self._where = memory, where
 
-    def pack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[list[int]]:
+    def renew(self, memory: Mapping[str, Bits]) -> None:
+        """See :class:`Port`."""
+        self._memory = memory
+
+    def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
         """See :class:`Port`."""
         target = host_bytes(payload)
         digests = []
-        for piece in pieces:
+        for piece in batch.pieces:
             packed = _packed(target, piece)
             np.copyto(packed, elements(piece.view, self._memory, piece.dtype, self._where))
             digests.append(digest_array(packed, piece.box, piece.shape))
         return Done(digests)
 
-    def unpack(self, pieces: Sequence[Piece], payload: Payload) -> Pending[None]:
+    def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
         """See :class:`Port`."""
         source = host_bytes(payload)
-        for piece in pieces:
+        for piece in batch.pieces:
             elements(piece.view, self._memory, piece.dtype, self._where)[...] = _packed(source, piece)
         return Done(None)
 
-    def digest(self, pieces: Sequence[Piece]) -> Pending[list[int]]:
+    def digest(self, batch: Batch) -> Pending[list[int]]:
         """See :class:`Port`."""
         found = []
-        for piece in pieces:
+        for piece in batch.pieces:
             values = elements(piece.view, self._memory, piece.dtype, self._where)
             found.append(digest_array(np.ascontiguousarray(values), piece.box, piece.shape))
         return Done(found)
 
-    def in_place(self, piece: Piece) -> Payload:
+    def places(self, batch: Batch) -> Sequence[Bits]:
         """See :class:`Port`."""
-        elements(piece.view, self._memory, piece.dtype, self._where)  # the storage is as described
-        low, high = piece.view.span
-        return self._memory[piece.view.storage][low:high].view(np.uint8)
+        return [elements(piece.view, self._memory, piece.dtype, self._where) for piece in batch.pieces]
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -180,6 +205,15 @@ def host_bytes(payload: Payload) -> Bytes:
         raise TransferError(f"a payload on {payload.device} cannot be read on the host")
     found: Bytes = payload.numpy()
     return found
+
+
+def as_payload(elements: Elements) -> Payload:
+    """The bytes of contiguous elements, in place."""
+    if isinstance(elements, np.ndarray):
+        return elements.reshape(-1).view(np.uint8)
+    import torch
+
+    return elements.reshape(-1).view(torch.uint8)
 
 
 def _packed(payload: Bytes, piece: Piece) -> Bits:

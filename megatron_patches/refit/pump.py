@@ -8,13 +8,38 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import zip_longest
 
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.loads import Load
 from megatron_patches.refit.packets import Packing, Sender, Unpacker
 from megatron_patches.refit.ports import Pending
 from megatron_patches.refit.transports.base import Check
 from megatron_patches.refit.transports.links import Incoming, ReceivingEnd, SendingEnd, Slot
 
-_PAUSE_S = 0.00005  # between looks at a GPU that still packs or unpacks
+_AHEAD = 8  # direct loads that are digested before they leave: enough for a GPU never to wait for the host
+_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
+_IMPATIENT_S = 0.0005  # how long to look without a pause at what takes a GPU less than that
+_PAUSE_S = 0.00005  # then, between looks
+
+
+class _Looks:
+    """How often to look whether something has ended: at once and again for a little while, then with pauses."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def found(self) -> None:
+        """Something had."""
+        self._since = time.perf_counter()
+
+    def nothing(self, check: Check) -> None:
+        """Nothing had; waits a little."""
+        if time.perf_counter() - self._since < _IMPATIENT_S:
+            time.sleep(0)
+            return
+        check()
+        time.sleep(_PAUSE_S)
 
 
 def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -> None:
@@ -23,41 +48,80 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
     Raises:
         RefitError: if a box cannot be packed, a destination does not take it, or ``check`` raises.
     """
-    waiting = {destination: deque(loads) for destination, loads in sender.loads.items()}
-    packing: list[tuple[Slot, Packing]] = []
-    while waiting or packing:
-        for slot, packed in [item for item in packing if item[1].done()]:
-            packing.remove((slot, packed))
-            end.send(packed.result(), slot, check)
-        free = end.ready(waiting, check, wait=not packing) if waiting else None
+    packed = {
+        destination: deque(load for load in loads if not load.direct) for destination, loads in sender.loads.items()
+    }
+    packed = {destination: loads for destination, loads in packed.items() if loads}
+    direct = _in_turn([[load for load in loads if load.direct] for loads in sender.loads.values()])
+    digesting: deque[Packing] = deque()
+    packing: deque[tuple[Slot, Packing]] = deque()
+    looks = _Looks()
+    while packed or direct or digesting or packing:
+        progress = False
+        while direct and len(digesting) < _AHEAD:
+            digesting.append(sender.digest(direct.popleft(), version))
+        free = end.free_slot(packed, check) if packed else None
         if free is not None:
-            loads = waiting[free.destination]
-            packing.append((free, sender.pack_into(loads.popleft(), version, free.payload, direct=free.direct)))
+            loads = packed[free.destination]
+            packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))
             if not loads:
-                del waiting[free.destination]
-        elif packing:
-            check()
-            time.sleep(_PAUSE_S)
+                del packed[free.destination]
+            progress = True
+        # A port ends what it was given in the order in which it was given.
+        if packing and packing[0][1].done():
+            slot, ready = packing.popleft()
+            end.send(ready.result(), slot, check)
+            progress = True
+        if digesting and digesting[0].done():
+            ready = digesting.popleft()
+            end.send_direct(ready.result(), ready.load.nbytes, sender.places(ready.load), check)
+            progress = True
+        if progress:
+            looks.found()
+        elif packing or digesting:
+            looks.nothing(check)
+        else:
+            end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
+            looks.found()
     end.finish(check)
 
 
-def receive_version(unpacker: Unpacker, end: ReceivingEnd, check: Check) -> None:
+def _in_turn(lists: list[list[Load]]) -> deque[Load]:
+    """One of each list after the other, so that all destinations are busy."""
+    return deque(load for turn in zip_longest(*lists) for load in turn if load is not None)
+
+
+def receive_version(unpacker: Unpacker, end: ReceivingEnd, timeout_s: float, check: Check) -> None:
     """Receives and unpacks all packets of the version that ``unpacker`` has begun.
+
+    Args:
+        unpacker: takes the packets.
+        end: where they come.
+        timeout_s: seconds that one may take to come.
+        check: raises if another party has failed.
 
     Raises:
         RefitError: if a packet is not what it should be, none comes in time, or ``check`` raises.
     """
     left = unpacker.expected
-    unpacking: list[tuple[Incoming, Pending[None]]] = []
+    unpacking: deque[tuple[Incoming, Pending[None]]] = deque()
+    looks = _Looks()
+    patience = Patience(timeout_s, "a packet from any source", check)
     while left or unpacking:
-        for incoming, pending in [item for item in unpacking if item[1].done()]:
-            pending.result()
-            unpacking.remove((incoming, pending))
-            end.release(incoming, check)
-        found = end.receive(unpacker.room, check, wait=not unpacking) if left else None
+        waiting = end.idle and not unpacking
+        found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=_LOOK_AROUND_S if waiting else 0.0)
         if found is not None:
             unpacking.append((found, unpacker.accept(found.packet)))
             left -= 1
-        elif unpacking:
-            check()
-            time.sleep(_PAUSE_S)
+        ended = bool(unpacking) and unpacking[0][1].done()
+        if ended:
+            incoming, pending = unpacking.popleft()
+            pending.result()
+            end.release(incoming, check)
+        if found is not None or ended:
+            looks.found()
+            patience = Patience(timeout_s, "a packet from any source", check)
+            continue
+        patience.tick()
+        if not waiting:
+            looks.nothing(check)

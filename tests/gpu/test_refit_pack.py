@@ -8,8 +8,7 @@ import torch
 
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
-from megatron_patches.refit.digest import digest_array
-from megatron_patches.refit.ports import HostPort, Piece
+from megatron_patches.refit.ports import Batch, HostPort, Piece
 from megatron_patches.refit.staging import StagingPool
 from tests.gpu.devices import needs_gpus
 from tests.unit.refit.test_device_kernels import compare
@@ -22,23 +21,41 @@ def test_small_boxes(seed: int) -> None:
     compare(np.random.default_rng(seed), 9, "cuda")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_large_boxes(seed: int) -> None:
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_large_boxes(seed: int, aligned: bool) -> None:
+    """Several at once, of which some need more than one tile in each direction; indices beyond 32 bits."""
     rng = np.random.default_rng(seed)
-    rows, columns = int(rng.integers(500, 5000)), int(rng.integers(500, 5000))
-    box = Box("w", (7, 100), (7 + rows, 100 + columns))
-    shape = (1 << 20, 1 << 20)  # indices beyond 32 bits
-    values = torch.randint(-(2**15), 2**15, (rows, columns + 64), dtype=torch.int16, device="cuda")[
-        :, 13 : 13 + columns
-    ]
-    packed = torch.empty(rows * columns, dtype=torch.int16, device="cuda")
-    digest = torch.zeros((), dtype=torch.int64, device="cuda")
-    from megatron_patches.refit.device_kernels import pack_and_digest
-
-    pack_and_digest(values, packed, box, shape, digest)
-    expected = values.contiguous().cpu().numpy()
-    assert np.array_equal(packed.cpu().numpy(), expected.reshape(-1))
-    assert digest.item() & (1 << 64) - 1 == digest_array(expected, box, shape)
+    pieces, held, offset = [], {}, 0
+    for number in range(6):
+        rows, columns = int(rng.integers(1, 3000)), int(rng.integers(1, 3000))
+        gap = 8 * int(rng.integers(0, 9)) if aligned else int(rng.integers(0, 65))
+        columns = -(-columns // 8) * 8 if aligned else columns
+        box = Box("w", (7, 100), (7 + rows, 100 + columns))
+        bits = torch.randint(-(2**15), 2**15, (rows * (columns + gap) + 16,), dtype=torch.int16)
+        view = View(f"s{number}", 8 if aligned else 3, box.shape, (columns + gap, 1))
+        pieces.append(Piece(view, "bfloat16", box, (1 << 20, 1 << 20), offset))
+        held[f"s{number}"] = bits
+        offset += 2 * box.volume
+    batch = Batch(tuple(pieces))
+    expected = np.zeros(offset, dtype=np.uint8)
+    host = HostPort({name: bits.numpy().view(np.uint16) for name, bits in held.items()}, "the host")
+    digests = host.pack(batch, expected).result()
+    port = DevicePort({name: bits.cuda() for name, bits in held.items()}, "the GPU")
+    payload = torch.full((offset,), 77, dtype=torch.uint8, device="cuda")
+    assert port.pack(batch, payload).result() == digests
+    assert np.array_equal(payload.cpu().numpy(), expected)
+    assert port.digest(batch).result() == digests
+    fresh = {name: torch.full_like(bits, 5).cuda() for name, bits in held.items()}
+    port.renew(fresh)
+    port.unpack(batch, payload).result()
+    assert port.digest(batch).result() == digests
+    for piece in pieces:
+        name = piece.view.storage
+        assert torch.equal(piece.view.tensor(fresh[name]).cpu(), piece.view.tensor(held[name]))
+        outside = fresh[name].cpu()
+        piece.view.tensor(outside).fill_(5)
+        assert bool((outside == 5).all())
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -48,23 +65,23 @@ def test_a_port_packs_and_unpacks_as_the_host_does(on_host: bool) -> None:
     shape, box = (300, 200), Box("w", (10, 20), (250, 150))
     view = View("s", 40, box.shape, (1, 260))
     bits = rng.integers(0, 2**16, 130 * 260 + 100, dtype=np.uint16)
-    piece = Piece(view, "bfloat16", box, shape, 0)
+    piece = Batch((Piece(view, "bfloat16", box, shape, 0),))
     nbytes = 2 * box.volume
     expected = np.zeros(nbytes, dtype=np.uint8)
-    digests = HostPort({"s": bits}, "the host").pack([piece], expected).result()
+    digests = HostPort({"s": bits}, "the host").pack(piece, expected).result()
     held = torch.from_numpy(bits.view(np.int16).copy()).cuda()
     pool = StagingPool(nbytes)
     port = DevicePort({"s": held}, "the GPU", pool)
     payload = np.zeros(nbytes, dtype=np.uint8) if on_host else torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-    assert port.pack([piece], payload).result() == digests
+    assert port.pack(piece, payload).result() == digests
     content = payload if isinstance(payload, np.ndarray) else payload.cpu().numpy()
     assert np.array_equal(content, expected)
-    assert port.digest([piece]).result() == digests
+    assert port.digest(piece).result() == digests
     port.close()
     fresh = torch.zeros_like(held)
     taking = DevicePort({"s": fresh}, "the GPU", pool)
-    taking.unpack([piece], payload).result()
-    assert taking.digest([piece]).result() == digests
+    taking.unpack(piece, payload).result()
+    assert taking.digest(piece).result() == digests
     taking.close()
     assert torch.equal(view.tensor(fresh), view.tensor(held))
     assert pool.leased_bytes == 0

@@ -21,6 +21,8 @@ SPECS = (
     TensorSpec("b", (256, 513, 4), "float32"),
     TensorSpec("c", (998,), "float8_e4m3fn"),
     TensorSpec("d", (12, 1000), "int64"),
+    TensorSpec("rows", (640, 1024), "bfloat16"),
+    TensorSpec("contiguous", (2500, 300), "bfloat16"),
 )
 INTEGERS = {"bfloat16": torch.int16, "float32": torch.int32, "float8_e4m3fn": torch.int8, "int64": torch.int64}
 STAGING = 1 << 20  # less than half of what is moved
@@ -28,24 +30,28 @@ VERSIONS = (1, 2, 3)
 
 
 def content(spec: TensorSpec, version: int) -> torch.Tensor:
-    rng = np.random.default_rng([version, ord(spec.name)])
+    rng = np.random.default_rng([version, *spec.name.encode()])
     dtype = INTEGERS[spec.dtype]
     flat = np.frombuffer(rng.bytes(spec.nbytes), dtype=f"i{dtype.itemsize}").copy()
     return torch.from_numpy(flat).view(spec.shape)
 
 
 def manifest(rank: int, ranks: int, *, by_columns: bool) -> Manifest:
-    """An equal share of every tensor, of its rows; or of its columns, which lie transposed behind a gap."""
+    """An equal share of every tensor, of its rows; or of its columns, which lie transposed behind a gap.
+
+    The columns of "rows" are not transposed, and "contiguous" is cut by rows, without gaps, on both sides.
+    """
     storages, placements = [], []
     for spec in SPECS:
-        dim = len(spec.shape) - 1 if by_columns else 0
+        dim = len(spec.shape) - 1 if by_columns and spec.name != "contiguous" else 0
         extent = spec.shape[dim]
         box = spec.box.with_range(dim, extent * rank // ranks, extent * (rank + 1) // ranks)
-        order = range(len(box.shape)) if by_columns else reversed(range(len(box.shape)))
+        transposed = by_columns and spec.name not in ("rows", "contiguous")
+        order = range(len(box.shape)) if transposed else reversed(range(len(box.shape)))
         strides, step = [0] * len(box.shape), 1
         for at in order:
             strides[at] = step
-            step *= box.shape[at] + 1
+            step *= box.shape[at] + int(spec.name != "contiguous")
         storages.append(Storage(spec.name, spec.dtype, step + 8, step + 8))
         placements.append(Placement(box, View(spec.name, 8, box.shape, tuple(strides))))
     return Manifest(rank, "here", tuple(storages), tuple(placements))
@@ -62,8 +68,9 @@ def memory(part: Manifest, version: int | None, device: torch.device) -> dict[st
     return found
 
 
-def body(rank: int, world_size: int, invitation: Invitation, transport: TransportName) -> int:
-    """Moves some versions from the first half of the ranks to the second; the most that packets took."""
+def body(rank: int, world_size: int, invitation: Invitation, transport: TransportName) -> tuple[int, int]:
+    """Moves some versions from the first half of the ranks to the second; the most that packets took, direct loads."""
+    direct = 0
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     sources = world_size // 2
@@ -77,6 +84,9 @@ def body(rank: int, world_size: int, invitation: Invitation, transport: Transpor
         for version in VERSIONS:
             held = memory(part, version, device)
             party.push(version, lambda: held)  # noqa: B023 - called at once
+        sender = party._sender
+        assert sender is not None
+        direct = sum(load.direct for loads in sender.loads.values() for load in loads)
     else:
         part = manifest(rank - sources, world_size - sources, by_columns=True)
         party = DestinationParty(assembly, options, str(device))
@@ -88,7 +98,7 @@ def body(rank: int, world_size: int, invitation: Invitation, transport: Transpor
                 assert torch.equal(torch.as_tensor(received[name]), expected), name
     party.close()
     assert party.staging.leased_bytes == 0
-    return party.staging.peak_bytes
+    return party.staging.peak_bytes, direct
 
 
 @needs_gpus(1)
@@ -105,4 +115,6 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
         peaks = run_distributed(body, ranks, None, args=(server.invitation, transport), timeout_s=180, fresh=True)
     finally:
         server.close()
-    assert all(0 < peak <= STAGING for peak in peaks)
+    assert all(0 < peak <= STAGING for peak, _ in peaks)
+    able = transport in (TransportName.C10D, TransportName.CUDA_IPC)
+    assert [bool(direct) for _, direct in peaks] == [able] * (ranks // 2) + [False] * (ranks // 2)

@@ -21,8 +21,10 @@ from typing import Protocol
 
 import msgspec
 
+from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.loads import Load, Reach
+from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.staging import StagingPool
 
 Check = Callable[[], None]
@@ -45,11 +47,17 @@ class Offer(msgspec.Struct, frozen=True):
     Attributes:
         address: where its control connections are dialled; empty for a source.
         slot_bytes: the largest slots that it can have.
+        memory: kind of memory that its storages are in: ``cpu`` or ``cuda``.
+        reach: what may travel directly, as far as it is concerned; a number of :class:`Reach`.
+        hidden: its storages that others cannot reach where they lie, by name.
         details: what its transport adds.
     """
 
     address: str
     slot_bytes: int
+    memory: str
+    reach: int
+    hidden: tuple[str, ...] = ()
     details: bytes = b""
 
 
@@ -95,15 +103,21 @@ class OutgoingWire(Protocol):
     """The payload's way out of a source."""
 
     @property
-    def direct(self) -> bool:
-        """Whether a payload may leave from the source's own storages as well as from a slot."""
-
-    @property
     def slots(self) -> Sequence[Payload]:
         """Memory to pack into."""
 
+    def begin(self, memory: Memory) -> bytes | None:
+        """What the destination must be told of the storages before a version's direct loads; None for nothing new.
+
+        Raises:
+            PartyFailedError: if a storage can no longer be reached where it lies.
+        """
+
     def start(self, slot: int, payload: Payload) -> None:
-        """Sets a payload on its way, which lies in the slot or, if ``direct``, elsewhere; until the slot comes back."""
+        """Sets a payload on its way, which lies in the slot until that comes back."""
+
+    def start_direct(self, places: Sequence[Elements]) -> None:
+        """Sets the boxes of a direct load on their way from where they lie; until it was received."""
 
     def check(self) -> None:
         """Raises if something that was set on its way has failed."""
@@ -115,24 +129,63 @@ class OutgoingWire(Protocol):
 class IncomingWire(Protocol):
     """The payload's way into a destination."""
 
-    @property
-    def direct(self) -> bool:
-        """Whether a payload may be received into the destination's own storages."""
+    def begin(self, told: bytes) -> None:
+        """Learns what the source's wire tells of its storages.
 
-    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
+        Raises:
+            PartyFailedError: if they cannot be reached.
+        """
+
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Begins to take what its source has announced in a slot.
 
         Args:
             slot: number of the slot.
             nbytes: size of the payload.
-            room: memory of that size to receive it into, if ``direct``; None for a slot.
 
         Returns:
-            The payload, in ``room`` or valid until the slot is given back.
+            The payload, valid until the slot is given back.
+        """
+
+    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:
+        """Begins to take the boxes of a direct load to their places.
+
+        Args:
+            load: what they are.
+            places: where they are to lie.
         """
 
     def close(self) -> None:
         """Ends it, whatever is under way, and gives its memory back."""
+
+
+class NothingToTell:
+    """Part of a wire whose destinations need to know nothing of storages."""
+
+    def begin(self, memory_or_told: object) -> None:
+        """Nothing."""
+
+
+class Packed(NothingToTell):
+    """Part of a wire of either side that knows no direct loads."""
+
+    def start_direct(self, places: Sequence[Elements]) -> None:
+        """Not how packets travel here.
+
+        Raises:
+            TransferError: always.
+        """
+        raise TransferError(f"{type(self).__name__} was given {len(places)} boxes to send unpacked")
+
+    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:
+        """Not how packets travel here.
+
+        Raises:
+            TransferError: always.
+        """
+        raise TransferError(
+            f"{type(self).__name__} was told of {len(load.items)} boxes for {len(places)} places, unpacked"
+        )
 
 
 class Transport(Protocol):
@@ -141,6 +194,13 @@ class Transport(Protocol):
     @property
     def one_host(self) -> bool:
         """Whether control connections are local sockets, which carry descriptors."""
+
+    @property
+    def reach(self) -> Reach:
+        """What may travel directly."""
+
+    def hidden(self, memory: Memory) -> frozenset[str]:
+        """The storages of a source that others cannot reach where they lie."""
 
     def details(self) -> bytes:
         """What all other parties must know of this one."""

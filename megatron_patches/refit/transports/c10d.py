@@ -20,12 +20,14 @@ import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.ports import Payload, Pending, host_bytes
+from megatron_patches.refit.loads import Load, Reach
+from megatron_patches.refit.ports import Elements, Memory, Payload, Pending, as_payload, host_bytes
 from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
 from megatron_patches.refit.transports.worker import Outbox, Worker, wait_for
 
-_GREETING = 63  # tag of the first message of a link; slots have the tags below
+_GREETING = 63  # tag of the first message of a link; slots have the lowest tags
+_DIRECT = 62  # tag of boxes that travel unpacked
 
 
 class _Details(msgspec.Struct):
@@ -48,12 +50,17 @@ class C10dTransport:
     """
 
     one_host = False
+    reach = Reach.CONTIGUOUS
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._store: dist.TCPStore | None = None
         self._group: Any = None
         self._nccl = False
+
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
+        """All are alike."""
+        return frozenset()
 
     def details(self) -> bytes:
         """Where the store is; the first party opens it."""
@@ -83,18 +90,13 @@ class C10dTransport:
         """Greets the destination, which makes the pair's connection."""
         greeting = self._buffer(1)
         self._in_thread(lambda: self._finish(self._group.send([greeting], end.peer, _GREETING)), end.patience)
-        return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl, direct=self._direct)
+        return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl)
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
         greeting = self._buffer(1)
         self._in_thread(lambda: self._finish(self._group.recv([greeting], end.peer, _GREETING)), end.patience)
-        return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl, direct=self._direct)
-
-    @property
-    def _direct(self) -> bool:
-        """Whether the group moves the kind of memory that the storages are in."""
-        return self._nccl or self._place.device == "cpu"
+        return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl)
 
     def stop(self) -> None:
         """Ends the group, and with it every wait of a link."""
@@ -169,7 +171,7 @@ class _Slots:
         self._lease.release()
 
 
-class C10dOutgoing:
+class C10dOutgoing(NothingToTell):
     """A source's side of a link.
 
     Args:
@@ -177,11 +179,9 @@ class C10dOutgoing:
         slots: the memory.
         peer: rank of the destination in the group.
         nccl: whether the group is NCCL's.
-        direct: whether it moves the kind of memory that the storages are in.
     """
 
-    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool, direct: bool) -> None:
-        self.direct = direct
+    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
         self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
         self._outbox = Outbox(f"refit-to-{peer}")
         self._under_way: list[Any] = []
@@ -193,11 +193,23 @@ class C10dOutgoing:
 
     def start(self, slot: int, payload: Payload) -> None:
         """Sends a payload: NCCL at once, in a stream of its own; gloo in the link's thread."""
-        tensor = _tensor(payload)
+        self._send([payload], slot)
+
+    def start_direct(self, places: Sequence[Elements]) -> None:
+        """Sends the boxes one after the other."""
+        self._send([as_payload(elements) for elements in places], _DIRECT)
+
+    def _send(self, payloads: Sequence[Payload], tag: int) -> None:
+        tensors = [_tensor(payload) for payload in payloads]
         if self._nccl:
-            self._under_way.append(self._group.send([tensor], self._peer, slot))
-        else:
-            self._outbox.put(lambda: _complete(self._group.send([tensor], self._peer, slot)))
+            self._under_way += [self._group.send([tensor], self._peer, tag) for tensor in tensors]
+            return
+
+        def send() -> None:
+            for tensor in tensors:
+                _complete(self._group.send([tensor], self._peer, tag))
+
+        self._outbox.put(send)
 
     def check(self) -> None:
         """Raises what sending raised."""
@@ -213,7 +225,7 @@ class C10dOutgoing:
         self._slots.release()
 
 
-class C10dIncoming:
+class C10dIncoming(NothingToTell):
     """A destination's side of a link.
 
     Args:
@@ -221,24 +233,30 @@ class C10dIncoming:
         slots: the memory.
         peer: rank of the source in the group.
         nccl: whether the group is NCCL's.
-        direct: whether it moves the kind of memory that the storages are in.
     """
 
-    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool, direct: bool) -> None:
-        self.direct = direct
+    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
         self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
         self._worker = Worker(f"refit-from-{peer}")
 
-    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
-        """Receives into ``room``, or the own slot of the same number, which is free if the source's is."""
-        payload: Payload = self._slots.tensors[slot][:nbytes] if room is None else room
-        tensor = _tensor(payload)
-        if self._nccl:
-            return _Received(self._group.recv([tensor], self._peer, slot), payload)
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """Receives into the own slot of the same number, which is free if the source's is."""
+        payload = self._slots.tensors[slot][:nbytes]
+        return self._receive([payload], slot, payload)
 
-        def receive() -> Payload:
-            _complete(self._group.recv([tensor], self._peer, slot))
-            return payload
+    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:  # noqa: ARG002
+        """Receives the boxes one after the other."""
+        return self._receive([as_payload(elements) for elements in places], _DIRECT, None)
+
+    def _receive[T](self, payloads: Sequence[Payload], tag: int, result: T) -> Pending[T]:
+        tensors = [_tensor(payload) for payload in payloads]
+        if self._nccl:
+            return _Received([self._group.recv([tensor], self._peer, tag) for tensor in tensors], result)
+
+        def receive() -> T:
+            for tensor in tensors:
+                _complete(self._group.recv([tensor], self._peer, tag))
+            return result
 
         return self._worker.submit(receive)
 
@@ -248,18 +266,19 @@ class C10dIncoming:
         self._slots.release()
 
 
-class _Received:
-    """What NCCL receives."""
+class _Received[T]:
+    """What NCCL receives, in order."""
 
-    def __init__(self, work: Any, payload: Payload) -> None:
-        self._work, self._payload = work, payload
+    def __init__(self, works: Sequence[Any], result: T) -> None:
+        self._works, self._result = works, result
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self._works[-1].is_completed())
 
-    def result(self) -> Payload:
-        self._work.wait()
-        return self._payload
+    def result(self) -> T:
+        for work in self._works:
+            work.wait()
+        return self._result
 
 
 def _tensor(payload: Payload) -> torch.Tensor:

@@ -1,20 +1,29 @@
 """CUDA IPC on one host: the destination copies from the source's GPU to its own, over NVLink where there is one.
 
-A source's slots are device memory of their own, outside torch's allocator, whose handle the destination opens; it
-copies a slot when it was told that it is full, and then gives it back. Processes may number GPUs differently, and need
+A box that consists of rows on both sides is copied from the source's weights to its place by the GPU's copy engines,
+which takes no multiprocessor, no slot and no packing. That needs weights in memory that other processes can open: what
+torch allocates by default, but neither expandable segments nor symmetric memory; those are packed, like boxes that are
+no rows. A source's slots are device memory of their own, outside torch's allocator; the destination copies a slot when
+it was told that it is full, and then gives it back. Processes may number GPUs differently, and need
 not see each other's, so a GPU is known by its UUID alone. What CUDA does is behind :class:`DeviceRuntime`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from megatron_patches.refit import frames
+from megatron_patches.refit.boxes import pitch_of
+from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.loads import Load, Reach
+from megatron_patches.refit.plan import Transfer
+from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.staging import SLOTS, Lease
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
 
@@ -39,8 +48,40 @@ class OpenedMemory(Protocol):
     def copy(self, start: int, target: Payload) -> Pending[None]:
         """Begins to copy its bytes from ``start`` on into memory of the own device, which they fill."""
 
+    def copy_rows(self, start: int, target: Elements, rows: Rows) -> Pending[None]:
+        """Begins to copy rows, the first of which begins at byte ``start``, to where ``target`` lies."""
+
     def close(self) -> None:
         """Waits for copies and forgets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of equal length.
+
+    Attributes:
+        count: how many.
+        nbytes: bytes of one.
+        source_step: bytes from one to the next at the source.
+        target_step: the same at the target.
+    """
+
+    count: int
+    nbytes: int
+    source_step: int
+    target_step: int
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a storage lies.
+
+    Attributes:
+        handle: what other processes open the allocation by.
+        start: first byte in it.
+    """
+
+    handle: bytes
+    start: int
 
 
 class DeviceRuntime(Protocol):
@@ -56,6 +97,9 @@ class DeviceRuntime(Protocol):
         Raises:
             PartyFailedError: if CUDA refuses.
         """
+
+    def locate(self, memory: Memory) -> Mapping[str, Location]:
+        """Where storages lie that others can open; those that they cannot are left out."""
 
     def open(self, handle: bytes) -> OpenedMemory:
         """Opens what another process has exported.
@@ -76,6 +120,7 @@ class _Remote(msgspec.Struct):
 
 
 _decode_remote = msgspec.msgpack.Decoder(_Remote).decode
+_decode_told = msgspec.msgpack.Decoder(dict[str, Location]).decode
 
 
 class CudaIpcTransport:
@@ -87,9 +132,17 @@ class CudaIpcTransport:
     """
 
     one_host = True
+    reach = Reach.ROWS
 
     def __init__(self, place: Place, runtime: DeviceRuntime) -> None:
         self._pool, self._runtime = place.pool, runtime
+        self._hidden: frozenset[str] = frozenset()
+        self._located: tuple[Memory, Mapping[str, Location]] = {}, {}
+
+    def hidden(self, memory: Memory) -> frozenset[str]:
+        """What lies in memory that cannot be exported."""
+        self._hidden = frozenset(memory) - frozenset(self._runtime.locate(memory))
+        return self._hidden
 
     def details(self) -> bytes:
         """Nothing; each link has metadata of its own."""
@@ -110,7 +163,7 @@ class CudaIpcTransport:
             lease.buffer.close()
             lease.release()
             raise
-        return CudaIpcOutgoing(lease, end.slot_bytes)
+        return CudaIpcOutgoing(lease, end.slot_bytes, self._locate)
 
     def incoming(self, end: LinkEnd) -> CudaIpcIncoming:
         """Opens the source's slots."""
@@ -123,7 +176,24 @@ class CudaIpcTransport:
             ) from error
         frames.send(end.connection, b"opened", end.patience)
         lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
-        return CudaIpcIncoming(opened, lease, end.slot_bytes)
+        return CudaIpcIncoming(opened, lease, end.slot_bytes, self._runtime)
+
+    def _locate(self, memory: Memory) -> Mapping[str, Location]:
+        """Where the storages are now; found once for all links.
+
+        Raises:
+            PartyFailedError: if one cannot be opened by others any longer.
+        """
+        if self._located[0] is not memory:
+            found = self._runtime.locate(memory)
+            lost = sorted(frozenset(memory) - frozenset(found) - self._hidden)
+            if lost:
+                raise PartyFailedError(
+                    f"{lost[0]} (and {len(lost) - 1} more) has moved into memory that other processes cannot open; "
+                    "the next push finds another way for it"
+                )
+            self._located = memory, found
+        return self._located[1]
 
     def stop(self) -> None:
         """Each wire ends what is under way."""
@@ -135,22 +205,32 @@ class CudaIpcTransport:
 class CudaIpcOutgoing:
     """A source's side of a link: the destination does the work.
 
-    Attributes:
-        direct: False: only slots can be opened by others.
-
     Args:
         lease: the slots.
         slot_bytes: size of one.
+        locate: finds where storages lie.
     """
 
-    direct = False
-
-    def __init__(self, lease: Lease[ExportedMemory], slot_bytes: int) -> None:
-        self._lease = lease
+    def __init__(
+        self, lease: Lease[ExportedMemory], slot_bytes: int, locate: Callable[[Memory], Mapping[str, Location]]
+    ) -> None:
+        self._lease, self._locate = lease, locate
+        self._told: Mapping[str, Location] = {}
         self.slots = [lease.buffer.part(index * slot_bytes, (index + 1) * slot_bytes) for index in range(SLOTS)]
+
+    def begin(self, memory: Memory) -> bytes | None:
+        """Tells where storages lie, if they have moved."""
+        found = self._locate(memory)
+        if found == self._told:
+            return None
+        self._told = found
+        return msgspec.msgpack.encode(found)
 
     def start(self, slot: int, payload: Payload) -> None:
         """The destination copies it when it was told; what packed it has ended by then."""
+
+    def start_direct(self, places: Sequence[Elements]) -> None:
+        """The same."""
 
     def check(self) -> None:
         """What fails fails at the destination."""
@@ -165,30 +245,87 @@ class CudaIpcOutgoing:
 class CudaIpcIncoming:
     """A destination's side of a link.
 
-    Attributes:
-        direct: True: a copy may end anywhere on the own GPU.
-
     Args:
         opened: the source's slots.
         lease: the own slots.
         slot_bytes: size of one.
+        runtime: the own GPU.
     """
 
-    direct = True
-
-    def __init__(self, opened: OpenedMemory, lease: Lease[Payload], slot_bytes: int) -> None:
+    def __init__(self, opened: OpenedMemory, lease: Lease[Payload], slot_bytes: int, runtime: DeviceRuntime) -> None:
         self._opened, self._lease, self._slot_bytes = opened, lease, slot_bytes
+        self._runtime = runtime
+        self._allocations: dict[bytes, OpenedMemory] = {}
+        self._locations: Mapping[str, Location] = {}
+        self._rows: dict[tuple[int, int], list[Rows]] = {}
 
-    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
-        """Copies into ``room``, or the own slot of the same number, which is free if the source's is."""
+    def begin(self, told: bytes) -> None:
+        """Opens the allocations that the source's storages lie in, and forgets those that none lies in any longer.
+
+        Raises:
+            PartyFailedError: if CUDA refuses.
+        """
+        self._locations = _decode_told(told)
+        handles = {location.handle for location in self._locations.values()}
+        for handle in [handle for handle in self._allocations if handle not in handles]:
+            self._allocations.pop(handle).close()
+        for handle in sorted(handles - set(self._allocations)):
+            self._allocations[handle] = self._runtime.open(handle)
+
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """Copies into the own slot of the same number, which is free if the source's is."""
         start = slot * self._slot_bytes
-        target = self._lease.buffer[start : start + nbytes] if room is None else room
+        target = self._lease.buffer[start : start + nbytes]
         return _Copy(self._opened.copy(start, target), target)
+
+    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:
+        """Copies each box from the source's weights to its place.
+
+        Raises:
+            PartyFailedError: if the source has not told where a storage lies, or CUDA refuses.
+        """
+        key = load.round, load.number
+        if key not in self._rows:
+            self._rows[key] = [_rows_of(item) for item in load.items]
+        copies = []
+        for item, elements, rows in zip(load.items, places, self._rows[key], strict=True):
+            location = self._locations.get(item.read.storage)
+            if location is None:
+                raise PartyFailedError(f"source rank {item.source} has not told where {item.read.storage} lies")
+            start = location.start + item.read.offset * itemsize(item.dtype)
+            copies.append(self._allocations[location.handle].copy_rows(start, elements, rows))
+        return _All(copies)
 
     def close(self) -> None:
         """Waits for copies, and forgets the memory."""
-        self._opened.close()
+        for opened in (self._opened, *self._allocations.values()):
+            opened.close()
+        self._allocations.clear()
         self._lease.release()
+
+
+def _rows_of(item: Transfer) -> Rows:
+    pitch = pitch_of(item.read, item.write)
+    if pitch is None:
+        raise PartyFailedError(f"{item.box} does not consist of rows, and was announced as if it did")
+    width = itemsize(item.dtype)
+    return Rows(pitch.rows, pitch.length * width, pitch.steps[0] * width, pitch.steps[1] * width)
+
+
+class _All:
+    """Copies that end together."""
+
+    def __init__(self, copies: Sequence[Pending[None]]) -> None:
+        self._left = deque(copies)
+
+    def done(self) -> bool:
+        while self._left and self._left[0].done():
+            self._left.popleft()
+        return not self._left
+
+    def result(self) -> None:
+        while self._left:
+            self._left.popleft().result()
 
 
 class _Copy:

@@ -14,14 +14,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from typing import cast
+
 import msgspec
-import numpy as np
 
 from megatron_patches.refit import frames
-from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
+from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.loads import Load
 from megatron_patches.refit.packets import Packet, Part
-from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import (
     Check,
@@ -33,11 +35,10 @@ from megatron_patches.refit.transports.base import (
     Transport,
 )
 
-MakeRoom = Callable[[Packet], Payload | None]
+LoadOf = Callable[[Packet], Load]
+PlacesOf = Callable[[Load], Sequence[Elements]]
 
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
-_POLL_S = 0.0002  # how often a wait looks whether a payload that is under way has come
-_EMPTY = np.empty(0, dtype=np.uint8)
 
 
 class _Hello(msgspec.Struct):
@@ -48,8 +49,17 @@ class _Hello(msgspec.Struct):
     slot_bytes: int
 
 
-class _Head(msgspec.Struct):
-    """Announces a packet."""
+class _Told(msgspec.Struct, tag=True, array_like=True):
+    """What a source's wire tells its destination's."""
+
+    content: bytes
+
+
+class _Head(msgspec.Struct, tag=True, array_like=True):
+    """Announces a packet.
+
+    The boxes are not named: both ends have cut the same plan on the same terms.
+    """
 
     plan_digest: str
     version: int
@@ -57,14 +67,16 @@ class _Head(msgspec.Struct):
     number: int
     source: int
     destination: int
-    parts: tuple[Part, ...]
+    digests: tuple[int, ...]
     nbytes: int
     slot: int
 
 
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
-_decode_head = msgspec.msgpack.Decoder(_Head).decode
+_decode_message = msgspec.msgpack.Decoder(_Told | _Head).decode
+_encode = msgspec.msgpack.Encoder().encode
 _SLOT = struct.Struct("<B")
+_NO_SLOT = 255  # of a direct load
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,13 +87,11 @@ class Slot:
         destination: where the link leads.
         number: which of the link's slots it is.
         payload: the memory.
-        direct: whether a payload may leave from where it lies instead.
     """
 
     destination: int
     number: int
     payload: Payload
-    direct: bool
 
 
 class _Outgoing:
@@ -90,6 +100,11 @@ class _Outgoing:
     def __init__(self, connection: socket.socket, wire: OutgoingWire) -> None:
         self.connection, self.wire = connection, wire
         self.free = deque(range(SLOTS))
+        self.direct = 0  # loads under way
+
+    @property
+    def quiet(self) -> bool:
+        return not self.direct and len(self.free) == SLOTS
 
     def close(self) -> None:
         self.wire.close()
@@ -109,9 +124,33 @@ class SendingEnd:
         self._links: dict[int, _Outgoing] = {}
         self._selector = selectors.DefaultSelector()
 
-    def offer(self, slot_bytes: int) -> Offer:
-        """What other parties must know."""
-        return Offer("", slot_bytes, self._transport.details())
+    def offer(self, slot_bytes: int, memory: Memory) -> Offer:
+        """What other parties must know.
+
+        Args:
+            slot_bytes: the largest slots that it can have.
+            memory: its storages.
+        """
+        return Offer(
+            address="",
+            slot_bytes=slot_bytes,
+            memory=_kind(self._place),
+            reach=self._transport.reach,
+            hidden=tuple(sorted(self._transport.hidden(memory))),
+            details=self._transport.details(),
+        )
+
+    def begin(self, memory: Memory, check: Check) -> None:
+        """Tells destinations where the storages are now, as far as they must know.
+
+        Raises:
+            PartyFailedError: if one has gone, or a storage can no longer be reached where it lies.
+        """
+        for destination, link in self._links.items():
+            told = link.wire.begin(memory)
+            if told is not None:
+                patience = Patience(self._place.timeout_s, f"destination rank {destination} to listen", check)
+                frames.send(link.connection, _encode(_Told(told)), patience)
 
     def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
         """Makes a link to each destination to which the plan sends something.
@@ -132,7 +171,7 @@ class SendingEnd:
             connection = _dial(offers[peer].address, patience, local=self._transport.one_host)
             try:
                 hello = _Hello(self._place.party, plan_digest, size)
-                frames.send(connection, msgspec.msgpack.encode(hello), patience)
+                frames.send(connection, _encode(hello), patience)
                 end = LinkEnd(connection=connection, peer=peer, slot_bytes=size, patience=patience)
                 self._links[destination] = _Outgoing(connection, self._transport.outgoing(end))
             except BaseException:
@@ -140,31 +179,23 @@ class SendingEnd:
                 raise
             self._selector.register(connection, selectors.EVENT_READ, destination)
 
-    def ready(self, destinations: Collection[int], check: Check, *, wait: bool) -> Slot | None:
+    def free_slot(self, destinations: Collection[int], check: Check) -> Slot | None:
         """A free slot of one of the links to ``destinations``, of the one with most of them; taken until it returns.
 
         Args:
-            destinations: ranks for which something is left to send.
+            destinations: ranks for which something is left to pack.
             check: raises if another party has failed.
-            wait: whether to wait until there is one; otherwise None is an answer.
 
         Raises:
-            PartyFailedError: if none comes back in time, the destination has gone, or ``check`` raises.
+            PartyFailedError: if a destination has gone, or ``check`` raises.
         """
-        patience = Patience(
-            self._place.timeout_s, f"room for a packet to destination ranks {sorted(destinations)}", check
-        )
-        self._collect(0.0, patience)
-        while True:
-            best = max(destinations, key=lambda destination: len(self._links[destination].free))
-            link = self._links[best]
-            if link.free:
-                number = link.free.popleft()
-                return Slot(best, number, link.wire.slots[number], link.wire.direct)
-            if not wait:
-                return None
-            self._collect(_LOOK_AROUND_S, patience)
-            patience.tick()
+        self._collect(0.0, Patience(self._place.timeout_s, "slots that were given back", check))
+        best = max(destinations, key=lambda destination: len(self._links[destination].free), default=None)
+        if best is None or not self._links[best].free:
+            return None
+        link = self._links[best]
+        number = link.free.popleft()
+        return Slot(best, number, link.wire.slots[number])
 
     def send(self, packet: Packet, slot: Slot, check: Check) -> None:
         """Sends a packet that was packed into ``slot``.
@@ -172,21 +203,25 @@ class SendingEnd:
         Raises:
             PartyFailedError: if the destination has gone, or ``check`` raises.
         """
-        patience = Patience(self._place.timeout_s, f"destination rank {slot.destination} to take a packet", check)
-        link = self._links[slot.destination]
-        head = _Head(
-            packet.plan_digest,
-            packet.version,
-            packet.round,
-            packet.number,
-            packet.source,
-            packet.destination,
-            packet.parts,
-            len(packet.payload),
-            slot.number,
-        )
-        frames.send(link.connection, msgspec.msgpack.encode(head), patience)
-        link.wire.start(slot.number, packet.payload)
+        self._announce(packet, len(packet.payload), slot.number, check)
+        self._links[packet.destination].wire.start(slot.number, packet.payload)
+
+    def send_direct(self, packet: Packet, nbytes: int, places: Sequence[Elements], check: Check) -> None:
+        """Sends a direct load, of ``nbytes`` bytes, whose boxes lie in ``places``; raises as :meth:`send` does."""
+        self._announce(packet, nbytes, _NO_SLOT, check)
+        link = self._links[packet.destination]
+        link.direct += 1
+        link.wire.start_direct(places)
+
+    def wait_for_news(self, check: Check, what: str) -> None:
+        """Waits until a slot has come back, or a direct load was received.
+
+        Raises:
+            PartyFailedError: if none does in time, a destination has gone, or ``check`` raises.
+        """
+        patience = Patience(self._place.timeout_s, what, check)
+        while not self._collect(_LOOK_AROUND_S, patience):
+            patience.tick()
 
     def finish(self, check: Check) -> None:
         """Waits until all packets have been unpacked.
@@ -194,15 +229,8 @@ class SendingEnd:
         Raises:
             PartyFailedError: if a destination does not in time or has gone, or ``check`` raises.
         """
-        while True:
-            late = [rank for rank, link in self._links.items() if len(link.free) < SLOTS]
-            if not late:
-                return
-            patience = Patience(self._place.timeout_s, f"destination ranks {late[:8]} to take their packets", check)
-            before = sum(len(link.free) for link in self._links.values())
-            while sum(len(link.free) for link in self._links.values()) == before:
-                self._collect(_LOOK_AROUND_S, patience)
-                patience.tick()
+        while late := [rank for rank, link in self._links.items() if not link.quiet]:
+            self.wait_for_news(check, f"destination ranks {late[:8]} to take their packets")
 
     def close(self) -> None:
         """Ends all links."""
@@ -213,14 +241,34 @@ class SendingEnd:
         self._links.clear()
         self._transport.close()
 
-    def _collect(self, wait_s: float, patience: Patience) -> None:
-        """Takes slots that were given back; waits up to ``wait_s`` for the first."""
+    def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
+        patience = Patience(self._place.timeout_s, f"destination rank {packet.destination} to take a packet", check)
+        head = _Head(
+            packet.plan_digest,
+            packet.version,
+            packet.round,
+            packet.number,
+            packet.source,
+            packet.destination,
+            tuple(part.digest for part in packet.parts),
+            nbytes,
+            slot,
+        )
+        frames.send(self._links[packet.destination].connection, _encode(head), patience)
+
+    def _collect(self, wait_s: float, patience: Patience) -> bool:
+        """Takes what was given back; waits up to ``wait_s`` for the first. Whether there was anything."""
         for link in self._links.values():
             link.wire.check()
-        for key, _ in self._selector.select(wait_s):
+        found = self._selector.select(wait_s)
+        for key, _ in found:
             link = self._links[key.data]
-            content = frames.receive_exactly(link.connection, _SLOT.size, patience)
-            link.free.append(_SLOT.unpack(content)[0])
+            (number,) = _SLOT.unpack(frames.receive_exactly(link.connection, _SLOT.size, patience))
+            if number == _NO_SLOT:
+                link.direct -= 1
+            else:
+                link.free.append(number)
+        return bool(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +277,7 @@ class Incoming:
 
     Attributes:
         packet: it; its payload is valid until it is released.
-        slot: number of its slot.
+        slot: number of its slot; of a direct load, a number that no slot has.
         source: rank that sent it.
     """
 
@@ -241,14 +289,17 @@ class Incoming:
 class _Arriving:
     """A packet that was announced."""
 
-    def __init__(self, source: int, packet: Packet, slot: int, payload: Pending[Payload]) -> None:
+    def __init__(self, source: int, packet: Packet, slot: int, payload: Pending[object]) -> None:
         self._source, self._packet, self._slot, self._payload = source, packet, slot, payload
 
     def done(self) -> bool:
         return self._payload.done()
 
     def result(self) -> Incoming:
-        return Incoming(replace(self._packet, payload=self._payload.result()), self._slot, self._source)
+        payload = self._payload.result()
+        if self._slot == _NO_SLOT:
+            return Incoming(self._packet, self._slot, self._source)
+        return Incoming(replace(self._packet, payload=cast(Payload, payload)), self._slot, self._source)
 
 
 class ReceivingEnd:
@@ -276,8 +327,14 @@ class ReceivingEnd:
         frames.prepare(self._listener)
 
     def offer(self, slot_bytes: int) -> Offer:
-        """What other parties must know."""
-        return Offer(self._address, slot_bytes, self._transport.details())
+        """What other parties must know; arguments as of a :class:`SendingEnd`, less the memory."""
+        return Offer(
+            address=self._address,
+            slot_bytes=slot_bytes,
+            memory=_kind(self._place),
+            reach=self._transport.reach,
+            details=self._transport.details(),
+        )
 
     def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
         """Waits until every source that sends something has made its link; arguments as of a :class:`SendingEnd`.
@@ -311,28 +368,31 @@ class ReceivingEnd:
             self._selector.register(connection, selectors.EVENT_READ, hello.source)
             waiting.remove(hello.source)
 
-    def receive(self, make_room: MakeRoom, check: Check, *, wait: bool) -> Incoming | None:
+    def receive(self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float) -> Incoming | None:
         """The next packet of any source.
 
         Args:
-            make_room: gives, for a packet that was announced, memory to receive its payload into instead of a slot.
+            load_of: gives what is planned, for a packet that was announced.
+            places_of: gives where the boxes of a direct load are to lie.
             check: raises if another party has failed.
-            wait: whether to wait for one; otherwise None is an answer.
+            wait_s: how long to wait for one to be announced if none is; None is an answer.
 
         Raises:
-            PartyFailedError: if none comes in time, a source has gone, or ``check`` raises.
+            PartyFailedError: if a source has gone, or ``check`` raises.
+            TransferError: if a packet was announced that is not planned.
         """
         patience = Patience(self._place.timeout_s, f"a packet from source ranks {sorted(self._links)[:8]}", check)
-        self._begin_fetching(0.0, make_room, patience)
-        while True:
-            for arriving in self._arriving:
-                if arriving.done():
-                    self._arriving.remove(arriving)
-                    return arriving.result()
-            if not wait:
-                return None
-            self._begin_fetching(_POLL_S if self._arriving else _LOOK_AROUND_S, make_room, patience)
-            patience.tick()
+        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, patience)
+        for arriving in self._arriving:
+            if arriving.done():
+                self._arriving.remove(arriving)
+                return arriving.result()
+        return None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was announced is still on its way."""
+        return not self._arriving
 
     def release(self, incoming: Incoming, check: Check) -> None:
         """Gives the packet's slot back to its source.
@@ -355,26 +415,34 @@ class ReceivingEnd:
         self._links.clear()
         self._transport.close()
 
-    def _begin_fetching(self, wait_s: float, make_room: MakeRoom, patience: Patience) -> None:
+    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, patience: Patience) -> None:
         """Begins to take every packet that was announced; waits up to ``wait_s`` for the first."""
         for key, _ in self._selector.select(wait_s):
             connection, wire = self._links[key.data]
-            head = _decode_head(frames.receive(connection, patience))
-            packet = Packet(
-                head.plan_digest,
-                head.version,
-                head.round,
-                head.number,
-                head.source,
-                head.destination,
-                head.parts,
-                b"",
+            message = _decode_message(frames.receive(connection, patience))
+            if isinstance(message, _Told):
+                wire.begin(message.content)
+                continue
+            self._arriving.append(self._fetch(key.data, wire, message, load_of, places_of))
+
+    def _fetch(self, source: int, wire: IncomingWire, head: _Head, load_of: LoadOf, places_of: PlacesOf) -> _Arriving:
+        """Begins to take one packet."""
+        packet = Packet(head.plan_digest, head.version, head.round, head.number, head.source, head.destination, (), b"")
+        load = load_of(packet)
+        planned = len(load.items), load.nbytes, load.direct
+        announced = len(head.digests), head.nbytes, head.slot == _NO_SLOT
+        if planned != announced:
+            raise TransferError(
+                f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, in "
+                f"round {head.round}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
-            room = make_room(packet) if wire.direct else None
-            if room is not None and len(room) != head.nbytes:
-                room = None  # the packet is refused when it has come
-            payload = wire.fetch(head.slot, head.nbytes, room)
-            self._arriving.append(_Arriving(key.data, packet, head.slot, payload))
+        parts = tuple(Part(item.box, item.dtype, digest) for item, digest in zip(load.items, head.digests, strict=True))
+        payload: Pending[object]
+        if load.direct:
+            payload = wire.fetch_direct(load, places_of(load))
+        else:
+            payload = wire.fetch(head.slot, head.nbytes)
+        return _Arriving(source, replace(packet, parts=parts), head.slot, payload)
 
     def _accept(self, patience: Patience) -> socket.socket:
         while True:
@@ -383,6 +451,10 @@ class ReceivingEnd:
                 return frames.prepare(connection)
             except TimeoutError:
                 patience.tick()
+
+
+def _kind(place: Place) -> str:
+    return place.device.partition(":")[0]
 
 
 def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:

@@ -16,9 +16,10 @@ import numpy as np
 
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.ports import Payload, Pending
+from megatron_patches.refit.loads import Reach
+from megatron_patches.refit.ports import Memory, Payload, Pending
 from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Packed, Place
 
 # The package nixl takes the one that fits the machine's CUDA; alone, the others work without GPUs too.
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
@@ -54,6 +55,7 @@ class NixlTransport:
     """
 
     one_host = False
+    reach = Reach.NONE  # only slots are registered
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -62,6 +64,10 @@ class NixlTransport:
         is_source = place.party < place.sources
         config = api.nixl_agent_config(enable_prog_thread=is_source, backends=["UCX"])
         self._agent: Any = api.nixl_agent(f"refit-{place.party}-{secrets.token_hex(8)}", config)
+
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
+        """All are alike."""
+        return frozenset()
 
     def details(self) -> bytes:
         """Nothing."""
@@ -136,7 +142,7 @@ class _Slots:
         self._lease.release()
 
 
-class NixlOutgoing:
+class NixlOutgoing(Packed):
     """A source's side of a link: the destination does the work.
 
     Attributes:
@@ -167,7 +173,7 @@ class NixlOutgoing:
         self._slots.release()
 
 
-class NixlIncoming:
+class NixlIncoming(Packed):
     """A destination's side of a link.
 
     Attributes:
@@ -188,7 +194,7 @@ class NixlIncoming:
         self._what = f"reading a packet of source rank {end.peer}"
         self._reading: dict[int, _Reading] = {}
 
-    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:  # noqa: ARG002 - not ``direct``
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Reads into the own slot of the same number, which is free if the source's is."""
         offset = slot * self._slots.slot_bytes
         own = self._agent.get_xfer_descs([(self._slots.address + offset, nbytes, self._slots.device)], self._slots.kind)

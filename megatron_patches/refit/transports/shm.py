@@ -15,9 +15,10 @@ from contextlib import suppress
 import numpy as np
 
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.ports import Bytes, Done, Payload, Pending
+from megatron_patches.refit.loads import Reach
+from megatron_patches.refit.ports import Bytes, Done, Memory, Payload, Pending
 from megatron_patches.refit.staging import SLOTS, StagingPool
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Packed, Place
 
 
 class ShmTransport:
@@ -28,9 +29,14 @@ class ShmTransport:
     """
 
     one_host = True
+    reach = Reach.NONE  # the destination unpacks from the source's slot, which is the one copy that either side makes
 
     def __init__(self, place: Place) -> None:
         self._pool = place.pool
+
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
+        """All are alike."""
+        return frozenset()
 
     def details(self) -> bytes:
         """Nothing."""
@@ -65,11 +71,8 @@ class ShmTransport:
         """Nothing is common to all links."""
 
 
-class ShmWire:
+class ShmWire(Packed):
     """Either side of a link: the same memory in both processes.
-
-    Attributes:
-        direct: False: the destination unpacks from the source's slot, which is the one copy that either side makes.
 
     Args:
         handle: descriptor of the memory.
@@ -77,8 +80,6 @@ class ShmWire:
         pool: accounts for it; each side counts all of it.
         write: whether this side fills it.
     """
-
-    direct = False
 
     def __init__(self, handle: int, slot_bytes: int, pool: StagingPool, *, write: bool) -> None:
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
@@ -92,7 +93,7 @@ class ShmWire:
     def check(self) -> None:
         """Nothing can fail on the way."""
 
-    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:  # noqa: ARG002 - not ``direct``
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """The packet where its source has put it."""
         return Done(self.slots[slot][:nbytes])
 

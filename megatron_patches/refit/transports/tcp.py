@@ -15,9 +15,10 @@ import numpy as np
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.ports import Bytes, Payload, Pending, host_bytes
+from megatron_patches.refit.loads import Load, Reach
+from megatron_patches.refit.ports import Bytes, Elements, Memory, Payload, Pending, as_payload, host_bytes
 from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
 from megatron_patches.refit.transports.worker import Outbox, Worker
 
 
@@ -43,6 +44,15 @@ class TcpTransport:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+
+    @property
+    def reach(self) -> Reach:
+        """Sockets read from, and write to, any memory of the host."""
+        return Reach.CONTIGUOUS if self._place.device == "cpu" else Reach.NONE
+
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
+        """All are alike."""
+        return frozenset()
 
     def details(self) -> bytes:
         """Nothing."""
@@ -101,7 +111,7 @@ def _lease_slots(pool: StagingPool, slot_bytes: int) -> tuple[Lease[Bytes], list
     return lease, [lease.buffer[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
 
-class TcpOutgoing:
+class TcpOutgoing(NothingToTell):
     """A source's side of a link.
 
     Args:
@@ -113,18 +123,25 @@ class TcpOutgoing:
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
         self._connection, self._timeout_s = connection, place.timeout_s
         self._peer = end.peer - place.sources
-        self.direct = place.device == "cpu"
         self._lease, self.slots = _lease_slots(place.pool, end.slot_bytes)
         self._ending = _Ending()
         self._outbox = Outbox(f"refit-to-{self._peer}")
 
     def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - whichever it is
         """Has the payload sent."""
+        self._send([payload])
+
+    def start_direct(self, places: Sequence[Elements]) -> None:
+        """Has the boxes sent one after the other."""
+        self._send([as_payload(elements) for elements in places])
+
+    def _send(self, payloads: Sequence[Payload]) -> None:
         what = f"destination rank {self._peer} to take a packet"
 
         def send() -> None:
             patience = Patience(self._timeout_s, what, self._ending.check)
-            frames.send_all(self._connection, memoryview(host_bytes(payload)), patience)
+            for payload in payloads:
+                frames.send_all(self._connection, memoryview(host_bytes(payload)), patience)
 
         self._outbox.put(send)
 
@@ -140,7 +157,7 @@ class TcpOutgoing:
         self._lease.release()
 
 
-class TcpIncoming:
+class TcpIncoming(NothingToTell):
     """A destination's side of a link.
 
     Args:
@@ -151,21 +168,29 @@ class TcpIncoming:
 
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
         self._connection, self._peer, self._timeout_s = connection, end.peer, place.timeout_s
-        self.direct = place.device == "cpu"
         self._lease, self._slots = _lease_slots(place.pool, end.slot_bytes)
         self._ending = _Ending()
         self._worker = Worker(f"refit-from-{end.peer}")
 
-    def fetch(self, slot: int, nbytes: int, room: Payload | None) -> Pending[Payload]:
-        """Receives into ``room``, or the own slot of the same number, which is free if the source's is."""
-        payload = self._slots[slot][:nbytes] if room is None else room
+    def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
+        """Receives into the own slot of the same number, which is free if the source's is."""
+        payload = self._slots[slot][:nbytes]
 
         def receive() -> Payload:
-            patience = Patience(self._timeout_s, f"a packet from source rank {self._peer}", self._ending.check)
-            frames.receive_into(self._connection, memoryview(host_bytes(payload)), patience)
+            self._receive([payload])
             return payload
 
         return self._worker.submit(receive)
+
+    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:  # noqa: ARG002
+        """Receives the boxes one after the other."""
+        payloads = [as_payload(elements) for elements in places]
+        return self._worker.submit(lambda: self._receive(payloads))
+
+    def _receive(self, payloads: Sequence[Payload]) -> None:
+        patience = Patience(self._timeout_s, f"a packet from source rank {self._peer}", self._ending.check)
+        for payload in payloads:
+            frames.receive_into(self._connection, memoryview(host_bytes(payload)), patience)
 
     def close(self) -> None:
         """Ends it."""

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.packets import Sender, Unpacker, links_of
+from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
+from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Bits, Bytes, Done, Payload, Pending, host_bytes
+from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Offer, Place, TransportName
-from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport
+from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory, Rows
 from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
 from tests.unit.refit.test_joint import coverable, memory, values
@@ -33,11 +34,34 @@ class HostGpu:
     def __init__(self, number: int, *, closed: bool = False) -> None:
         self.uuid, self._closed = f"GPU-{number}", closed
         self.out: list[str] = []
+        self.arenas: list[Exported] = []
+
+    def settle(self, storages: dict[str, Bits], leave_out: int) -> dict[str, Bits]:
+        """Moves storages into memory that can be exported, one allocation for all; every third into other memory."""
+        sizes = {name: -(-bits.nbytes // 8) * 8 for name, bits in storages.items()}
+        arena = Exported(8 + sum(sizes.values()), self.out)
+        self.arenas.append(arena)
+        found, start = dict(storages), 8
+        for index, (name, bits) in enumerate(storages.items()):
+            if index % 3 != leave_out:
+                found[name] = host_bytes(arena.part(start, start + bits.nbytes)).view(bits.dtype)
+                found[name][...] = bits
+            start += sizes[name]
+        return found
+
+    def locate(self, storages: Memory) -> dict[str, Location]:
+        found = {}
+        for name, bits in storages.items():
+            for arena in self.arenas:
+                start = bits.ctypes.data - arena.address  # type: ignore[union-attr]
+                if 0 <= start < arena.nbytes:
+                    found[name] = Location(arena.handle, start)
+        return found
 
     def export(self, nbytes: int) -> Exported:
         return Exported(nbytes, self.out)
 
-    def open(self, handle: bytes) -> Opened:
+    def open(self, handle: bytes) -> OpenedMemory:
         if self._closed:
             raise PartyFailedError("cudaIpcOpenMemHandle: peer access is not supported between these two devices")
         return Opened(handle, self.out)
@@ -51,6 +75,8 @@ class Exported:
         self._file = os.memfd_create("gpu")
         os.ftruncate(self._file, nbytes)
         self._map = mmap.mmap(self._file, nbytes)
+        self.nbytes = nbytes
+        self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
         self.handle = f"/proc/{os.getpid()}/fd/{self._file}".encode()
         self._out = out
         out.append("exported")
@@ -76,6 +102,15 @@ class Opened:
         into[...] = np.frombuffer(self._map, dtype=np.uint8)[start : start + into.size]
         return Done(None)
 
+    def copy_rows(self, start: int, target: Elements, rows: Rows) -> Pending[None]:
+        assert isinstance(target, np.ndarray)
+        assert (rows.count - 1) * rows.target_step + rows.nbytes <= (target.size - 1) * max(target.strides) + 8
+        theirs = np.frombuffer(self._map, dtype=np.uint8)[start:]
+        room = np.lib.stride_tricks.as_strided(target, (1,), (1,)).view(np.uint8)
+        to = np.lib.stride_tricks.as_strided(room, (rows.count, rows.nbytes), (rows.target_step, 1))
+        to[...] = np.lib.stride_tricks.as_strided(theirs, to.shape, (rows.source_step, 1))
+        return Done(None)
+
     def close(self) -> None:
         self._map.close()
         self._out.remove("opened")
@@ -88,7 +123,8 @@ def check() -> None:
 class Ends:
     """All ends of a plan, each with a GPU of its own."""
 
-    def __init__(self, plan: Plan, sources: int, destinations: int, gpus: list[HostGpu]) -> None:
+    def __init__(self, plan: Plan, held: list[dict[str, Bits]], destinations: int, gpus: list[HostGpu]) -> None:
+        sources = len(held)
         self.plan, self.sources = plan, sources
         self.pools = [StagingPool(1 << 12) for _ in gpus]
         places = [
@@ -99,7 +135,8 @@ class Ends:
         self.senders = [SendingEnd(places[i], made[i]) for i in range(sources)]
         self.receivers = [ReceivingEnd(places[i], made[i]) for i in range(sources, sources + destinations)]
         self.ends: list[SendingEnd | ReceivingEnd] = [*self.senders, *self.receivers]
-        self.offers: list[Offer] = [end.offer(SLOT) for end in self.ends]
+        offers = [end.offer(SLOT, memory) for end, memory in zip(self.senders, held, strict=True)]
+        self.offers: list[Offer] = [*offers, *(end.offer(SLOT) for end in self.receivers)]
 
     def all(self, send: Callable[[int], Any], take: Callable[[int], Any]) -> list[Any]:
         jobs = [(send, i) for i in range(len(self.senders))] + [(take, i) for i in range(len(self.receivers))]
@@ -121,25 +158,36 @@ class Ends:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_versions_arrive_and_every_handle_is_given_back(seed: int) -> None:
+    """Some storages can be opened by others, some cannot; between versions all move."""
     case = coverable(seed)
     plan = make_plan(*case.sides)
     gpus = [HostGpu(i) for i in range(len(case.sources) + len(case.destinations))]
-    ends = Ends(plan, len(case.sources), len(case.destinations), gpus)
+
+    def settled(rank: int, version: int) -> dict[str, Bits]:
+        return gpus[rank].settle(memory(case.sources[rank], values(case, version)), seed % 4)
+
+    held = [settled(rank, 1) for rank in range(len(case.sources))]
+    ends = Ends(plan, held, len(case.destinations), gpus)
+    assert [offer.reach for offer in ends.offers] == [Reach.ROWS] * len(gpus)
+    hidden = [frozenset(offer.hidden) for offer in ends.offers]
     assert set(ends.connect()) == {None}
-    limits = dict.fromkeys(links_of(plan), SLOT)
+    terms = {link: Terms(SLOT, Reach.ROWS, hidden[link[0]], direct_bytes=8) for link in links_of(plan)}
+    senders = [Sender(plan, rank, memory, terms) for rank, memory in enumerate(held)]
+    unpackers = [Unpacker(plan, manifest, terms) for manifest in case.destinations]
     for version in (1, 2):
         dense = values(case, version)
         received: list[dict[str, Bits]] = [memory(manifest, None) for manifest in case.destinations]
 
-        def send(rank: int, version: int = version, dense: dict[str, np.ndarray] = dense) -> None:
-            sender = Sender(plan, rank, memory(case.sources[rank], dense), limits)
-            send_version(sender, ends.senders[rank], version, check)
+        def send(rank: int, version: int = version) -> None:
+            now = settled(rank, version)
+            senders[rank].renew(now)
+            ends.senders[rank].begin(now, check)
+            send_version(senders[rank], ends.senders[rank], version, check)
 
         def take(rank: int, version: int = version, received: list[dict[str, Bits]] = received) -> None:
-            unpacker = Unpacker(plan, case.destinations[rank], limits)
-            unpacker.begin(version, received[rank])
-            receive_version(unpacker, ends.receivers[rank], check)
-            unpacker.verify()
+            unpackers[rank].begin(version, received[rank])
+            receive_version(unpackers[rank], ends.receivers[rank], 10.0, check)
+            unpackers[rank].verify()
 
         assert set(ends.all(send, take)) == {None}
         for manifest, found in zip(case.destinations, received, strict=True):
@@ -147,8 +195,33 @@ def test_versions_arrive_and_every_handle_is_given_back(seed: int) -> None:
                 assert np.array_equal(found[name], expected)
     assert {name for gpu in gpus for name in gpu.out} == {"exported", "opened"}
     ends.close()
+    for gpu in gpus:
+        for arena in gpu.arenas:
+            arena.close()
     assert not any(gpu.out for gpu in gpus)
     assert all(pool.leased_bytes == 0 < pool.peak_bytes or not pool.peak_bytes for pool in ends.pools)
+
+
+def test_some_of_the_cases_go_directly_and_some_do_not() -> None:
+    found = set()
+    for seed in range(8):
+        plan = make_plan(*coverable(seed).sides)
+        terms = dict.fromkeys(links_of(plan), Terms(SLOT, Reach.ROWS, direct_bytes=8))
+        found |= {load.direct for loads in cut_into_loads(plan.transfers, terms).values() for load in loads}
+    assert found == {True, False}
+
+
+def test_memory_that_cannot_be_opened_any_longer_is_named() -> None:
+    gpu = HostGpu(0)
+    place = Place(party=0, sources=1, host="127.0.0.1", device="cuda", pool=StagingPool(1 << 12), timeout_s=1.0)
+    transport = CudaIpcTransport(place, gpu)
+    bits: dict[str, Bits] = {"a": np.zeros(9, np.uint16), "b": np.zeros(9, np.uint16)}
+    settled = gpu.settle(bits, 1)
+    assert transport.hidden(settled) == {"b"}
+    assert set(transport._locate(settled)) == {"a"}
+    with pytest.raises(PartyFailedError, match=r"a \(and 0 more\) has moved into memory that other processes cannot"):
+        transport._locate(bits)
+    gpu.arenas[0].close()
 
 
 def test_gpus_that_cannot_reach_each_other_are_named() -> None:
@@ -156,7 +229,8 @@ def test_gpus_that_cannot_reach_each_other_are_named() -> None:
     plan = make_plan(*case.sides)
     count = len(case.sources)
     gpus = [HostGpu(i, closed=i >= count) for i in range(count + len(case.destinations))]
-    ends = Ends(plan, count, len(case.destinations), gpus)
+    held = [memory(manifest, values(case, 1)) for manifest in case.sources]
+    ends = Ends(plan, held, len(case.destinations), gpus)
     failures = ends.connect()
     ends.close()
     words = r"GPU GPU-(\d+) cannot reach memory of GPU GPU-(\d+), of source rank \2: cudaIpcOpenMemHandle: peer access"

@@ -1,4 +1,4 @@
-"""The kernel that packs and digests, under Triton's interpreter, against numpy."""
+"""The kernel that packs, unpacks and digests, under Triton's interpreter, against numpy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.digest import MASK, digest_array
+from megatron_patches.refit.boxes import Box, View, row_major_strides
+from megatron_patches.refit.device_port import DevicePort
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.ports import Batch, HostPort, Piece
 from tests.support.launch import run_distributed
 
-SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "int64"}
 
 
 def random_box(rng: np.random.Generator, most: int) -> tuple[tuple[int, ...], Box]:
@@ -24,28 +26,64 @@ def random_box(rng: np.random.Generator, most: int) -> tuple[tuple[int, ...], Bo
     return shape, Box("w", tuple(start), tuple(stop))
 
 
-def compare(rng: np.random.Generator, most: int, device: str) -> None:
-    """Packs and digests a random box that lies transposed, with gaps, in a larger storage."""
-    from megatron_patches.refit.device_kernels import pack_and_digest
+def random_pieces(rng: np.random.Generator, most: int) -> tuple[dict[str, np.ndarray], list[Piece]]:
+    """Boxes that lie transposed, with gaps, in larger storages; those of wide elements first, as in a packet."""
+    held: dict[str, np.ndarray] = {}
+    pieces: list[Piece] = []
+    offset = 0
+    for width in sorted(rng.choice([1, 2, 4, 8], int(rng.integers(1, 6))).tolist(), reverse=True):
+        shape, box = random_box(rng, most)
+        order = rng.permutation(len(shape)).tolist() if rng.integers(0, 2) else list(range(len(shape)))
+        room = [extent + int(rng.integers(0, 3)) for extent in box.shape]
+        inner = row_major_strides([room[dim] for dim in order])
+        strides = tuple(inner[order.index(dim)] for dim in range(len(shape)))
+        name, begin = f"s{len(held)}", int(rng.integers(0, 4))
+        size = begin + int(np.prod(room)) + 5
+        held[name] = np.frombuffer(rng.bytes(width * size), dtype=f"u{width}").copy()
+        pieces.append(Piece(View(name, begin, box.shape, strides), DTYPES[width], box, shape, offset))
+        offset += width * box.volume
+    return held, pieces
 
-    shape, box = random_box(rng, most)
-    width = int(rng.choice([1, 2, 4, 8]))
-    order = rng.permutation(len(shape)).tolist()
-    room = [extent + int(rng.integers(0, 3)) for extent in box.shape]
-    storage = torch.from_numpy(np.frombuffer(rng.bytes(width * (int(np.prod(room)) + 5)), dtype=f"i{width}").copy())
-    whole = storage.to(device)[3 : 3 + int(np.prod(room))].view([room[dim] for dim in order])
-    inverse = [order.index(dim) for dim in range(len(shape))]
-    values = whole.permute(inverse)[tuple(slice(0, extent) for extent in box.shape)]
-    packed = torch.zeros(box.volume + 4, dtype=SIGNED[width], device=device)
-    digests = torch.zeros(3, dtype=torch.int64, device=device)
-    pack_and_digest(values, packed[2 : 2 + box.volume], box, shape, digests[1])
-    pack_and_digest(values, None, box, shape, digests[2])
-    expected = values.contiguous().cpu()
-    assert torch.equal(packed[2 : 2 + box.volume].cpu(), expected.reshape(-1))
-    assert not packed[:2].any()
-    assert not packed[2 + box.volume :].any()
-    digest = digest_array(expected.numpy(), box, shape)
-    assert [value & MASK for value in digests.tolist()] == [0, digest, digest]
+
+def compare(rng: np.random.Generator, most: int, device: str) -> None:
+    """Packs, digests and unpacks random boxes at once, against numpy; twice, as memory may have moved."""
+    held, pieces = random_pieces(rng, most)
+    batch = Batch(tuple(pieces))
+    nbytes = sum(piece.box.volume * itemsize(piece.dtype) for piece in pieces)
+    port: DevicePort | None = None
+    for _ in range(2):
+        expected = np.zeros(nbytes, dtype=np.uint8)
+        digests = HostPort(held, "the host").pack(batch, expected).result()
+        near = {
+            name: torch.from_numpy(bits.view(bits.dtype.str.replace("u", "i"))).to(device)
+            for name, bits in held.items()
+        }
+        if port is None:
+            port = DevicePort(near, "the device", kernels=True)
+        else:
+            port.renew(near)
+        shift = int(rng.integers(0, 3)) * 8  # packets begin at multiples of the widest element
+        payload = torch.full((nbytes + shift + 16,), 77, dtype=torch.uint8, device=device)
+        part = payload[shift : shift + nbytes]
+        assert port.pack(batch, part).result() == digests
+        assert np.array_equal(part.cpu().numpy(), expected)
+        assert payload[:shift].eq(77).all()
+        assert payload[shift + nbytes :].eq(77).all()
+        assert port.digest(batch).result() == digests
+        fresh = {name: np.full_like(bits, 13) for name, bits in held.items()}
+        wanted = {name: bits.copy() for name, bits in fresh.items()}
+        HostPort(wanted, "the host").unpack(batch, expected).result()
+        taken = {
+            name: torch.from_numpy(bits.view(bits.dtype.str.replace("u", "i"))).to(device)
+            for name, bits in fresh.items()
+        }
+        port.renew(taken)
+        port.unpack(batch, part).result()
+        for name, bits in wanted.items():
+            assert np.array_equal(taken[name].cpu().numpy().view(bits.dtype), bits)
+        held = {name: rng.permutation(bits) for name, bits in held.items()}
+    assert port is not None
+    port.close()
 
 
 def body(rank: int, world_size: int, most: int, count: int) -> int:
@@ -58,4 +96,4 @@ def body(rank: int, world_size: int, most: int, count: int) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_boxes_of_up_to_six_dimensions_are_packed_and_digested_as_numpy_does() -> None:
-    assert run_distributed(body, 1, None, args=(6, 60), fresh=True) == [60]
+    assert run_distributed(body, 1, None, args=(6, 40), fresh=True) == [40]

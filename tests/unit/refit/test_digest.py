@@ -15,15 +15,21 @@ SHAPE = (37, 29)
 WHOLE = Box("w", (0, 0), SHAPE)
 
 
+def odd_hash(index: int) -> int:
+    x = (index + 1) * 0x9E3779B97F4A7C15 & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return (x ^ x >> 31) | 1
+
+
 def reference(values: np.ndarray, box: Box, shape: tuple[int, ...]) -> int:
     """The definition, one element at a time, in Python's integers."""
     total = 0
     for place, bits in zip(np.ndindex(*box.shape), values.ravel().tolist(), strict=True):
-        index = int(np.ravel_multi_index([p + low for p, low in zip(place, box.start, strict=True)], shape))
-        x = (index + 1) * 0x9E3779B97F4A7C15 & MASK
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-        total += (bits + 1) * ((x ^ x >> 31) | 1)
+        index = [p + low for p, low in zip(place, box.start, strict=True)]
+        row = int(np.ravel_multi_index(index[:-1], shape[:-1])) if len(shape) > 1 else 0
+        column = index[-1] if shape else 0
+        total += (bits + 1) * odd_hash(row) * odd_hash(column ^ 0x5851F42D4C957F2D)
     return total & MASK
 
 
@@ -40,6 +46,16 @@ def test_both_implementations_follow_the_definition(width: int) -> None:
     assert digest_array(np.ascontiguousarray(part), box, SHAPE) == expected
     signed = torch.from_numpy(values.view(f"i{width}"))
     assert digest_tensor(signed[3:30, 5:29], box, SHAPE) == expected
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4, 5), (2, 1, 3, 2)])
+def test_tensors_of_any_number_of_dimensions_follow_the_definition(shape: tuple[int, ...]) -> None:
+    values = random_bits(2, 5, shape)
+    box = Box("w", tuple(int(extent > 2) for extent in shape), shape)
+    part = np.ascontiguousarray(values[tuple(slice(low, None) for low in box.start)])
+    expected = reference(part, box, shape)
+    assert digest_array(part, box, shape) == expected
+    assert digest_tensor(torch.from_numpy(part.view(np.int16)).view(box.shape), box, shape) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -87,6 +103,12 @@ def test_swapped_shifted_and_missing_parts_show() -> None:
     swapped[[0, 1]] = swapped[[1, 0]]
     assert digest_array(swapped, WHOLE, SHAPE) != expected
     assert digest_array(np.roll(values, 1), WHOLE, SHAPE) != expected
+    assert digest_array(np.ascontiguousarray(values[:, ::-1]), WHOLE, SHAPE) != expected
+    crossed = values.copy()  # the same elements in each row and in each column
+    crossed[:2, :2] = [[1, 2], [2, 1]]
+    mirrored = crossed.copy()
+    mirrored[:2, :2] = [[2, 1], [1, 2]]
+    assert digest_array(crossed, WHOLE, SHAPE) != digest_array(mirrored, WHOLE, SHAPE)
     zeros = np.zeros((1, 29), dtype=np.uint16)
     assert digest_array(zeros, Box("w", (0, 0), (1, 29)), SHAPE) != 0
 

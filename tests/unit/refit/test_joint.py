@@ -129,7 +129,7 @@ def least_staging(case: Case) -> int:
 def scene(case: Case, transport: TransportName, staging: int = 512, timeout_s: float = 20.0) -> Iterator[Scene]:
     count = len(case.sources)
     server = Rendezvous(count + len(case.destinations), timeout_s)
-    options = LinkOptions(transport=transport, staging_bytes=staging, sources=count)
+    options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8)
     assemblies = [Assembly(server.invitation, i, f"party {i}") for i in range(count + len(case.destinations))]
     sources = [SourceParty(member, options) for member in assemblies[:count]]
     destinations = [DestinationParty(member, options) for member in assemblies[count:]]
@@ -268,7 +268,7 @@ def test_a_link_with_another_plan_is_refused() -> None:
 
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
-    offers = [sender.offer(512), receiver.offer(512)]
+    offers = [sender.offer(512, {}), receiver.offer(512)]
     with ThreadPoolExecutor(1) as pool:
         dialled = pool.submit(sender.connect, offers, {0: 512}, "1" * 64, lambda: None)
         with pytest.raises(PlanMismatchError, match="source rank 0 follows plan 111111111111, not 000000000000"):

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
+from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly, links_of
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Sender, Unpacker, cut_into_loads, links_of
+from megatron_patches.refit.packets import Packet, Sender, Unpacker
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
-from megatron_patches.refit.ports import Bits, host_bytes
+from megatron_patches.refit.ports import Bits
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
 
@@ -65,7 +66,7 @@ def volumes(boxes: list[Box]) -> dict[str, int]:
 def test_loads_are_the_plan_cut_to_size_in_the_order_of_rounds(seed: int, limit: int) -> None:
     plan, _, _ = dense_plan(seed, sources=2)
     limits = {link: limit + 8 * link[0] for link in links_of(plan)}
-    loads = cut_into_loads(plan.transfers, limits)
+    loads = cut_into_loads(plan.transfers, {link: Terms(packet_bytes=nbytes) for link, nbytes in limits.items()})
     assert list(loads) == links_of(plan)
     for link, found in loads.items():
         assert all(0 < load.nbytes <= limits[link] for load in found)
@@ -82,7 +83,7 @@ def test_loads_are_the_plan_cut_to_size_in_the_order_of_rounds(seed: int, limit:
     for found in loads.values():
         for load in found:
             end = 0
-            for piece in load.pieces(shapes, read=True):
+            for piece in load.batch(shapes, read=True).pieces:
                 assert piece.offset == end
                 assert piece.offset % itemsize(piece.dtype) == 0
                 end += piece.box.volume * itemsize(piece.dtype)
@@ -104,9 +105,9 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         for storage in source.storages
     }
     memory: dict[str, Bits] = {name: np.zeros_like(bits) for name, bits in held.items()}
-    limits = dict.fromkeys(links_of(plan), limit)
-    sender = Sender(plan, 0, as_tensors(held) if tensors[0] else held, limits)
-    unpacker = Unpacker(plan, wanted, limits)
+    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=limit))
+    sender = Sender(plan, 0, as_tensors(held) if tensors[0] else held, terms)
+    unpacker = Unpacker(plan, wanted, terms)
     unpacker.begin(1, as_tensors(memory) if tensors[1] else memory)
     slots = [np.empty(limit, dtype=np.uint8) for _ in range(2)]
     for index, load in enumerate(sender.loads[0]):
@@ -121,68 +122,113 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
 
 @dataclass
 class Straight:
-    """A matrix that is contiguous on both sides, and through a slot of a third of it."""
+    """A matrix whose rows lie apart on the source, and one after the other on the destination."""
 
     sender: Sender
     unpacker: Unpacker
     held: Bits
     taken: Bits
 
+    def move(self, load: Load) -> Packet:
+        """As a wire moves a direct load."""
+        packet = self.sender.digest(load, 1).result()
+        assert not len(packet.payload)
+        announced = self.unpacker.load_of(replace(packet, parts=()))
+        assert announced.direct
+        assert announced.items == load.items
+        for source, target in zip(self.sender.places(load), self.unpacker.places(announced), strict=True):
+            assert isinstance(source, np.ndarray)
+            assert isinstance(target, np.ndarray)
+            assert np.shares_memory(source, self.held)
+            assert np.shares_memory(target, self.taken)
+            target[...] = source
+        return packet
+
 
 @pytest.fixture
 def straight() -> Straight:
-    spec = TensorSpec("w", (9, 40), "bfloat16")
+    spec = TensorSpec("w", (9, 400), "bfloat16")
+    apart = Manifest(
+        0,
+        "",
+        (Storage("w", "bfloat16", 9 * 500, 9 * 500),),
+        (Placement(spec.box, View("w", 50, spec.shape, (500, 1))),),
+    )
     side = manifest(0, [spec], flip=False)
-    plan = make_plan([spec], [side], [side])
-    held: Bits = np.random.default_rng(1).integers(0, 2**16, 360, dtype=np.uint16)
-    taken: Bits = np.zeros_like(held)
-    unpacker = Unpacker(plan, side, {(0, 0): 240})
+    plan = make_plan([spec], [apart], [side], PlanOptions(staging_bytes=2400))
+    held: Bits = np.random.default_rng(1).integers(0, 2**16, 9 * 500, dtype=np.uint16)
+    taken: Bits = np.zeros(3600, dtype=np.uint16)
+    terms = {(0, 0): Terms(packet_bytes=240, reach=Reach.ROWS, direct_bytes=800)}
+    unpacker = Unpacker(plan, side, terms)
     unpacker.begin(1, {"w": taken})
-    return Straight(Sender(plan, 0, {"w": held}, {(0, 0): 240}), unpacker, held, taken)
+    return Straight(Sender(plan, 0, {"w": held}, terms), unpacker, held, taken)
 
 
-def test_what_is_contiguous_on_both_sides_is_neither_packed_nor_unpacked(straight: Straight) -> None:
-    slot = np.zeros(240, dtype=np.uint8)
+def test_what_consists_of_rows_is_neither_packed_nor_unpacked(straight: Straight) -> None:
     for load in straight.sender.loads[0]:
-        packet = straight.sender.pack_into(load, 1, slot, direct=True).result()
-        room = host_bytes(straight.unpacker.room(replace(packet, payload=b"")))
-        assert np.shares_memory(packet.payload, straight.held)
-        assert np.shares_memory(room, straight.taken)
-        room[...] = packet.payload
-        straight.unpacker.accept(replace(packet, payload=room)).result()
-    assert not slot.any()
+        straight.unpacker.accept(straight.move(load)).result()
     straight.unpacker.verify()
-    assert np.array_equal(straight.taken, straight.held)
+    assert np.array_equal(straight.taken.reshape(9, 400), straight.held.reshape(9, 500)[:, 50:450])
 
 
 def test_what_was_received_in_place_is_compared_like_everything_else(straight: Straight) -> None:
     for load in straight.sender.loads[0]:
-        packet = straight.sender.pack_into(load, 1, np.zeros(240, dtype=np.uint8), direct=True).result()
-        room = host_bytes(straight.unpacker.room(replace(packet, payload=b"")))
-        room[...] = packet.payload
-        room[7] ^= load.number == 2
-        straight.unpacker.accept(replace(packet, payload=room)).result()
-    with pytest.raises(DigestError, match=r"w\[0:9, 0:40\] in w of destination rank 0"):
+        straight.unpacker.accept(straight.move(load)).result()
+    straight.taken[777] ^= 1
+    with pytest.raises(DigestError, match=r"w\[0:9, 0:400\] in w of destination rank 0"):
         straight.unpacker.verify()
 
 
-def test_no_room_is_made_for_what_is_not_planned(straight: Straight) -> None:
-    packet = straight.sender.pack_into(straight.sender.loads[0][0], 1, np.zeros(240, dtype=np.uint8)).result()
+def test_a_packet_with_a_payload_where_none_is_planned_is_refused(straight: Straight) -> None:
+    packet = straight.move(straight.sender.loads[0][0])
+    with pytest.raises(TransferError, match="has 4 bytes and not the 0 planned"):
+        straight.unpacker.accept(replace(packet, payload=b"four"))
+
+
+def test_nothing_is_received_that_is_not_planned(straight: Straight) -> None:
+    packet = straight.sender.digest(straight.sender.loads[0][0], 1).result()
     for announced, error in (
         (replace(packet, version=2), StaleVersionError),
         (replace(packet, plan_digest="0" * 64), PlanMismatchError),
         (replace(packet, number=9), TransferError),
-        (replace(packet, parts=packet.parts[:0]), TransferError),
+        (replace(packet, destination=1), TransferError),
     ):
         with pytest.raises(error):
-            straight.unpacker.room(announced)
+            straight.unpacker.load_of(announced)
+
+
+def test_a_version_may_come_into_other_memory_than_the_last(straight: Straight) -> None:
+    straight.sender.renew({"w": straight.held[::-1].copy()})
+    again = np.zeros_like(straight.taken)
+    straight.unpacker.begin(2, {"w": again})
+    for load in straight.sender.loads[0]:
+        packet = straight.sender.digest(load, 2).result()
+        for source, target in zip(straight.sender.places(load), straight.unpacker.places(load), strict=True):
+            np.copyto(target, source)  # type: ignore[arg-type]
+        straight.unpacker.accept(packet).result()
+    straight.unpacker.verify()
+    assert np.array_equal(again.reshape(9, 400), straight.held[::-1].reshape(9, 500)[:, 50:450])
+
+
+def test_what_goes_directly_is_what_was_agreed_on(straight: Straight) -> None:
+    item = straight.sender.loads[0][0].items[0]
+    flat = replace(item, read=replace(item.read, strides=(400, 1)))
+    rows, contiguous = Terms(reach=Reach.ROWS, direct_bytes=1), Terms(reach=Reach.CONTIGUOUS, direct_bytes=1)
+    assert goes_directly(item, rows)
+    assert goes_directly(flat, contiguous)
+    assert not goes_directly(item, contiguous)
+    assert not goes_directly(item, Terms(direct_bytes=1))
+    assert not goes_directly(item, replace(rows, hidden=frozenset({"w"})))
+    assert not goes_directly(item, replace(rows, direct_bytes=item.nbytes + 1))
+    assert not goes_directly(replace(item, source_dtype="float16"), rows)
+    assert not goes_directly(replace(item, read=replace(item.read, strides=(1, 9))), rows)  # columns
 
 
 def test_a_slot_smaller_than_an_element_is_refused() -> None:
     spec = TensorSpec("w", (3,), "int64")
     plan = make_plan([spec], [manifest(0, [spec], flip=False)], [manifest(0, [spec], flip=False)])
     with pytest.raises(TransferError, match=r"an element of w\[0:3\] has 8 bytes and a packet at most 7"):
-        cut_into_loads(plan.transfers, {(0, 0): 7})
+        cut_into_loads(plan.transfers, {(0, 0): Terms(packet_bytes=7)})
 
 
 def test_what_a_device_port_cannot_use_is_named() -> None:

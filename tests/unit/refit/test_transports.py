@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def body(
 ) -> tuple[float, str]:
     """Moves versions 1 and 2; a victim is killed in the midst of the second. Seconds and reason of a failure."""
     assembly = Assembly(invitation, rank, f"party {rank}")
-    options = LinkOptions(transport=transport, staging_bytes=STAGING, sources=SOURCES)
+    options = LinkOptions(transport=transport, staging_bytes=STAGING, sources=SOURCES, direct_bytes=2048)
     started = time.monotonic()
     try:
         if rank < SOURCES:
@@ -74,17 +75,17 @@ def send(rank: int, party: SourceParty, victim: int | None) -> None:
     party.prepare(lambda: Held({}, shapes, part))
     party.push(1, lambda: memory(part, 1))
     if rank == victim:
-        kill_in_the_third(party)
+        kill_in_the_third(party, lambda: memory(part, 2))
     party.push(2, lambda: memory(part, 2))
     assert 0 < party.staging.peak_bytes <= STAGING
     party.close()
     assert party.staging.leased_bytes == 0
 
 
-def kill_in_the_third(party: SourceParty) -> None:
+def kill_in_the_third(party: SourceParty, look_up: Callable[[], dict[str, Bits]]) -> None:
     """Ends this process, as the kernel would, when it is about to send its third packet."""
-    end = party._linked()
-    original, left = end.send, [3]
+    end = party._linked(look_up)
+    original, left = end._announce, [3]
 
     def send_some(*args: Any) -> None:
         left[0] -= 1
@@ -92,7 +93,7 @@ def kill_in_the_third(party: SourceParty) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         original(*args)
 
-    end.send = send_some  # type: ignore[method-assign,assignment]
+    end._announce = send_some  # type: ignore[method-assign,assignment]
 
 
 def take(rank: int, party: DestinationParty, victim: int | None) -> None:

@@ -1,0 +1,159 @@
+"""Describes boxes to the kernel that moves and digests many of them at once.
+
+A box becomes one or more *entries*: rows of equal length, whose beginnings take up to three nested steps through
+memory. An entry is covered by *tiles*, one a program of the kernel. Numbers only; nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_patches.refit.boxes import row_major_strides
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.ports import Piece
+
+VALUES, PACKED, FIRST_TILE, ROWS, COLUMNS, EXTENT1, EXTENT2 = range(7)
+STEP0, STEP1, STEP2, COLUMN_STEP, ROW, INDEX0, INDEX1, INDEX2, COLUMN, DIGEST = range(7, 17)
+FIELDS = 17
+"""Columns of the table: first element in memory and in the packet; first tile; rows and columns; extents of the two
+inner levels of rows; steps in memory of the three levels and of a column; the first row's index in the whole tensor
+and the levels' steps of it; the first column's; where the digest is added."""
+
+LOOPS = 8
+"""Groups of rows that a tile has, one after the other."""
+
+_ELEMENTS = 4096  # of one group of rows
+_MOST_COLUMNS = 1024  # of a tile: enough for whole transactions of memory; the rest are rows, which share column hashes
+_LEVELS = 3
+_VECTOR_BYTES = 16  # what one thread of a GPU reads at most at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which variant of the kernel entries need.
+
+    Attributes:
+        width: bytes of an element.
+        aligned: whether rows begin at multiples of 16 bytes, in memory and in the packet, and lie element by element.
+        nested: whether rows take more than one level of steps.
+        columns: of a tile; a power of two.
+    """
+
+    width: int
+    aligned: bool
+    nested: bool
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that are worked on at once."""
+        return _ELEMENTS // self.columns
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries of one shape.
+
+    Attributes:
+        shape: their shape.
+        table: int64, an entry a row; places in memory count from the beginning of the entry's storage.
+        storages: for each entry, the number of its storage.
+        tiles: int32, for each tile the number of its entry.
+    """
+
+    shape: Shape
+    table: NDArray[np.int64]
+    storages: NDArray[np.int64]
+    tiles: NDArray[np.int32]
+
+
+def describe(
+    pieces: Sequence[Piece], storages: Sequence[str], offsets: Sequence[int], packed_offset: int = 0
+) -> list[Part]:
+    """Entries for some boxes; the digest of each is added at its number.
+
+    Args:
+        pieces: the boxes.
+        storages: names of the storages that they lie in.
+        offsets: for each storage, how many bytes its beginning is past a multiple of 16 bytes.
+    """
+    number = {name: index for index, name in enumerate(storages)}
+    found: dict[Shape, list[tuple[list[int], int]]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        storage = number[piece.view.storage]
+        for entry in _entries(piece, index):
+            shape = _shape(entry, itemsize(piece.dtype), offsets[storage] or packed_offset)
+            found[shape].append((entry, storage))
+    return [_part(shape, entries) for shape, entries in found.items()]
+
+
+def _part(shape: Shape, entries: Sequence[tuple[list[int], int]]) -> Part:
+    table = np.array([entry for entry, _ in entries], dtype=np.int64)
+    down = -(-table[:, ROWS] // (shape.rows * LOOPS))
+    counts = down * -(-table[:, COLUMNS] // shape.columns)
+    table[:, FIRST_TILE] = np.cumsum(counts) - counts
+    tiles = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+    return Part(shape, table, np.array([storage for _, storage in entries], dtype=np.int64), tiles)
+
+
+def _entries(piece: Piece, digest: int) -> Iterator[list[int]]:
+    """The entries of one box."""
+    steps = piece.view.strides
+    extents, start = piece.box.shape, piece.box.start
+    row_steps = row_major_strides(piece.shape[:-1]) if piece.shape else ()
+    first_row = sum(low * step for low, step in zip(start[:-1], row_steps, strict=True))
+    columns, step, first_column = (extents[-1], steps[-1], start[-1]) if piece.shape else (1, 1, 0)
+    levels = _merged(extents[:-1], steps[:-1], row_steps)
+    outer, inner = levels[:-_LEVELS], levels[-_LEVELS:]
+    (n0, s0, g0), (n1, s1, g1), (n2, s2, g2) = [(1, 0, 0)] * (_LEVELS - len(inner)) + inner
+    rows = n0 * n1 * n2
+    packed = piece.offset // itemsize(piece.dtype)
+    for count, place in enumerate(np.ndindex(*[extent for extent, _, _ in outer])):
+        moved = sum(at * step for at, (_, step, _) in zip(place, outer, strict=True))
+        index = sum(at * step for at, (_, _, step) in zip(place, outer, strict=True))
+        yield [
+            piece.view.offset + moved,
+            packed + count * rows * columns,
+            0,
+            rows,
+            columns,
+            n1,
+            n2,
+            s0,
+            s1,
+            s2,
+            step,
+            first_row + index,
+            g0,
+            g1,
+            g2,
+            first_column,
+            digest,
+        ]
+
+
+def _merged(extents: Sequence[int], steps: Sequence[int], indices: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(extent, step in memory, step of the index) by dimension, neighbours merged where both allow it."""
+    merged: list[tuple[int, int, int]] = []
+    for extent, step, index in zip(extents, steps, indices, strict=True):
+        if extent == 1:
+            continue
+        if merged and merged[-1][1] == extent * step and merged[-1][2] == extent * index:
+            merged[-1] = merged[-1][0] * extent, step, index
+        else:
+            merged.append((extent, step, index))
+    return merged
+
+
+def _shape(entry: Sequence[int], width: int, offset: int) -> Shape:
+    vector = _VECTOR_BYTES // width
+    places = [entry[field] for field in (VALUES, PACKED, COLUMNS, STEP0, STEP1, STEP2)]
+    aligned = entry[COLUMN_STEP] == 1 and offset == 0 and all(place % vector == 0 for place in places)
+    nested = entry[ROWS] != entry[EXTENT2]
+    return Shape(width, aligned, nested, min(_MOST_COLUMNS, 1 << math.ceil(math.log2(entry[COLUMNS]))))

@@ -1,0 +1,168 @@
+"""What packets are to carry: what a source sends to a destination, cut into loads.
+
+What one source sends to one destination in one round is cut into :class:`Load` after load, each small enough for a
+slot of their link, so a box of any size passes through bounded memory. Boxes that both ends can reach where they lie
+travel without a slot, in *direct* loads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from megatron_patches.refit.boxes import pitch_of
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.plan import Plan, Transfer
+from megatron_patches.refit.ports import Batch, Piece
+
+_DIRECT_BYTES = 128 << 20  # of a direct load: few enough for the first to leave soon, many enough to cost little each
+_ROW_BYTES = 512  # of a row: shorter ones are packed faster than they are copied one by one
+
+Link = tuple[int, int]
+"""A source and a destination that the plan connects."""
+
+
+class Reach(IntEnum):
+    """Which boxes a link can move without packing them, from where they lie to where they are to lie."""
+
+    NONE = 0
+    CONTIGUOUS = 1
+    ROWS = 2
+    """Contiguous ones, and rows of equal length at equal distances on each side."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What both ends of a link have agreed on.
+
+    Attributes:
+        packet_bytes: the most bytes of a packed load; None for one packet a round, however large.
+        reach: what may travel directly.
+        hidden: the source's storages that the destination cannot reach where they lie.
+        direct_bytes: the least that travels directly; smaller boxes are faster in the company of others, packed.
+    """
+
+    packet_bytes: int | None = None
+    reach: Reach = Reach.NONE
+    hidden: frozenset[str] = frozenset()
+    direct_bytes: int = 64 << 10
+
+
+DEFAULT_TERMS = Terms()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one packet is to carry.
+
+    Attributes:
+        round: number of the round; of a direct load, that of its first box.
+        number: number of the packet among those of its link in this round.
+        source: rank that sends.
+        destination: rank that receives.
+        items: the transfers, cut to size; if packed, wider elements first, so that all lie aligned one after the other.
+        direct: whether its boxes travel from where they lie to where they are to lie, and are not packed.
+    """
+
+    round: int
+    number: int
+    source: int
+    destination: int
+    items: tuple[Transfer, ...]
+    direct: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the payload."""
+        return sum(item.nbytes for item in self.items)
+
+    def batch(self, shapes: Mapping[str, tuple[int, ...]], *, read: bool) -> Batch:
+        """The boxes where they lie at the source (``read``) or at the destination, and in the payload."""
+        found, offset = [], 0
+        for item in self.items:
+            view = item.read if read else item.write
+            found.append(Piece(view, item.dtype, item.box, shapes[item.box.tensor], offset))
+            offset += item.nbytes
+        return Batch(tuple(found))
+
+
+def links_of(plan: Plan) -> list[Link]:
+    """Every link that the plan uses, in order."""
+    return sorted({(item.source, item.destination) for item in plan.transfers})
+
+
+def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | None = None) -> dict[Link, list[Load]]:
+    """Cuts what moves into packets.
+
+    Args:
+        transfers: what moves.
+        terms: what was agreed on, by link; None for one packet a round.
+
+    Returns:
+        The loads of each link in the order of their rounds; both ends get the same.
+
+    Raises:
+        TransferError: if one element is larger than a packet.
+    """
+    rounds: dict[Link, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    for item in transfers:
+        rounds[item.source, item.destination][item.round].append(item)
+    found: dict[Link, list[Load]] = {}
+    for link, by_round in sorted(rounds.items()):
+        agreed = DEFAULT_TERMS if terms is None else terms[link]
+        loads: list[Load] = []
+        for number in sorted(by_round):
+            direct = [item for item in by_round[number] if goes_directly(item, agreed)]
+            packed = [item for item in by_round[number] if not goes_directly(item, agreed)]
+            groups = [(group, True) for group in _fill(direct, _DIRECT_BYTES)]
+            groups += [(group, False) for group in _fill(packed, agreed.packet_bytes)]
+            for index, (group, straight) in enumerate(groups):
+                items = group if straight else sorted(group, key=lambda item: -itemsize(item.dtype))
+                loads.append(Load(number, index, *link, tuple(items), straight))
+        found[link] = loads
+    return found
+
+
+def goes_directly(item: Transfer, terms: Terms) -> bool:
+    """Whether a transfer travels without being packed."""
+    if terms.reach is Reach.NONE or item.read.storage in terms.hidden or item.nbytes < terms.direct_bytes:
+        return False
+    pitch = pitch_of(item.read, item.write)
+    if pitch is None or item.source_dtype != item.dtype:
+        return False
+    if pitch.rows == 1:
+        return True
+    return terms.reach is Reach.ROWS and pitch.length * itemsize(item.dtype) >= min(_ROW_BYTES, terms.direct_bytes)
+
+
+def _fill(items: Sequence[Transfer], limit: int | None) -> Iterator[list[Transfer]]:
+    """Deals transfers, in order, into groups of at most ``limit`` bytes; cuts those that are larger."""
+    if limit is None:
+        if items:
+            yield list(items)
+        return
+    group: list[Transfer] = []
+    room = limit
+    for item in items:
+        for piece in _cut(item, limit):
+            if piece.nbytes > room:
+                yield group
+                group, room = [], limit
+            group.append(piece)
+            room -= piece.nbytes
+    if group:
+        yield group
+
+
+def _cut(item: Transfer, limit: int) -> Iterator[Transfer]:
+    if item.nbytes <= limit:
+        yield item
+        return
+    width = itemsize(item.dtype)
+    if width > limit:
+        raise TransferError(f"an element of {item.box} has {width} bytes and a packet at most {limit}")
+    for box in item.box.chunks(limit // width):
+        yield replace(item, box=box, read=item.read.cut(item.box, box), write=item.write.cut(item.box, box))
