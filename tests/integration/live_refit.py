@@ -27,6 +27,7 @@ from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.shard import placements
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.live_models import Case, build_chunk
+from tests.support.live_parallel import start_parallel_state
 from tests.support.vllm_host import VllmConnection
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [36, 0, 17, 9]]
@@ -38,22 +39,8 @@ def start(case: Case) -> list[Any]:
 
     warnings.simplefilter("ignore")
     megatron_patches.apply()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    mesh = case.mesh
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=mesh.tp,
-        pipeline_model_parallel_size=mesh.pp,
-        virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-        gtp_remat_size=mesh.etp,
-        expert_model_parallel_size=mesh.ep,
-        expert_tensor_parallel_size=mesh.expert_tp,
-        expert_gtp_remat_size=mesh.expert_etp,
-    )
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    return [build_chunk(case, chunk).bfloat16().eval() for chunk in range(mesh.vpp)]
+    start_parallel_state(case.mesh)
+    return [build_chunk(case, chunk).bfloat16().eval() for chunk in range(case.mesh.vpp)]
 
 
 def value(box: Box, shape: tuple[int, ...], seed: int) -> torch.Tensor:

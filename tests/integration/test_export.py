@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.support.exported import open_export
 from tests.support.launch import run_distributed
+from tests.support.live_parallel import mesh_settings, stage_arguments, start_parallel_state
 
 VOCABULARY = 251  # odd; Megatron pads it to 256
 TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))  # TP cuts the length
@@ -22,10 +25,7 @@ class Case:
     """One model, and how it is spread."""
 
     name: str
-    tp: int = 1
-    pp: int = 1
-    etp: int = 1
-    chunks: int | None = None
+    mesh: TrainerMesh = field(default_factory=TrainerMesh)
     kv_heads: int = 2
     bias: bool = False
     qkv_bias: bool = False
@@ -33,9 +33,6 @@ class Case:
     rope_scaling: bool = False
     qk_norm: bool = False
     experts: int = 0
-    ep: int = 1
-    expert_tp: int = 1
-    expert_etp: int = 1
     pre_softmax: bool = False
 
     @property
@@ -55,58 +52,42 @@ ON_1_RANK = (
     Case("qwen3_moe_scores_as_they_are", qk_norm=True, experts=4, pre_softmax=True),
 )
 ON_2_RANKS = (
-    Case("dp2"),
-    Case("tp2"),
-    Case("tp2_above_kv_heads", tp=2, kv_heads=1, bias=True),
-    Case("etp2", etp=2),
-    Case("etp2_biases_tied", etp=2, bias=True, tied=True),
-    Case("etp2_qwen2_scaled", etp=2, qkv_bias=True, rope_scaling=True),
-    Case("pp2_tied", pp=2, tied=True),
-    Case("qwen3_etp2", etp=2, qk_norm=True),
-    Case("qwen3_tp2_above_kv_heads", tp=2, kv_heads=1, qk_norm=True),
-    Case("qwen3_moe_ep2", qk_norm=True, experts=4, ep=2),
-    Case("qwen3_moe_etp2_expert_etp2", etp=2, qk_norm=True, experts=4, expert_etp=2),
-    Case("qwen3_moe_tp2_expert_tp2", tp=2, qk_norm=True, experts=4, expert_tp=2),
+    Case("dp2", TrainerMesh(dp=2)),
+    Case("tp2", TrainerMesh(tp=2)),
+    Case("tp2_above_kv_heads", TrainerMesh(tp=2), kv_heads=1, bias=True),
+    Case("etp2", TrainerMesh(etp=2)),
+    Case("etp2_biases_tied", TrainerMesh(etp=2), bias=True, tied=True),
+    Case("etp2_qwen2_scaled", TrainerMesh(etp=2), qkv_bias=True, rope_scaling=True),
+    Case("pp2_tied", TrainerMesh(pp=2), tied=True),
+    Case("qwen3_etp2", TrainerMesh(etp=2), qk_norm=True),
+    Case("qwen3_tp2_above_kv_heads", TrainerMesh(tp=2), kv_heads=1, qk_norm=True),
+    Case("qwen3_moe_ep2", TrainerMesh(ep=2, dp=2), qk_norm=True, experts=4),
+    Case("qwen3_moe_etp2_expert_etp2", TrainerMesh(etp=2, expert_etp=2), qk_norm=True, experts=4),
+    Case("qwen3_moe_tp2_expert_tp2", TrainerMesh(tp=2, expert_tp=2), qk_norm=True, experts=4),
 )
 ON_4_RANKS = (
-    Case("tp2_etp2", tp=2, etp=2),
-    Case("dp2_etp2", etp=2),
-    Case("etp4", etp=4, kv_heads=4),
-    Case("pp2_etp2_tied", pp=2, etp=2, tied=True),
-    Case("pp2_etp2_interleaved", pp=2, etp=2, chunks=2),
-    Case("qwen3_tp2_etp2_tied", tp=2, etp=2, qk_norm=True, tied=True),
-    Case("qwen3_moe_etp2_ep2_expert_etp2", etp=2, qk_norm=True, experts=4, ep=2, expert_etp=2),
-    Case("qwen3_moe_tp2_etp2_ep2", tp=2, etp=2, qk_norm=True, experts=6, ep=2),
-    Case("qwen3_moe_pp2_ep2", pp=2, qk_norm=True, experts=4, ep=2, pre_softmax=True),
+    Case("tp2_etp2", TrainerMesh(tp=2, etp=2)),
+    Case("dp2_etp2", TrainerMesh(etp=2, dp=2)),
+    Case("etp4", TrainerMesh(etp=4), kv_heads=4),
+    Case("pp2_etp2_tied", TrainerMesh(pp=2, etp=2), tied=True),
+    Case("pp2_etp2_interleaved", TrainerMesh(pp=2, etp=2, vpp=2)),
+    Case("qwen3_tp2_etp2_tied", TrainerMesh(tp=2, etp=2), qk_norm=True, tied=True),
+    Case("qwen3_moe_etp2_ep2_expert_etp2", TrainerMesh(etp=2, ep=2, expert_etp=2, dp=2), qk_norm=True, experts=4),
+    Case("qwen3_moe_tp2_etp2_ep2", TrainerMesh(tp=2, etp=2, ep=2), qk_norm=True, experts=6),
+    Case("qwen3_moe_pp2_ep2", TrainerMesh(pp=2, ep=2, dp=2), qk_norm=True, experts=4, pre_softmax=True),
 )
-
-
-def start_megatron(case: Case, rank: int, world_size: int) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.chunks,
-        gtp_remat_size=case.etp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.expert_tp,
-        expert_gtp_remat_size=case.expert_etp,
-    )
-    torch.manual_seed(3)
-    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
 
 
 def build(case: Case) -> list[Any]:
-    """This rank's model chunks, with random norms and biases, equal on all ranks that replicate them."""
+    """Megatron for the case's mesh, and this rank's model chunks: norms and biases are random, replicas equal."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    sharded = {"gtp_weight_remat_size": case.etp, "tensor_parallel_num_weight_shards": case.etp * case.tp}
+    mesh = case.mesh
+    start_parallel_state(mesh, 123)
+    torch.manual_seed(3)
     experts: dict[str, Any] = {}
     if case.experts:
         experts = {
@@ -116,8 +97,8 @@ def build(case: Case) -> list[Any]:
             "moe_router_pre_softmax": case.pre_softmax,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
-            "sequence_parallel": case.tp > 1,
-            "expert_gtp_weight_remat_size": case.expert_etp,
+            "sequence_parallel": mesh.tp > 1,
+            "expert_gtp_weight_remat_size": mesh.expert_etp,
         }
     config = TransformerConfig(
         num_layers=4,
@@ -135,38 +116,22 @@ def build(case: Case) -> list[Any]:
         init_method_std=0.1,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.chunks,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.expert_tp,
-        **(sharded if case.etp > 1 else {}),
+        **mesh_settings(mesh, torch.float32),
         **experts,
     )
     chunks = []
-    for stage in range(case.chunks or 1):
-        where = {"ignore_virtual": False, "vp_stage": stage if case.chunks else None}
+    for stage in range(mesh.vpp):
         model = GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(
                 normalization="RMSNorm", qk_layernorm=case.qk_norm, num_experts=case.experts or None
             ),
             vocab_size=256,
-            max_sequence_length=64,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
             position_embedding_type="rope",
             rotary_base=50000,
             rope_scaling=case.rope_scaling,
             share_embeddings_and_output_weights=case.tied,
-            parallel_output=False,
-            vp_stage=where["vp_stage"],
+            **stage_arguments(mesh, stage),
         )
         for name, param in model.named_parameters():
             if "norm" in name or "bias" in name:
@@ -203,7 +168,7 @@ def forward(case: Case, chunks: list[Any]) -> torch.Tensor | None:
 
     positions = torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS)
     mask = torch.ones(1, 1, TOKENS.shape[1], TOKENS.shape[1]).triu(1).bool()
-    me, stages = parallel_state.get_pipeline_model_parallel_rank(), case.pp
+    me, stages = parallel_state.get_pipeline_model_parallel_rank(), case.mesh.pp
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks = dist.get_process_group_ranks(group)
     hidden = torch.empty(TOKENS.shape[1], TOKENS.shape[0], 64)
@@ -231,7 +196,6 @@ def export_cases(rank: int, world_size: int, cases: tuple[Case, ...], folder: st
 
     found = {}
     for case in cases:
-        start_megatron(case, rank, world_size)
         chunks = build(case)
         logits = forward(case, chunks)
         report = export_checkpoint(
@@ -245,14 +209,10 @@ def export_cases(rank: int, world_size: int, cases: tuple[Case, ...], folder: st
 
 
 def assert_transformers_agrees(path: Path, expected: torch.Tensor, architecture: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert {name: len(keys) for name, keys in info.items() if keys} == {}
-    assert type(model).__name__ == architecture
+    model = open_export(path, architecture)
     assert model.generation_config.eos_token_id == 7
     with torch.no_grad():
-        logits = model.eval()(TOKENS).logits
+        logits = model(TOKENS).logits
     assert logits.shape == expected.shape
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -271,7 +231,7 @@ def test_logits_of_the_export_equal_megatrons(tmp_path: Path, cases: tuple[Case,
         assert sum(written.values()) == total
         assert len(list((tmp_path / case.name).glob("*.safetensors"))) > 1
         fair = total / ranks
-        if case.pp == 1:  # stages differ in what they hold
+        if case.mesh.pp == 1:  # stages differ in what they hold
             assert max(written.values()) < 1.05 * fair, "replicas share the writing"
 
 
@@ -283,9 +243,7 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     from megatron_patches.refit.errors import ExportError
     from megatron_patches.refit.export import export_checkpoint
 
-    case = Case("etp2", etp=2)
-    start_megatron(case, rank, world_size)
-    chunks = build(case)
+    chunks = build(Case("etp2", TrainerMesh(etp=2)))
     messages = []
 
     def attempt(path: Path, vocab_size: int = VOCABULARY) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.support.exported import open_export
 from tests.support.launch import run_distributed
 from tests.support.live_models import Case, build_chunk
+from tests.support.live_parallel import start_parallel_state
 
 VOCABULARY = 37
 TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))
@@ -75,22 +77,10 @@ MESHES = {
 
 def build(case: Case, rank: int) -> Any:
     """The model in float32, with other random values in every shard, norm and router bias."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    mesh = case.mesh
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=mesh.tp,
-        gtp_remat_size=mesh.etp,
-        expert_model_parallel_size=mesh.ep,
-        expert_tensor_parallel_size=mesh.expert_tp,
-        expert_gtp_remat_size=mesh.expert_etp,
-    )
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    start_parallel_state(case.mesh)
     model = build_chunk(case, 0).float().eval()
     model.config.params_dtype = torch.float32  # Mamba layers convert their inputs to it
-    where = mesh.coordinates(rank)
+    where = case.mesh.coordinates(rank)
     tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if "expert_bias" in item[0])]
     for name, tensor in tensors:
         place: tuple[object, ...] = (where.tp if getattr(tensor, "tensor_model_parallel", False) else None,)
@@ -128,14 +118,9 @@ def export(rank: int, world_size: int, folder: str, architecture: str) -> list[t
 @pytest.mark.parametrize("ranks", MESHES)
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_logits_of_the_export_equal_megatrons(tmp_path: Path, architecture: str, ranks: int) -> None:
-    from transformers import AutoModelForCausalLM
-
     results = run_distributed(export, ranks, timeout_s=240, args=(str(tmp_path), architecture), fresh=True)
     for number, expected in enumerate(results[0]):
-        path = tmp_path / str(number)
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-        assert {name: len(keys) for name, keys in info.items() if keys} == {}
-        assert type(model).__name__ == architecture
+        model = open_export(tmp_path / str(number), architecture)
         with torch.no_grad():
-            logits = model.eval()(TOKENS).logits
+            logits = model(TOKENS).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

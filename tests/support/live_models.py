@@ -22,6 +22,7 @@ from megatron_patches.refit.source.offline import TrainerOptions, param_shards, 
 from megatron_patches.refit.source.shard import ParamShard
 from tests.support.fake_group import fake_group
 from tests.support.launch import run_distributed
+from tests.support.live_parallel import mesh_settings, stage_arguments, start_parallel_state
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,11 @@ def live_chunks(case: Case, rank: int) -> Iterator[list[Any]]:
     warnings.simplefilter("ignore")
     megatron_patches.apply()
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    mesh = case.mesh
-    with fake_group(rank, mesh.size):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=mesh.tp,
-            pipeline_model_parallel_size=mesh.pp,
-            virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-            gtp_remat_size=mesh.etp,
-            expert_model_parallel_size=mesh.ep,
-            expert_tensor_parallel_size=mesh.expert_tp,
-            expert_gtp_remat_size=mesh.expert_etp,
-            create_gloo_process_groups=False,
-        )
+    with fake_group(rank, case.mesh.size):
+        start_parallel_state(case.mesh, gloo=False)
         try:
-            model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-            yield [build_chunk(case, chunk).bfloat16() for chunk in range(mesh.vpp)]
+            yield [build_chunk(case, chunk).bfloat16() for chunk in range(case.mesh.vpp)]
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -140,17 +129,10 @@ def _compare_all(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[
 
 def chunk_arguments(case: Case, chunk: int) -> dict[str, Any]:
     """Arguments of Megatron's models that do not depend on the family."""
-    from megatron.core import parallel_state
-
-    stage = chunk if case.mesh.vpp > 1 else None
     return {
         "vocab_size": 40,
-        "max_sequence_length": 64,
-        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         "share_embeddings_and_output_weights": family_from_config(case.config).traits.tied_embeddings,
-        "parallel_output": False,
-        "vp_stage": stage,
+        **stage_arguments(case.mesh, chunk),
     }
 
 
@@ -163,18 +145,7 @@ def common_settings(case: Case) -> dict[str, Any]:
         "ffn_hidden_size": traits.ffn_hidden_size,
         "num_attention_heads": traits.num_heads,
         "normalization": "RMSNorm",
-        "use_cpu_initialization": True,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
-        "tensor_model_parallel_size": mesh.tp,
-        "pipeline_model_parallel_size": mesh.pp,
-        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.expert_tp,
-        "gtp_weight_remat_size": mesh.etp,
+        **mesh_settings(mesh, torch.bfloat16),
     }
     if mesh.first or mesh.last:
         settings["num_layers_in_first_pipeline_stage"] = mesh.first or None

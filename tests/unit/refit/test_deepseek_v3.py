@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.manifest import agree_on_tensors
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
-from tests.support.live_models import Case, compare_in_fresh_process
+from tests.support.exported import shapes_written_by
+from tests.support.held_together import assert_whole, boxes_held
+from tests.support.live_models import Case
 
 CONFIG: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -55,11 +56,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> dict[str, str]:
-    return compare_in_fresh_process(CASES)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[str, str]) -> None:
     assert not verdicts[name], verdicts[name]
@@ -67,16 +63,13 @@ def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[s
 
 @pytest.mark.parametrize("config", [CONFIG, PLAIN])
 def test_names_and_shapes_are_those_that_transformers_writes(config: dict[str, object], tmp_path: Path) -> None:
-    from safetensors import safe_open
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     family = family_from_config(config)
     written = dict(family.config())
     if config is PLAIN:
         written["n_shared_experts"] = 1  # transformers cannot do without
-    DeepseekV3ForCausalLM(DeepseekV3Config(**written)).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    theirs = shapes_written_by(DeepseekV3ForCausalLM(DeepseekV3Config(**written)), tmp_path)
     ours = {name: shape for name, shape in family.shapes().items() if not name.startswith("model.layers.4.")}
     if config is PLAIN:
         theirs = {name: shape for name, shape in theirs.items() if "shared_experts" not in name}
@@ -89,27 +82,15 @@ def test_what_is_read_is_what_is_written() -> None:
     assert family.config()["topk_method"] == "noaux_tc"
 
 
-def whole_model(config: dict[str, object], options: TrainerOptions) -> dict[str, set[Box]]:
-    """Boxes by tensor, from all ranks of a mesh with every axis."""
-    family, mesh = family_from_config(config), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2, first=1)
-    manifests = [trainer_manifest(family, mesh, rank, options) for rank in range(mesh.size)]
-    agree_on_tensors(family.shapes(), manifests)
-    held: dict[str, set[Box]] = {name: set() for name in family.shapes()}
-    for manifest in manifests:
-        for placement in manifest.placements:
-            held[placement.box.tensor].add(placement.box)
-    return held
-
-
 @pytest.mark.parametrize("config", [CONFIG, PLAIN])
 @pytest.mark.parametrize("transformer_engine", [False, True])
 def test_all_ranks_together_hold_the_whole_model_and_nothing_else(
     config: dict[str, object], transformer_engine: bool
 ) -> None:
-    held = whole_model(config, TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine))
-    sizes = {name: sum(box.volume for box in boxes) for name, boxes in held.items()}
-    shapes = family_from_config(config).shapes()
-    assert sizes == {name: Box(name, (0,) * len(shape), shape).volume for name, shape in shapes.items()}
+    family, mesh = family_from_config(config), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2, first=1)
+    options = TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine)
+    held = boxes_held(family, mesh, options)
+    assert_whole(held, family.shapes())
     down = held["model.layers.2.self_attn.kv_a_proj_with_mqa.weight"]
     assert len(down) == (1 if transformer_engine else 2), "repeated, or cut by tensor parallelism"
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.manifest import agree_on_tensors
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard, placements
-from tests.support.live_models import Case, compare_in_fresh_process
+from tests.support.exported import shapes_written_by
+from tests.support.held_together import assert_whole, boxes_held
+from tests.support.live_models import Case
 
 CONFIG: dict[str, object] = {
     "architectures": ["NemotronHForCausalLM"],
@@ -51,11 +51,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> dict[str, str]:
-    return compare_in_fresh_process(CASES)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[str, str]) -> None:
     assert not verdicts[name], verdicts[name]
@@ -63,13 +58,10 @@ def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[s
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS])
 def test_names_and_shapes_are_those_that_transformers_writes(config: dict[str, object], tmp_path: Path) -> None:
-    from safetensors import safe_open
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     family = family_from_config(config)
-    NemotronHForCausalLM(NemotronHConfig(**family.config())).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    theirs = shapes_written_by(NemotronHForCausalLM(NemotronHConfig(**family.config())), tmp_path)
     assert dict(family.shapes()) == theirs
 
 
@@ -91,14 +83,7 @@ def test_all_names_of_a_layers_kind_are_understood() -> None:
 def test_all_ranks_together_hold_the_whole_model_and_nothing_else(transformer_engine: bool) -> None:
     family, mesh = family_from_config(EXPERTS), TrainerMesh(tp=2, etp=2, pp=2, ep=2, dp=2)
     options = TrainerOptions(fused_norms=transformer_engine, grouped_experts=transformer_engine)
-    manifests = [trainer_manifest(family, mesh, rank, options) for rank in range(mesh.size)]
-    agree_on_tensors(family.shapes(), manifests)
-    held: dict[str, set[Box]] = {name: set() for name in family.shapes()}
-    for manifest in manifests:
-        for placement in manifest.placements:
-            held[placement.box.tensor].add(placement.box)
-    sizes = {name: sum(box.volume for box in boxes) for name, boxes in held.items()}
-    assert sizes == {name: int(np.prod(shape)) for name, shape in family.shapes().items()}
+    assert_whole(boxes_held(family, mesh, options), family.shapes())
 
 
 @pytest.mark.parametrize(("name", "parts"), [("in_proj.weight", (20, 20, 6, 6, 4)), ("conv1d.weight", (20, 6, 6))])

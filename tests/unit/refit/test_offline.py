@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
-from megatron_patches.refit.manifest import agree_on_tensors
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.mesh import TrainerMesh, TrainerRank
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
-from tests.support.live_models import Case, compare_in_fresh_process
+from tests.support.held_together import assert_whole, boxes_held
+from tests.support.live_models import Case
 
 DENSE: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -55,11 +54,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> dict[str, str]:
-    return compare_in_fresh_process(CASES)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[str, str]) -> None:
     assert not verdicts[name], verdicts[name]
@@ -68,14 +62,8 @@ def test_every_parameter_equals_that_of_a_live_model(name: str, verdicts: dict[s
 def test_all_ranks_together_hold_the_whole_model_and_nothing_else() -> None:
     mesh = CASES["experts_ep2_expert_etp2"].mesh
     family = family_from_config(EXPERTS)
-    manifests = [trainer_manifest(family, mesh, rank) for rank in range(mesh.size)]
-    tensors = agree_on_tensors(family.shapes(), manifests)
-    held: dict[str, set[Box]] = {}
-    for manifest in manifests:
-        for placement in manifest.placements:
-            held.setdefault(placement.box.tensor, set()).add(placement.box)
-    for spec in tensors:
-        assert sum(box.volume for box in held[spec.name]) == spec.numel, spec.name
+    held = boxes_held(family, mesh, TrainerOptions())
+    assert_whole(held, family.shapes())
     assert "model.layers.3.mlp.experts.3.down_proj.weight" in held
 
 
