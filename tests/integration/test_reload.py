@@ -1,8 +1,10 @@
-"""What is checked before new weights are put into a vLLM model, on models of one layer."""
+"""How new weights are put into a vLLM model, and what is checked before, on models of one layer."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +70,132 @@ def test_a_view_that_has_become_a_copy_is_refused_and_the_model_stays_as_it_was(
     assert model.mixer.conv1d.weight is weight
     assert torch.equal(weight, before)
     assert torch.equal(model.mixer.conv_weights, before.view(24))
+
+
+def nothing(layer: Any) -> None:
+    """A method for GPUs that serves from what was loaded."""
+
+
+def doubled_in_place(layer: Any) -> None:
+    layer.weight.data.mul_(2)
+
+
+def doubled_elsewhere(layer: Any) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+def doubled_by_a_new_parameter(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.data * 2, requires_grad=False)
+
+
+def remembered_by_the_layer(layer: Any) -> None:
+    layer.scale = float(layer.weight.shape[0])
+
+
+def remembered_by_the_method(layer: Any) -> None:
+    layer.quant_method.seen = layer.weight
+
+
+def layer_with(process: Callable[[Any], None]) -> nn.Module:
+    """A linear layer whose method does ``process`` to what was loaded, serving zeros."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    calls: list[int] = []
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError
+
+        def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            calls.append(1)
+            process(layer)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 6)
+            self.inner.requires_grad_(False)
+            self.inner.quant_method = Method()
+            self.calls = calls
+
+    model = Outer()
+    record_metadata_for_reloading(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    return model
+
+
+def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
+    """Replaces the weight by ``value``; the replacement, applied."""
+    from vllm.config import VllmConfig
+
+    from megatron_patches.refit.vllm.reload import Replacement
+
+    staged = {"inner.weight": torch.full((24,), value), "inner.bias": torch.full((6,), value)}
+    if in_place:
+        serving = layers.in_loader_form(staged)
+        assert {name: len(memory) for name, memory in serving.items()} == {"inner.weight": 24, "inner.bias": 6}
+        for name, memory in serving.items():
+            memory.copy_(staged[name])
+        staged = serving
+    replacement = Replacement(model, VllmConfig(), staged, layers)
+    if in_place:
+        replacement.replace()
+        return replacement
+    before = model.inner.weight.clone()
+    replacement.build()
+    assert torch.equal(model.inner.weight, before)
+    replacement.apply()
+    return replacement
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in_place"])
+@pytest.mark.parametrize(
+    ("process", "factor", "is_watched_once"),
+    [
+        (nothing, 1, True),
+        (doubled_in_place, 2, False),
+        (doubled_elsewhere, 2, False),
+        (doubled_by_a_new_parameter, 2, False),
+        (remembered_by_the_layer, 1, False),
+        (remembered_by_the_method, 1, False),
+    ],
+)
+def test_processing_is_left_out_only_where_it_does_nothing(
+    process: Callable[[Any], None], factor: int, is_watched_once: bool, in_place: bool
+) -> None:
+    from megatron_patches.refit.vllm.layers import Layers
+
+    model: Any = layer_with(process)
+    layers = Layers(model)
+    weight, place = model.inner.weight, model.inner.weight.data_ptr()
+    for value in (3.0, 5.0, 7.0):
+        replacement = replaced(model, value, layers, in_place=in_place)
+        assert torch.equal(weight, torch.full((6, 4), factor * value))
+        assert torch.equal(model.inner.bias, torch.full((6,), value))
+        assert model.inner.weight is weight
+        assert weight.data_ptr() == place
+        if not in_place:
+            replacement.undo()
+            assert not weight.any()
+            assert not model.inner.bias.any()
+    assert len(model.calls) == (1 if is_watched_once else 3)
+
+
+def test_a_layer_is_watched_anew_where_its_weights_no_longer_lie_as_loaders_know_them() -> None:
+    from megatron_patches.refit.vllm.layers import Layers
+
+    model: Any = Model()
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    record_metadata_for_reloading(model)
+    model.mixer.conv1d.weight.data = torch.zeros(4, 6).t()
+    model.mixer.conv_weights = model.mixer.conv1d.weight.data
+    assert Layers(model).in_loader_form(["mixer.conv1d.weight"]) == {}
+    build(model)
+    assert torch.equal(model.mixer.conv1d.weight, torch.full((6, 4), 2.0))
+    assert model.mixer.conv1d.weight.stride() == (1, 6)

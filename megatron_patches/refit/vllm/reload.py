@@ -1,16 +1,18 @@
 """Takes a vLLM model to the form that its weight loaders know, and new weights from there into the running model.
 
-What differs between releases of vLLM is here; written against 0.26.0, whose layerwise reloading
+What differs between releases of vLLM is here and in ``layers.py``; written against 0.26.0, whose layerwise reloading
 (``vllm/model_executor/model_loader/reload/``) this drives layer by layer instead of loader call by loader call.
 
 New weights take effect in two halves. :meth:`Replacement.build` runs vLLM's own processing on staged weights, beside
-the model that serves; it may fail, and changes nothing. :meth:`Replacement.apply` only copies, into the memory that
-captured graphs refer to, and can be undone.
+the model that serves; it may fail, and changes nothing. :meth:`Replacement.apply` lets them and the old ones change
+places, in the memory that captured graphs refer to, and can be undone. :meth:`Replacement.replace` does both at once,
+for whoever has the old weights elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,7 +20,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     _place_kernel_tensors,
@@ -28,6 +29,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.vllm.layers import Layer, Layers, join
+from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
+
+logger = logging.getLogger(__name__)
 
 Named = dict[str, torch.Tensor]
 
@@ -44,7 +49,7 @@ def loader_form(model: nn.Module) -> Iterator[Named]:
         tensors: Named = {}
         for path, layer in model.named_modules():
             for name, tensor in get_layer_tensors(layer).items():
-                tensors[_join(path, name)] = tensor
+                tensors[join(path, name)] = tensor
                 if hasattr(tensor, "weight_loader"):
                     tensor.weight_loader = _get_original_loader(tensor)
         yield tensors
@@ -58,13 +63,22 @@ class Replacement:
     Args:
         model: the model that serves.
         vllm_config: its configuration.
-        staged: flat memory of every tensor that was loaded, in loader form, by module path and attribute.
+        staged: flat memory of every tensor that was loaded, in loader form, by module path and attribute. Nobody may
+            use it afterwards. It may be the memory that serves, as :meth:`Layers.in_loader_form` gives it.
+        layers: what is known of the model's layers from earlier replacements; found out anew without.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, staged: Mapping[str, torch.Tensor]) -> None:
-        self._model, self._config, self._staged = model, vllm_config, staged
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the running model, its new content
-        self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        staged: Mapping[str, torch.Tensor],
+        layers: Layers | None = None,
+    ) -> None:
+        self._model, self._config, self._staged = model, vllm_config, dict(staged)
+        self._layers = layers or Layers(model)
+        self._users = Users(self._staged.values())
+        self._swap: Swap | None = None
 
     def build(self) -> None:
         """Processes the staged weights layer by layer, as vLLM does after loading.
@@ -72,144 +86,80 @@ class Replacement:
         Raises:
             TransferError: if a layer cannot be put together from what was staged, or a buffer would go stale.
         """
-        used: set[str] = set()
-        initialize_layerwise_reload(self._model)
-        try:
-            _check_aliases(self._model)
-            with torch.no_grad(), set_current_vllm_config(self._config):
-                for path, layer in self._model.named_modules():
-                    used |= self._build_layer(path, layer)
-        finally:
-            _restore(self._model)
-        missing = sorted(set(self._staged) - used)
-        if missing:
-            raise TransferError(f"the model has no {missing[0]} (and {len(missing) - 1} more) that weights came for")
+        pairs: list[Pair] = []
+        self._layers.check_views()
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            for layer, names in self._layers.of(self._staged):
+                pairs += self._new_tensors(layer, names)
+            self._swap = Swap(pairs, self._users)
+        if self._swap.copied_bytes:
+            logger.info(
+                "refit: %d bytes are copied aside, as more than these weights use them", self._swap.copied_bytes
+            )
 
     def apply(self) -> None:
-        """Copies the new weights over the old ones and refreshes what depends on them.
+        """Lets the new weights and the old ones change places and refreshes what depends on them.
 
         The old ones are kept until :meth:`forget`. After an error call :meth:`undo`.
+
+        Raises:
+            TransferError: before :meth:`build` has succeeded.
         """
+        if self._swap is None:
+            raise TransferError("nothing was built")
         with torch.no_grad(), set_current_vllm_config(self._config):
-            for kernel, new in self._pairs:
-                self._old.append((kernel, kernel.detach().clone()))
-                kernel.copy_(new)
-            self._refresh_attention()
+            self._swap.run()
+        refresh_attention(self._model, self._config)
 
     def undo(self) -> None:
         """Puts back what :meth:`apply` has replaced so far."""
-        with torch.no_grad(), set_current_vllm_config(self._config):
-            for kernel, before in self._old:
-                kernel.copy_(before)
-            self._refresh_attention()
+        if self._swap is not None:
+            with torch.no_grad():
+                self._swap.undo()
+        refresh_attention(self._model, self._config)
         self.forget()
 
     def forget(self) -> None:
         """Lets go of the old weights."""
-        self._pairs, self._old = [], []
+        self._swap, self._staged, self._users = None, {}, Users()
 
-    def _build_layer(self, path: str, layer: nn.Module) -> set[str]:
-        """Processes one layer's weights; returns the names of those that it used."""
-        info = get_layerwise_info(layer)
-        loaded = get_layer_tensors(layer)
-        staged = {name: self._staged[_join(path, name)] for name in loaded if _join(path, name) in self._staged}
-        if not staged or info.kernel_tensors is None:
-            return set()
-        parameters, buffers = info.kernel_tensors
-        running = {**parameters, **buffers}
-        # Some tensors vLLM never takes to the meta device; no processing changes them.
-        direct = {name for name, tensor in loaded.items() if not tensor.is_meta}
-        for name, tensor in loaded.items():
-            if name not in direct:
-                setattr(layer, name, _materialized(path, name, tensor, staged.get(name), running.get(name)))
-        _process(layer)
-        for name, target in running.items():
-            if name in direct:
-                new = staged[name].view(target.shape) if name in staged else None
-            elif name in buffers and name not in staged and _is_derived(layer, name):
-                new = None
-            else:
-                new = getattr(layer, name).data
-            if new is not None:
-                _check_same_form(_join(path, name), new, target)
-                self._pairs.append((target.data, new))
-        _place_kernel_tensors(layer, info)
-        info.reset()
-        return {_join(path, name) for name in staged}
+    def replace(self) -> None:
+        """Builds and applies layer by layer, with memory for one of them; keeps nothing of the old weights.
 
-    def _refresh_attention(self) -> None:
-        """What attention derives from other layers' weights, such as MLA's absorbed projections."""
-        for layer in self._model.modules():
+        Raises:
+            TransferError: as :meth:`build`; then the model is a mixture.
+        """
+        self._layers.check_views()
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            for layer, names in self._layers.of(self._staged):
+                for target, new in self._new_tensors(layer, names):
+                    if not same_memory(target, new):
+                        target.copy_(new)
+                for name in names:
+                    del self._staged[join(layer.path, name)]
+        refresh_attention(self._model, self._config)
+
+    def _new_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair]:
+        """A layer's memory that serves, and what it shall hold."""
+        staged = {name: self._staged[join(layer.path, name)] for name in names}
+        if not layer.is_plain or not layer.has_loader_form():
+            return layer.process(staged)
+        running = layer.running()
+        pairs: list[Pair] = []
+        for name, flat in staged.items():
+            target = running[name].data
+            new = flat.as_strided(target.shape, target.stride())
+            layer.check_form(name, new, target)
+            pairs.append((target, new))
+        return pairs
+
+
+def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Computes anew what attention derives from other layers' weights, such as MLA's absorbed projections."""
+    with torch.no_grad(), set_current_vllm_config(vllm_config):
+        for layer in model.modules():
             if isinstance(layer, Attention | MLAAttention):
-                cast(Any, layer).process_weights_after_loading(self._config.model_config.dtype)
-
-
-def _process(layer: nn.Module) -> None:
-    """What vLLM does to a layer once its weights are loaded."""
-    for tensor in get_layer_tensors(layer).values():
-        tensor.weight_loader = _get_original_loader(tensor)
-    if hasattr(layer, "_already_called_process_weights_after_loading"):
-        delattr(layer, "_already_called_process_weights_after_loading")
-    method = getattr(layer, "quant_method", None)
-    if isinstance(method, QuantizeMethodBase):
-        with get_layerwise_info(layer).restore_device:
-            method.process_weights_after_loading(layer)
-        if hasattr(layer, "update_param_tp_status"):
-            cast(Any, layer).update_param_tp_status()
-
-
-def _is_derived(layer: nn.Module, name: str) -> bool:
-    """Whether a buffer is computed by the layer, not loaded; processing may have dropped it."""
-    return name not in layer._buffers or name in get_layerwise_info(layer).kernel_non_persistent_buffers
-
-
-def _check_aliases(model: nn.Module) -> None:
-    """Buffers that were views of weights when the model was built, such as Mamba's ``conv_weights``, must still be.
-
-    vLLM leaves them alone when weights are replaced. Where processing has since put a weight elsewhere, the buffer
-    would keep the old values.
-    """
-    for path, layer in model.named_modules():
-        kernel = get_layerwise_info(layer).kernel_tensors
-        if kernel is None:
-            continue
-        dropped = {name: buffer for name, buffer in kernel[1].items() if name not in layer._buffers}
-        if not dropped:
-            continue
-        weights = {
-            tensor.untyped_storage().data_ptr()
-            for inner in layer.modules()
-            for tensor in (get_layerwise_info(inner).kernel_tensors or ({}, {}))[0].values()
-        }
-        for name, buffer in dropped.items():
-            if buffer.untyped_storage().data_ptr() not in weights:
-                raise TransferError(
-                    f"{_join(path, name)} was a view of a weight when the model was built and has memory of its own "
-                    "now; new weights would not reach it"
-                )
-
-
-def _check_same_form(name: str, new: torch.Tensor, target: torch.Tensor) -> None:
-    if new.shape != target.shape or new.dtype != target.dtype:
-        raise TransferError(
-            f"{name} came out as {new.dtype} of shape {tuple(new.shape)}; the running model has {target.dtype} of "
-            f"shape {tuple(target.shape)}"
-        )
-
-
-def _materialized(
-    path: str, name: str, meta: torch.Tensor, staged: torch.Tensor | None, kernel: torch.Tensor | None
-) -> torch.Tensor:
-    """A tensor in loader form: what was staged, or the running model's where nothing came for it."""
-    if staged is not None:
-        tensor = staged.as_strided(meta.shape, meta.stride())
-    elif kernel is not None and kernel.shape == meta.shape and kernel.dtype == meta.dtype:
-        tensor = kernel.detach().clone()
-    else:
-        raise TransferError(f"no weights came for {_join(path, name)}, whose layer's other weights are replaced")
-    tensor.__class__ = meta.__class__
-    tensor.__dict__ = meta.__dict__.copy()
-    return tensor
+                cast(Any, layer).process_weights_after_loading(vllm_config.model_config.dtype)
 
 
 def _restore(model: nn.Module) -> None:
@@ -221,7 +171,3 @@ def _restore(model: nn.Module) -> None:
             info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -1,0 +1,293 @@
+"""The layers of a vLLM model: how their weights lie while they serve, and what vLLM makes of newly loaded ones.
+
+What differs between releases of vLLM is here and in ``reload.py``; written against 0.26.0, whose layerwise reloading
+(``vllm/model_executor/model_loader/reload/``) keeps the form that weight loaders know, the *loader form*.
+
+[Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it alone. Where a layer has no
+such method this is known; otherwise the first replacement watches it: no operation of torch, and every attribute of
+layer and method the same object as before. From then on such a layer's new weights need no processing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+
+from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, span_of
+
+_PROCESSED = "_already_called_process_weights_after_loading"
+
+
+def join(path: str, name: str) -> str:
+    """Name of a module's attribute."""
+    return f"{path}.{name}" if path else name
+
+
+class Layer:
+    """One module.
+
+    Attributes:
+        path: where it is in the model.
+        module: it.
+        is_plain: whether processing is known to leave the loader form as it is; see [Note: plain layers].
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+        self._info = get_layerwise_info(module)
+        self._is_skipped = type(module).__name__ in SKIP_MODULES
+        method = getattr(module, "quant_method", None)
+        self._method = method if isinstance(method, QuantizeMethodBase) else None
+        own = type(self._method).process_weights_after_loading if self._method is not None else None
+        self.is_plain = own is None or own is QuantizeMethodBase.process_weights_after_loading
+
+    def running(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that serve."""
+        found: dict[str, torch.Tensor] = get_layer_tensors(self.module)
+        return found
+
+    def loader_form(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as weight loaders know them: without memory, but for some that vLLM never changes."""
+        parameters, buffers = self._info.restore_metadata
+        running = self.running()
+        return {**parameters, **buffers, **{name: running[name] for name in running if self._keeps(name)}}
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Buffers that were views of weights when the model was built, such as Mamba's ``conv_weights``."""
+        known = self._info.restore_metadata[1]
+        return {
+            name: buffer
+            for name, buffer in self.module._buffers.items()
+            if buffer is not None and name not in known and not self._keeps(name)
+        }
+
+    def has_loader_form(self) -> bool:
+        """Whether it serves from exactly the tensors that weight loaders know."""
+        running, form = self.running(), self.loader_form()
+        return all(name in running and _same_form(running[name], tensor) for name, tensor in form.items()) and (
+            len(running) == len(form) or len(running) == len(form) + len(self.views())
+        )
+
+    def process(self, staged: Mapping[str, torch.Tensor]) -> list[Pair]:
+        """What vLLM makes of newly loaded weights.
+
+        Args:
+            staged: flat memory in loader form, by attribute. Processing may change it.
+
+        Returns:
+            The layer's memory that serves, which is not changed, and what it shall hold.
+
+        Raises:
+            TransferError: if a weight of the layer is missing, or one came out in another form than serves.
+        """
+        info, module = self._info, self.module
+        may_be_plain = self.has_loader_form()
+        info.kernel_tensors = get_layer_params_buffers(module)
+        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+        parameters, buffers = info.kernel_tensors
+        running = {**parameters, **buffers}
+        pairs: list[Pair] = []
+        try:
+            restore_layer_on_meta(module, info)
+            for name, tensor in get_layer_tensors(module).items():
+                if not self._keeps(name):
+                    setattr(module, name, self._materialized(name, tensor, staged.get(name), running.get(name)))
+            self.is_plain = self._process() and may_be_plain
+            for name, target in running.items():
+                if self._keeps(name):
+                    new = staged[name].view(target.shape) if name in staged else None
+                elif name in buffers and name not in staged and self._is_derived(name):
+                    new = None
+                else:
+                    new = getattr(module, name).data
+                if new is not None:
+                    self.check_form(name, new, target)
+                    pairs.append((target.data, new))
+        finally:
+            _place_kernel_tensors(module, info)
+            info.reset()
+        return pairs
+
+    def check_form(self, name: str, new: torch.Tensor, target: torch.Tensor) -> None:
+        """Whether new content fits the memory that serves.
+
+        Raises:
+            TransferError: if it has another shape or type.
+        """
+        if new.shape != target.shape or new.dtype != target.dtype:
+            raise TransferError(
+                f"{join(self.path, name)} came out as {new.dtype} of shape {tuple(new.shape)}; the running model has "
+                f"{target.dtype} of shape {tuple(target.shape)}"
+            )
+
+    def _keeps(self, name: str) -> bool:
+        """Whether a tensor is one that vLLM never takes to the meta device; no processing changes those."""
+        return self._is_skipped or name in SKIP_TENSORS
+
+    def _is_derived(self, name: str) -> bool:
+        """Whether a buffer is computed by the layer, not loaded; processing may have dropped it."""
+        return name not in self.module._buffers or name in self._info.kernel_non_persistent_buffers
+
+    def _process(self) -> bool:
+        """What vLLM does to a layer once its weights are loaded; whether that was nothing."""
+        module, method = self.module, self._method
+        for tensor in get_layer_tensors(module).values():
+            tensor.weight_loader = _get_original_loader(tensor)
+        if hasattr(module, _PROCESSED):
+            delattr(module, _PROCESSED)
+        if method is None:
+            return True
+        before = _look_at(module, method)
+        with self._info.restore_device, _Watch() as watch:
+            method.process_weights_after_loading(module)
+        untouched = not watch.operations and before.same(_look_at(module, method))
+        if hasattr(module, "update_param_tp_status"):
+            cast(Any, module).update_param_tp_status()
+        return untouched
+
+    def _materialized(
+        self, name: str, meta: torch.Tensor, staged: torch.Tensor | None, kernel: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A tensor in loader form: what was staged, or the running model's where nothing came for it."""
+        if staged is not None:
+            tensor = staged.as_strided(meta.shape, meta.stride())
+        elif kernel is not None and kernel.shape == meta.shape and kernel.dtype == meta.dtype:
+            tensor = kernel.detach().clone()
+        else:
+            raise TransferError(
+                f"no weights came for {join(self.path, name)}, whose layer's other weights are replaced"
+            )
+        tensor.__class__ = meta.__class__
+        tensor.__dict__ = meta.__dict__.copy()
+        return tensor
+
+
+class Layers:
+    """All layers of a model.
+
+    Args:
+        model: it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [Layer(path, module) for path, module in model.named_modules()]
+        self._of = {join(layer.path, name): (layer, name) for layer in self._layers for name in layer.loader_form()}
+
+    def of(self, names: Collection[str]) -> list[tuple[Layer, list[str]]]:
+        """The layers that have weights of these names, and which of their attributes they are.
+
+        Raises:
+            TransferError: if a name is none that loaders of the model know.
+        """
+        missing = sorted(name for name in names if name not in self._of)
+        if missing:
+            raise TransferError(f"the model has no {missing[0]} (and {len(missing) - 1} more) that weights came for")
+        found: dict[int, tuple[Layer, list[str]]] = {}
+        for full in names:
+            layer, name = self._of[full]
+            found.setdefault(id(layer), (layer, []))[1].append(name)
+        return list(found.values())
+
+    def check_views(self) -> None:
+        """Buffers that were views of weights when the model was built must still be.
+
+        vLLM leaves them alone when weights are replaced. Where processing has since put a weight elsewhere, the buffer
+        would keep the old values.
+
+        Raises:
+            TransferError: naming such a buffer.
+        """
+        for layer in self._layers:
+            views = layer.views()
+            weights = {tensor.untyped_storage().data_ptr() for tensor in (layer.module.parameters() if views else ())}
+            for name, buffer in views.items():
+                if buffer.untyped_storage().data_ptr() not in weights:
+                    raise TransferError(
+                        f"{join(layer.path, name)} was a view of a weight when the model was built and has memory of "
+                        "its own now; new weights would not reach it"
+                    )
+
+    def serving(self, names: Collection[str]) -> list[torch.Tensor]:
+        """All tensors that serve of the layers that have weights of these names."""
+        return [tensor.data for layer, _ in self.of(names) for tensor in layer.running().values()]
+
+    def in_loader_form(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Those of the weights that serve from the very form that loaders know, as flat memory, by name.
+
+        Left out is what shares memory with another of ``names``.
+        """
+        running = {join(layer.path, name): (layer, name) for layer, found in self.of(names) for name in found}
+        kept: dict[str, torch.Tensor] = {}
+        for full, (layer, name) in running.items():
+            tensor, form = layer.running().get(name), layer.loader_form()[name]
+            if tensor is not None and _same_form(tensor, form) and is_dense(tensor) and tensor.numel():
+                kept[full] = tensor.data
+        tensors = [*(layer.running()[name] for layer, name in running.values() if name in layer.running())]
+        shared = {span_of(tensors[index]) for index in overlapping(tensors)}
+        return {
+            full: tensor.as_strided((tensor.numel(),), (1,))
+            for full, tensor in kept.items()
+            if span_of(tensor) not in shared
+        }
+
+
+class _Watch(TorchDispatchMode):
+    """Counts operations."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What processing could change of a layer, beside the content of its tensors.
+
+    Attributes:
+        objects: tensors and other attributes, of the layer and of its method.
+        places: where its tensors' memory is, and in which form.
+    """
+
+    objects: Mapping[str, object]
+    places: Mapping[str, tuple[object, ...]]
+
+    def same(self, other: _Seen) -> bool:
+        """Whether nothing has changed: the same objects, not only equal ones."""
+        return (
+            self.places == other.places
+            and self.objects.keys() == other.objects.keys()
+            and all(value is other.objects[name] for name, value in self.objects.items())
+        )
+
+
+def _look_at(module: nn.Module, method: QuantizeMethodBase) -> _Seen:
+    left_out = {"_parameters", "_buffers", "_modules", _PROCESSED}
+    objects = {
+        f"{owner} {name}": value
+        for owner, attributes in (("layer", vars(module)), ("method", vars(method)))
+        for name, value in attributes.items()
+        if name not in left_out
+    }
+    tensors = get_layer_tensors(module)
+    places = {name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()}
+    return _Seen({**objects, **tensors}, places)

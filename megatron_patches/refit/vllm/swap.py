@@ -1,0 +1,236 @@
+"""Puts new content into memory that serves and keeps the old content where the new one was: no third copy.
+
+[Note: exchange] Two tensors change places piece by piece, through a buffer of bounded size. That takes memory that
+nobody else reads or writes: where a new tensor shares elements with another one, or processing has kept a reference to
+its memory, its content is copied instead, and the old content kept apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+ROOM_BYTES = 64 << 20
+_ALIGNMENT = 256
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Memory that serves, and its new content, of the same shape and element type."""
+Span = tuple[int, int, int]
+"""A stretch of memory: which storage, and its first byte and the one after its last in it."""
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The memory that a tensor's elements lie in, gaps included; empty for a tensor without elements."""
+    width, low, numel = tensor.element_size(), int(tensor.storage_offset()), tensor.numel()
+    if numel and not tensor.is_contiguous():
+        numel = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    high = low + numel
+    return int(tensor.untyped_storage()._cdata), low * width, high * width
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill its span, each a place of its own, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    dims = ((step, extent) for step, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent != 1)
+    for step, extent in sorted(dims):
+        if step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and type are the same elements in the same places."""
+    return one.data_ptr() == other.data_ptr() and one.device == other.device and one.stride() == other.stride()
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Positions of those whose span shares bytes with that of another one."""
+    spans = sorted((span_of(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
+    found: set[int] = set()
+    reach: dict[int, tuple[int, int]] = {}  # of each storage: the highest byte so far, and whose it is
+    for (storage, low, high), index in spans:
+        highest, owner = reach.get(storage, (low, index))
+        if low < highest:
+            found |= {index, owner}
+        if high > highest or storage not in reach:
+            reach[storage] = high, index
+    return found
+
+
+class Users:
+    """How many tensors refer to memory, at the time when this is made.
+
+    Args:
+        tensors: those whose memory it is.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = list(tensors)  # kept: an identity is only good while its object lives
+        self._known = {int(holder._cdata) for tensor in self._tensors for holder in _holders(tensor)}
+        self._count = {int(tensor.untyped_storage()._cdata): _users(tensor) for tensor in self._tensors}
+
+    def joined_only_by(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Which storages of ``tensors`` nobody else has begun to refer to since; by identity."""
+        holders: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        for tensor in tensors:
+            of_storage = holders[int(tensor.untyped_storage()._cdata)]
+            for holder in _holders(tensor):
+                if int(holder._cdata) not in self._known:
+                    of_storage[int(holder._cdata)] = holder
+        # The storage itself counts as one.
+        return {
+            storage
+            for storage, found in holders.items()
+            if torch._C._storage_Use_Count(storage) <= self._count.get(storage, 1) + len(found)
+        }
+
+
+class Swap:
+    """Replaces the content of memory that serves, and can put the old one back.
+
+    Args:
+        pairs: the memory and its new content, in order. Nobody may use the new tensors afterwards.
+        users: of the memory of the new content, before ``pairs`` were made from it.
+        room_bytes: size of the buffer, for each device.
+
+    Attributes:
+        copied_bytes: content that cannot change places; see [Note: exchange].
+    """
+
+    def __init__(self, pairs: Sequence[Pair], users: Users | None = None, room_bytes: int = ROOM_BYTES) -> None:
+        pairs = [pair for pair in pairs if pair[0].numel() and not same_memory(*pair)]
+        exchanged, self._copied = _sort(pairs, users or Users())
+        self.copied_bytes = sum(old.numel() * old.element_size() for old, _ in self._copied)
+        self._groups = [
+            _Group(pieces, places) for pieces, places in _grouped(exchanged, room_bytes, _Rooms(room_bytes))
+        ]
+        self._kept: list[Pair] = []
+
+    def run(self) -> None:
+        """Puts the new content in place. After an error call :meth:`undo`."""
+        for old, new in self._copied:
+            self._kept.append((old, old.clone()))
+            old.copy_(new)
+        for group in self._groups:
+            group.exchange()
+
+    def undo(self) -> None:
+        """Puts back what :meth:`run` has replaced so far. The new content is lost."""
+        for group in reversed(self._groups):
+            group.put_back()
+        for old, before in reversed(self._kept):
+            old.copy_(before)
+
+
+class _Group:
+    """Pieces that change places together.
+
+    Args:
+        pieces: of memory that serves, and of its new content; none overlaps another.
+        places: as large as the pieces, in the buffer.
+    """
+
+    def __init__(self, pieces: Sequence[Pair], places: Sequence[torch.Tensor]) -> None:
+        self._serving = [serving for serving, _ in pieces]
+        self._other = [new for _, new in pieces]
+        self._places = list(places)
+        self._old_in: list[torch.Tensor] | None = None  # where the old content is, while it is not in its place
+
+    def exchange(self) -> None:
+        torch._foreach_copy_(self._places, self._serving)
+        self._old_in = self._places
+        torch._foreach_copy_(self._serving, self._other)
+        torch._foreach_copy_(self._other, self._places)
+        self._old_in = self._other
+
+    def put_back(self) -> None:
+        if self._old_in is not None:
+            torch._foreach_copy_(self._serving, self._old_in)
+            self._old_in = None
+
+
+class _Rooms:
+    """The buffers, by device."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._made: dict[torch.device, torch.Tensor] = {}
+
+    def place(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """Memory at ``offset`` of the buffer, in the shape of ``like``."""
+        room = self._made.get(like.device)
+        if room is None:
+            room = self._made[like.device] = torch.empty(self._nbytes, dtype=torch.uint8, device=like.device)
+        nbytes = like.numel() * like.element_size()
+        return room[offset : offset + nbytes].view(like.dtype).view(like.shape)
+
+
+def _holders(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor and, as that may live on through it alone, what it is a view of."""
+    return [tensor] if tensor._base is None else [tensor, tensor._base]
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """Tensors that refer to a tensor's storage, and the storage itself."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _sort(pairs: Sequence[Pair], users: Users) -> tuple[list[Pair], list[Pair]]:
+    """Pairs that may change places, and those whose content must be copied."""
+    shared = overlapping([tensor for pair in pairs for tensor in pair])
+    own = users.joined_only_by([new for _, new in pairs])
+    exchanged: list[Pair] = []
+    copied: list[Pair] = []
+    for index, (old, new) in enumerate(pairs):
+        apart = not shared & {2 * index, 2 * index + 1} and is_dense(old) and is_dense(new)
+        is_own = int(new.untyped_storage()._cdata) in own
+        (exchanged if is_own and apart else copied).append((old, new))
+    return exchanged, copied
+
+
+def _grouped(pairs: Iterable[Pair], room_bytes: int, rooms: _Rooms) -> Iterator[tuple[list[Pair], list[torch.Tensor]]]:
+    """Pieces of one device and type that together fit into the buffer, with their places in it."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
+    for old, new in pairs:
+        kinds[old.device, old.dtype].append((old, new))
+    for members in kinds.values():
+        pieces: list[Pair] = []
+        places: list[torch.Tensor] = []
+        offset = 0
+        for pair in members:
+            for old, new in _cut(*pair, room_bytes):
+                nbytes = old.numel() * old.element_size()
+                if offset + nbytes > room_bytes:
+                    yield pieces, places
+                    pieces, places, offset = [], [], 0
+                pieces.append((old, new))
+                places.append(rooms.place(old, offset))
+                offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        yield pieces, places
+
+
+def _cut(old: torch.Tensor, new: torch.Tensor, limit: int) -> Iterator[Pair]:
+    """A pair in pieces of at most ``limit`` bytes."""
+    if old.stride() == new.stride() and old.dim() != 1:
+        # Alike in memory: as flat stretches.
+        flat = (old.numel(),), (1,)
+        yield from _cut(old.as_strided(*flat), new.as_strided(*flat), limit)
+        return
+    width = old.element_size()
+    if old.numel() * width <= limit:
+        yield old, new
+        return
+    if old.shape[0] == 1:
+        yield from _cut(old[0], new[0], limit)
+        return
+    rows = max(limit // (old.numel() // old.shape[0] * width), 1)
+    bounds = [*range(0, old.shape[0], rows), old.shape[0]]
+    for low, high in pairwise(bounds):
+        yield from _cut(old[low:high], new[low:high], limit)
