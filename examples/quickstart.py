@@ -262,12 +262,14 @@ def megatron_logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
 
     megatron_patches.apply()
     from megatron_patches.refit import megatron_checkpoint as saved
+    from megatron_patches.refit.checkpoint_build import build_chunks
+    from megatron_patches.refit.checkpoint_sizes import ParallelSizes
 
-    sizes = saved.ParallelSizes(tensor=1, pipeline=1, etp=1)
+    sizes = ParallelSizes()
     directory = saved.find_iteration(checkpoint, None)
     with saved.process_groups(sizes, timedelta(seconds=PHASE_TIMEOUT_S)):
-        model = saved.build_model(saved.saved_arguments(directory), sizes).eval()
-        saved.load_weights(model, directory)
+        (model,) = build_chunks(saved.saved_arguments(directory), sizes)
+        saved.load_weights([model.eval()], directory)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits: torch.Tensor = model(tokens, positions, None)
     return logits

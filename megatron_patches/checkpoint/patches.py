@@ -86,6 +86,12 @@ def _state_records() -> tuple[PatchRecord, ...]:
             sha256="8e65d5870da9d7a1",
         ),
         PatchRecord(
+            target="megatron.core.ssm.mamba_mixer:MambaMixer.sharded_state_dict",
+            replace=_deferred("mamba_state", "wrap_mixer_state"),
+            reason="gathers the shards of the input projection, and stores them with their padding",
+            sha256="d61464b38e785466",
+        ),
+        PatchRecord(
             target=f"{_OPTIMIZER}.sharded_state_dict",
             replace=_deferred("optimizer_state", "wrap_distributed_optimizer_state"),
             reason="stores the padding of shards in every layout but fully_reshardable",

@@ -71,7 +71,7 @@ def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
         probe.discard()
     with checkpoint_model.loaded(options, directory, progress) as found:
         return export_checkpoint(
-            [found.model],
+            found.chunks,
             options.output,
             vocab_size=found.vocab_size,
             options=ExportOptions(

@@ -11,10 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_patches.refit.checkpoint_build import build_chunks
+from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
+from megatron_patches.refit.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.errors import ExportError
+from megatron_patches.refit.exchange import default_exchange, together
 from megatron_patches.refit.megatron_checkpoint import (
-    ParallelSizes,
-    build_model,
     find_iteration,
     load_weights,
     process_groups,
@@ -22,6 +24,7 @@ from megatron_patches.refit.megatron_checkpoint import (
     vocabulary_of,
 )
 from megatron_patches.refit.progress import Progress
+from megatron_patches.refit.source.live import describe_rank
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +35,12 @@ class CheckpointModel:
     """A loaded model.
 
     Attributes:
-        model: this rank's part.
+        chunks: this rank's part, one module a virtual pipeline stage.
         vocab_size: tokens, without padding.
         iteration: steps that the weights have seen; 0 where the checkpoint's folder does not say.
     """
 
-    model: torch.nn.Module
+    chunks: list[torch.nn.Module]
     vocab_size: int
     iteration: int
 
@@ -52,15 +55,7 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
     parser.add_argument("--load", type=Path, required=True, help="directory that Megatron's --save wrote")
     parser.add_argument("--iteration", type=int, help="which iteration; the latest by default")
     parser.add_argument("--vocab-size", type=int, help="tokens without padding; from the run's tokenizer by default")
-    parser.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, help=f"tensor-parallel size while {while_doing}"
-    )
-    parser.add_argument(
-        "--pipeline-model-parallel-size", type=int, default=1, help=f"pipeline stages while {while_doing}"
-    )
-    parser.add_argument(
-        "--etp-size", type=int, default=1, help="extended-tensor-parallel size (not expert tensor parallelism)"
-    )
+    ParallelSizes.add_options(parser, while_doing)
     parser.add_argument("--timeout-minutes", type=float, default=30.0, help="longest wait for another process")
 
 
@@ -76,11 +71,7 @@ def loaded(options: argparse.Namespace, directory: Path, progress: Progress) -> 
     Raises:
         RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
     """
-    sizes = ParallelSizes(
-        tensor=options.tensor_model_parallel_size,
-        pipeline=options.pipeline_model_parallel_size,
-        etp=options.etp_size,
-    )
+    sizes = ParallelSizes.from_options(options)
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
     import megatron_patches
 
@@ -88,13 +79,18 @@ def loaded(options: argparse.Namespace, directory: Path, progress: Progress) -> 
         megatron_patches.apply()
     except megatron_patches.IncompatibleMegatronError as error:
         raise ExportError(str(error)) from error
+    args = saved_arguments(directory)
+    refuse_unbuildable(args)
+    sizes.check_model(args)
     progress.phase("load", 0)
     with process_groups(sizes, timedelta(minutes=options.timeout_minutes)):
-        args = saved_arguments(directory)
         vocab_size = options.vocab_size or vocabulary_of(args)
-        model = build_model(args, sizes)
-        load_weights(model, directory)
-        yield CheckpointModel(model, vocab_size, int(getattr(args, "iteration", 0) or _number(directory)))
+        chunks = build_chunks(args, sizes)
+        exchange = default_exchange()
+        # What has no form outside of Megatron is refused before the weights are read.
+        together(exchange, f"describing {directory}", lambda: describe_rank(chunks, vocab_size, exchange.rank, None))
+        load_weights(chunks, directory)
+        yield CheckpointModel(chunks, vocab_size, int(getattr(args, "iteration", 0) or _number(directory)))
 
 
 def directory_of(options: argparse.Namespace) -> Path:

@@ -1,56 +1,30 @@
-"""Opens a Megatron checkpoint (``torch_dist``) as a sharded model, for export without a training run.
-
-The model is built from the arguments saved in the checkpoint, at the parallel sizes asked for here, which need not
-be those it was trained at, and holds weights alone: no optimizer, no data, no gradient buffers.
-"""
+"""Reads a Megatron checkpoint (``torch_dist``): its arguments, and its weights into a model that is spread anyhow."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_patches.refit.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.errors import CheckpointReadError, ExportError
 
 if TYPE_CHECKING:
     import torch
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSizes:
-    """How the model is spread while it is exported; what is left of the world holds replicas.
-
-    Attributes:
-        tensor: tensor-parallel size.
-        pipeline: pipeline-parallel size.
-        etp: extended-tensor-parallel size.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    etp: int = 1
-
-    def check(self, world_size: int) -> None:
-        """Whether ``world_size`` processes can be divided so.
-
-        Raises:
-            ExportError: if not.
-        """
-        product = self.tensor * self.pipeline * self.etp
-        if min(self.tensor, self.pipeline, self.etp) < 1 or world_size % product:
-            raise ExportError(
-                f"{world_size} processes cannot be divided by tensor {self.tensor} x pipeline {self.pipeline} x ETP "
-                f"{self.etp} = {product}; start a multiple of that with torchrun, or change the sizes"
-            )
+# A norm's name in Transformer Engine's layers and in Megatron's own.
+_NAMES_OF_NORMS = (
+    (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
+    (".self_attention.linear_q_up_proj.layer_norm_weight", ".self_attention.q_layernorm.weight"),
+    (".self_attention.linear_kv_up_proj.layer_norm_weight", ".self_attention.kv_layernorm.weight"),
+    (".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight"),
+)
 
 
 def find_iteration(load: Path, iteration: int | None) -> Path:
@@ -108,7 +82,11 @@ def process_groups(sizes: ParallelSizes, timeout: timedelta) -> Iterator[None]:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
             gtp_remat_size=sizes.etp,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.experts_tensor,
+            expert_gtp_remat_size=sizes.expert_etp,
             distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0)
@@ -131,6 +109,8 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
     args = state.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ExportError(f"{directory} holds no arguments; it was not written by a Megatron training script")
+    if getattr(args, "hybrid_layer_pattern", None) is None:  # older versions had another name for it
+        args.hybrid_layer_pattern = getattr(args, "hybrid_override_pattern", None)
     return args
 
 
@@ -153,24 +133,12 @@ def vocabulary_of(args: argparse.Namespace) -> int:
         ) from error
 
 
-def build_model(args: argparse.Namespace, sizes: ParallelSizes) -> torch.nn.Module:
-    """The stage of the model that this rank holds, not yet loaded, wrapped for bf16 or fp16 if the run was."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.module import Float16Module
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.models.gpt import GPTModelBuilder
-
-    _for_export(args, sizes)
-    config = gpt_config_from_args(args)
-    model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    if not args.use_cpu_initialization:
-        model = model.cuda()
-    wrapped: torch.nn.Module = Float16Module(config.transformer, model) if args.bf16 or args.fp16 else model
-    return wrapped
-
-
-def load_weights(model: torch.nn.Module, directory: Path) -> None:
+def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
     """Fills the model from the checkpoint, each rank its own part.
+
+    Args:
+        chunks: this rank's part, one module a virtual pipeline stage, wrapped or not.
+        directory: of the iteration.
 
     Raises:
         ExportError: if a file is missing or damaged, or the checkpoint does not hold the model's weights.
@@ -179,59 +147,36 @@ def load_weights(model: torch.nn.Module, directory: Path) -> None:
 
     from megatron_patches.refit.source.describe import unwrapped
 
-    inner: Any = unwrapped(model)
+    inner: list[Any] = [unwrapped(chunk) for chunk in chunks]
     with _readable(directory):
         metadata = dist_checkpointing.load_content_metadata(str(directory)) or {}
-        state = {"model": inner.sharded_state_dict(prefix="", metadata=metadata)}
+        state = {f"model{n}": chunk.sharded_state_dict(prefix="", metadata=metadata) for n, chunk in enumerate(inner)}
+        _name_norms_as_saved(state, frozenset(dist_checkpointing.load_tensors_metadata(str(directory))))
         loaded = dist_checkpointing.load(state, str(directory))
-        inner.load_state_dict(loaded["model"], strict=True)
+        for number, chunk in enumerate(inner):
+            chunk.load_state_dict(loaded[f"model{number}"], strict=True)
 
 
-def _for_export(args: argparse.Namespace, sizes: ParallelSizes) -> None:
-    """Changes the saved arguments to what a model that is only exported needs."""
-    import torch
+def _name_norms_as_saved(state: dict[str, Any], saved: frozenset[str]) -> None:
+    """Asks for each norm by the name that the checkpoint has for it.
 
-    from megatron_patches import cpu
+    Transformer Engine's layers keep some norms in the linear layer behind them, Megatron's own do not, and the names in
+    checkpoints agree for dense models alone. So those of one could not be loaded where only the other is installed.
 
-    args.tensor_model_parallel_size = sizes.tensor
-    args.pipeline_model_parallel_size = sizes.pipeline
-    args.tensor_parallel_num_weight_shards = sizes.tensor * sizes.etp if sizes.etp > 1 else None
-    args.gtp_weight_remat_size = sizes.etp
-    plain: dict[str, object] = {
-        "virtual_pipeline_model_parallel_size": None,
-        "pipeline_model_parallel_layout": None,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": sizes.tensor,
-        "expert_tensor_parallel_num_weight_shards": None,
-        "expert_gtp_weight_remat_size": 1,
-        "sequence_parallel": False,
-        "tp_comm_overlap": False,
-        "recompute_granularity": None,
-        "defer_embedding_wgrad_compute": False,
-        "delay_wgrad_compute": False,
-        "gradient_accumulation_fusion": False,
-        "cuda_graph_impl": "none",
-        "fp8": None,
-        "fp4": None,
-        "fp8_param_gather": False,
-        "fp4_param_gather": False,
-        "perform_initialization": False,
-        "init_model_with_meta_device": False,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-    }
-    for name, value in plain.items():
-        setattr(args, name, value)
-    if args.padded_vocab_size is not None:
-        args.padded_vocab_size = -(-args.padded_vocab_size // sizes.tensor) * sizes.tensor
-    if importlib.util.find_spec("transformer_engine") is None:
-        args.transformer_impl = "local"
-    if cpu.needed():
-        cpu.set_required_arguments(args)
+    Args:
+        state: entries of Megatron's sharded state dict, whose ``key`` is changed in place.
+        saved: names of the checkpoint's tensors.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    for entry in nested_values(state):
+        key = getattr(entry, "key", None)
+        if not isinstance(key, str) or key in saved:
+            continue
+        for pair in _NAMES_OF_NORMS:
+            for mine, theirs in (pair, pair[::-1]):
+                if key.endswith(mine) and (other := key.removesuffix(mine) + theirs) in saved:
+                    entry.key = other
 
 
 @contextlib.contextmanager

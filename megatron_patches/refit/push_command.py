@@ -65,7 +65,7 @@ def _push(options: argparse.Namespace, first: bool) -> PushReport:
     )
     engines = [HttpEngine(url, timeout_s) for url in options.engines] if first else []
     with checkpoint_model.loaded(options, directory, Quiet()) as found:
-        session = RefitSession([found.model], engines, vocab_size=found.vocab_size, options=settings)
+        session = RefitSession(found.chunks, engines, vocab_size=found.vocab_size, options=settings)
         try:
             session.prepare()
             return session.push(options.version or max(found.iteration, 1))

@@ -29,20 +29,42 @@ class GatedNorm(torch.nn.Module):
         scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
         return scaled.flatten(-2).to(x.dtype) * self.weight
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Entries of a checkpoint: tensor parallelism cuts the weight, as that of Megatron's norm for mixers."""
+        from megatron.core import parallel_state
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-def build_hybrid_chunk(case: Case, chunk: int) -> Any:
-    """One chunk of a model like NemotronH."""
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def install_stand_ins() -> None:
+    """Puts norms, gated norm and recurrence into Megatron, in this process."""
     from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
     mamba_context_parallel.HAVE_EINOPS = True
     mamba_mixer.ExtendedRMSNorm = GatedNorm
     mamba_mixer.mamba_split_conv1d_scan_combined = split_conv1d_scan
     hybrid_block.TENorm = WrappedTorchNorm
+
+
+def build_hybrid_chunk(case: Case, chunk: int) -> Any:
+    """One chunk of a model like NemotronH."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    install_stand_ins()
     traits = family_from_config(case.config).traits
     mamba = traits.mamba
     config = TransformerConfig(

@@ -1,0 +1,65 @@
+"""The input projection of a Mamba mixer in Megatron's sharded state dicts, where its weight is sharded.
+
+Megatron stores the projection as five tensors, each cut by tensor parallelism by itself, and gathers the shards of its
+own kind for it. Here each rank stores the rows that it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_patches.checkpoint.model_state import is_sharded
+from megatron_patches.checkpoint.pieces import Part
+
+Offsets = Iterable[tuple[int, int, int]]
+
+
+def wrap_mixer_state(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """For ``megatron.core.ssm.mamba_mixer.MambaMixer.sharded_state_dict``."""
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: Offsets = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        projection = self.in_proj
+        if not is_sharded(projection.weight):
+            return original(self, prefix, sharded_offsets, metadata)
+        self.in_proj = _Unsharded(projection.weight.layout.rows)
+        try:
+            entries = original(self, prefix, sharded_offsets, metadata)
+        finally:
+            self.in_proj = projection
+        del entries[f"{prefix}in_proj.weight"]
+        entries |= sharded_state_dict_default(
+            projection,
+            f"{prefix}in_proj.",
+            sharded_offsets,
+            ensure_metadata_has_dp_cp_group(metadata),
+            tp_group=self.tp_group,
+        )
+        weight = f"{prefix}in_proj.weight"
+        entries[weight] = entries[weight].with_parts(_parts(self))
+        return entries
+
+    return sharded_state_dict
+
+
+def _parts(mixer: Any) -> tuple[Part, ...]:
+    """Gate, input, keys, queries and time steps: rows on this tensor-parallel rank, and Megatron's names for them."""
+    states = mixer.ngroups_local_tp * mixer.d_state
+    rows = {"z": mixer.d_inner_local_tp, "x": mixer.d_inner_local_tp, "B": states, "C": states}
+    rows["dt"] = mixer.nheads_local_tp
+    return tuple(Part(count, f".{name}") for name, count in rows.items())
+
+
+class _Unsharded(torch.nn.Module):
+    """Stands for the projection where Megatron's code counts the rows of its weight; takes no memory."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(rows, 1, device="meta"))

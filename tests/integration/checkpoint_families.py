@@ -1,0 +1,238 @@
+"""Checkpoints of tiny models of every family, as a training saves them, for the commands that begin with one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_patches.refit import push_command
+from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.export import export_checkpoint
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.integration.live_refit import fill, start
+from tests.support.live_models import Case
+from tests.support.vllm_host import VllmConnection
+
+ITERATION = 7
+_SHAPE: dict[str, object] = {
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, object] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 64,
+}
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {**_SHAPE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    "qwen2": {**_SHAPE, "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {**_SHAPE, "architectures": ["Qwen3ForCausalLM"]},
+    "qwen3_moe": {
+        **_SHAPE,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "deepseek_v3": {
+        **_SHAPE,
+        **_EXPERTS,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
+    "nemotron_h": {
+        **_SHAPE,
+        **_EXPERTS,
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "ME*M-EMM",
+        "num_hidden_layers": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+        "conv_kernel": 4,
+        "moe_shared_expert_intermediate_size": 20,
+        "layer_norm_epsilon": 1e-5,
+    },
+}
+
+_COMMON = (
+    "--hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 32 --seq-length 64 "
+    "--max-position-embeddings 64 --normalization RMSNorm --disable-bias-linear --vocab-size 37 "
+    "--make-vocab-size-divisible-by 8 --tokenizer-type NullTokenizer --bf16 --micro-batch-size 1 "
+    "--global-batch-size 4 --lr 1e-3 --train-iters 1 --ckpt-format torch_dist --attention-dropout 0 --hidden-dropout 0 "
+)
+_GPT = _COMMON + "--num-layers 4 --position-embedding-type rope --swiglu "
+_UNTIED = "--untie-embeddings-and-output-weights "
+_GROUPED = "--group-query-attention --num-query-groups 2 "
+_ROUTED = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 "
+_SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2 "
+    "--moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+)
+_LATENT = (
+    "--multi-latent-attention --rope-type rope --qk-layernorm --kv-lora-rank 20 --qk-head-dim 10 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 6 --moe-layer-freq [0]+[1]*3 "
+)
+FLAGS: Mapping[str, str] = {
+    "llama": _GPT + _GROUPED,
+    "qwen2": _GPT + _GROUPED + _UNTIED + "--add-qkv-bias",
+    "qwen3": _GPT + _GROUPED + _UNTIED + "--qk-layernorm",
+    "qwen3_moe": _GPT + _GROUPED + _UNTIED + _ROUTED + "--qk-layernorm",
+    "deepseek_v3": _GPT
+    + _UNTIED
+    + _ROUTED
+    + _SIGMOID
+    + _LATENT
+    + "--q-lora-rank 24 --moe-shared-expert-intermediate-size 64 --mtp-num-layers 1",
+    "nemotron_h": _COMMON
+    + _GROUPED
+    + _UNTIED
+    + _ROUTED
+    + _SIGMOID
+    + "--hybrid-layer-pattern ME*M-EMM --position-embedding-type none --squared-relu --mamba-num-heads 4 "
+    "--mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 5 --moe-shared-expert-intermediate-size 20 "
+    "--spec tests.support.hybrid_on_cpu STACK",
+}
+"""Megatron's flags for a training of the model of :data:`CONFIGS` with the same name."""
+
+
+def parallel_flags(mesh: TrainerMesh) -> list[str]:
+    """The flags of a mesh, for a training and for the commands."""
+    sizes = {
+        "--tensor-model-parallel-size": mesh.tp,
+        "--pipeline-model-parallel-size": mesh.pp,
+        "--num-virtual-stages-per-pipeline-rank": mesh.vpp,
+        "--etp-size": mesh.etp,
+        "--expert-model-parallel-size": mesh.ep,
+        "--expert-tensor-parallel-size": 0 if mesh.expert_tp == mesh.tp else mesh.expert_tp,
+        "--expert-etp-size": mesh.expert_etp,
+        "--decoder-first-pipeline-num-layers": mesh.first,
+        "--decoder-last-pipeline-num-layers": mesh.last,
+    }
+    plain = 1 if mesh.tp == 1 else 0
+    return [
+        word
+        for flag, size in sizes.items()
+        if size > ("expert-tensor" not in flag or plain)
+        for word in (flag, str(size))
+    ]
+
+
+def trained_arguments(flags: Sequence[str], rank: int, world_size: int) -> Any:
+    """What Megatron makes of a training's flags; it is what it saves."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    with (
+        mock.patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}),
+        mock.patch.object(sys, "argv", ["train", *flags]),
+        redirect_stdout(StringIO()),
+    ):
+        args = parse_args()
+        validate_args(args)
+    return args
+
+
+def save(case: Case, name: str, chunks: list[Any], rank: int, world_size: int, folder: Path) -> None:
+    """Writes what ``megatron.training`` writes, without the optimizer."""
+    from megatron.core import dist_checkpointing
+    from megatron.training import checkpointing
+
+    args = trained_arguments([*FLAGS[name].split(), *parallel_flags(case.mesh)], rank, world_size)
+    args.no_save_optim = True
+    args.padded_vocab_size = 40  # of the live model; a training finds it when it opens its tokenizer
+    args.iteration = ITERATION
+    metadata = checkpointing._build_sharded_state_dict_metadata(args)
+    state = checkpointing.generate_state_dict(
+        args, chunks, None, None, None, iteration=ITERATION, model_sd_kwargs={"metadata": metadata}
+    )
+    directory = folder / f"iter_{ITERATION:07d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    saved = checkpointing._clean_metadata_for_serialization(metadata)
+    dist_checkpointing.save(state, str(directory), content_metadata=saved)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+
+
+def save_body(rank: int, world_size: int, models: Sequence[tuple[str, TrainerMesh, int]], root: str) -> None:
+    """Saves models, each under its mesh and with the values of its seed, and exports them straight from memory."""
+    from megatron.core import parallel_state
+
+    for name, mesh, seed in models:
+        case = Case(mesh, (), CONFIGS[name])
+        chunks = start(case)
+        fill(case, chunks, seed, padding=0.0)
+        folder = Path(root) / f"{name}-{seed}"
+        save(case, name, chunks, rank, world_size, folder / "saved")
+        export_checkpoint(chunks, folder / "live", vocab_size=37)
+    parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def _without_choice_of_attention() -> Iterator[None]:
+    """What Megatron has chosen for a model stays in the environment, and stops it from choosing for the next."""
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
+    yield
+
+
+def _engine(address: str, _url: str, _timeout_s: float) -> VllmConnection:
+    return VllmConnection(address)
+
+
+def command_body(
+    rank: int, world_size: int, commands: Sequence[tuple[int, Sequence[str]]], address: str
+) -> list[tuple[int, str]]:
+    """Runs commands as torchrun starts them: of each, its status and what it printed.
+
+    Args:
+        rank: of this process.
+        world_size: number of processes.
+        commands: each a free port to meet at, and the words after ``python -m megatron_patches.refit``.
+        address: of the engine under test, which stands behind every URL; none if empty.
+    """
+    found = []
+    for port, words in commands:
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        printed = StringIO()
+        with (
+            mock.patch.dict(os.environ, variables),
+            _without_choice_of_attention(),
+            mock.patch.object(push_command, "HttpEngine", partial(_engine, address)),
+            redirect_stdout(printed),
+            redirect_stderr(printed),
+        ):
+            found.append((main(words), printed.getvalue()))
+    return found
