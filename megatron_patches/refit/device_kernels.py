@@ -17,7 +17,7 @@ from megatron_patches.refit import digest as constants
 from megatron_patches.refit import device_tables as fields
 from megatron_patches.refit.device_tables import Shape
 
-_WARPS = 8
+_WARPS = 4
 _VECTOR_BYTES = 16
 _TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 

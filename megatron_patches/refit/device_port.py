@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_patches.refit.device_pack import pack_box, unpack_box
-from megatron_patches.refit.device_tables import VALUES, Shape, describe
+from megatron_patches.refit.device_tables import VALUES, Part, Shape, describe
 from megatron_patches.refit.digest import add_digest
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, host_bytes
+from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Spot, host_bytes
 from megatron_patches.refit.staging import Lease, StagingPool
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,13 +37,19 @@ class _Compiled:
 
     Attributes:
         names: the storages that it lies in.
-        key: what it is valid for: where they lie, and how far payloads are from a multiple of 16 bytes.
-        parts: shape, table and tiles of each launch.
+        form: what it is valid for: their sizes and types, and how far they and payloads are from multiples of 16 bytes.
+        parts: each launch, with places that count from the beginnings of storages.
+        tiles: of each launch.
+        addresses: of the storages, for which ``tables`` are.
+        tables: of each launch.
     """
 
     names: Sequence[str]
-    key: tuple[object, ...]
-    parts: list[tuple[Shape, torch.Tensor, torch.Tensor]]
+    form: tuple[object, ...]
+    parts: Sequence[Part]
+    tiles: Sequence[torch.Tensor]
+    addresses: Sequence[int] = ()
+    tables: Sequence[torch.Tensor] = ()
 
 
 class DevicePort:
@@ -69,7 +75,9 @@ class DevicePort:
     ) -> None:
         self._where, self._pool = where, pool
         self._memory: Mapping[str, torch.Tensor] = {}
-        self._lies: Mapping[str, tuple[int, int, torch.dtype]] = {}
+        self._addresses: Mapping[str, int] = {}
+        self._forms: Mapping[str, tuple[int, int, torch.dtype]] = {}
+        self._checked: WeakKeyDictionary[Batch, tuple[object, ...]] = WeakKeyDictionary()
         self._device = _device_of(memory, where)
         self._stream: Any = None
         self._bounce: Lease[torch.Tensor] | None = None
@@ -82,12 +90,21 @@ class DevicePort:
         self._origin = torch.empty(_VECTOR_BYTES, dtype=torch.uint8, device=self._device)
         self.renew(memory)
 
+    @property
+    def asynchronous(self) -> bool:
+        """See :class:`megatron_patches.refit.ports.Port`."""
+        return self._stream is not None
+
     def renew(self, memory: Mapping[str, torch.Tensor]) -> None:
         """See :class:`megatron_patches.refit.ports.Port`; waits for what the caller's stream has to do."""
         if _device_of(memory, self._where) != self._device:
             raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
         self._memory = memory
-        self._lies = {name: (storage.data_ptr(), storage.numel(), storage.dtype) for name, storage in memory.items()}
+        self._addresses = {name: storage.data_ptr() for name, storage in memory.items()}
+        self._forms = {
+            name: (self._addresses[name] % _VECTOR_BYTES, storage.numel(), storage.dtype)
+            for name, storage in memory.items()
+        }
         if self._stream is not None:
             # What was computed there, such as the optimizer's step, comes first; and memory that it has let go of may
             # be written to by streams of transports as well.
@@ -132,9 +149,14 @@ class DevicePort:
                     add_digest(self._elements(piece), piece.box, piece.shape, digests[index])
             return self._digests(digests)
 
-    def places(self, batch: Batch) -> Sequence[torch.Tensor]:
+    def places(self, batch: Batch) -> Sequence[Spot]:
         """See :class:`megatron_patches.refit.ports.Port`."""
-        return [self._elements(piece) for piece in batch.pieces]
+        form = tuple(self._forms.get(piece.view.storage) for piece in batch.pieces)
+        if self._checked.get(batch) != form:
+            for piece in batch.pieces:
+                self._elements(piece)  # the storages are as described
+            self._checked[batch] = form
+        return [Spot(self._memory[piece.view.storage], piece.view) for piece in batch.pieces]
 
     def close(self) -> None:
         """Waits for what is under way and gives the buffer back."""
@@ -160,25 +182,31 @@ class DevicePort:
                 table if digests is None else digests,
             )
 
-    def _compile(self, batch: Batch, payload: torch.Tensor | None) -> list[tuple[Shape, torch.Tensor, torch.Tensor]]:
-        """A batch as the kernel takes it; made anew where memory has moved."""
+    def _compile(
+        self, batch: Batch, payload: torch.Tensor | None
+    ) -> Iterator[tuple[Shape, torch.Tensor, torch.Tensor]]:
+        """Shape, table and tiles of each launch that a batch takes; made anew where memory has moved."""
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
         names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
-        key = (past, *[self._lies.get(name) for name in names])
-        if found is None or found.key != key:
+        form = (past, *[self._forms.get(name) for name in names])
+        if found is None or found.form != form:
             for piece in batch.pieces:
                 self._elements(piece)  # the storages are as described
-            addresses = [self._memory[name].data_ptr() for name in names]
-            parts = []
-            for part in describe(batch.pieces, names, [address % _VECTOR_BYTES for address in addresses], past):
-                table = part.table.copy()
-                origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
-                table[:, VALUES] += origins[part.storages] // part.shape.width
-                parts.append((part.shape, self._upload(table), self._upload(part.tiles)))
-            found = _Compiled(names, key, parts)
+            parts = describe(batch.pieces, names, [self._forms[name][0] for name in names], past)
+            found = _Compiled(names, form, parts, [self._upload(part.tiles) for part in parts])
             self._compiled[batch] = found
-        return found.parts
+        addresses = [self._addresses[name] for name in names]
+        if found.addresses != addresses:
+            origins = np.array(addresses, dtype=np.int64) - self._origin.data_ptr()
+            tables = []
+            for part in found.parts:
+                moved = part.table.copy()
+                moved[:, VALUES] += origins[part.storages] // part.shape.width
+                tables.append(self._upload(moved))
+            found.addresses, found.tables = addresses, tables
+        for part, table, tiles in zip(found.parts, found.tables, found.tiles, strict=True):
+            yield part.shape, table, tiles
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
         """Synchronous, as it is done once."""

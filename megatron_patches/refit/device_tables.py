@@ -25,10 +25,10 @@ FIELDS = 17
 inner levels of rows; steps in memory of the three levels and of a column; the first row's index in the whole tensor
 and the levels' steps of it; the first column's; where the digest is added."""
 
-LOOPS = 8
+LOOPS = 16
 """Groups of rows that a tile has, one after the other."""
 
-_ELEMENTS = 4096  # of one group of rows
+_ELEMENTS = 2048  # of one group of rows
 _MOST_COLUMNS = 1024  # of a tile: enough for whole transactions of memory; the rest are rows, which share column hashes
 _LEVELS = 3
 _VECTOR_BYTES = 16  # what one thread of a GPU reads at most at a time

@@ -1,7 +1,7 @@
 """What packets are to carry: what a source sends to a destination, cut into loads.
 
-What one source sends to one destination in one round is cut into :class:`Load` after load, each small enough for a
-slot of their link, so a box of any size passes through bounded memory. Boxes that both ends can reach where they lie
+What one source sends to one destination is cut into :class:`Load` after load, each small enough for a slot of their
+link, so a box of any size passes through bounded memory. Boxes that both ends can reach where they lie
 travel without a slot, in *direct* loads.
 """
 
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import groupby
 
 from megatron_patches.refit.boxes import pitch_of
 from megatron_patches.refit.dtypes import itemsize
@@ -59,8 +60,8 @@ class Load:
     """What one packet is to carry.
 
     Attributes:
-        round: number of the round; of a direct load, that of its first box.
-        number: number of the packet among those of its link in this round.
+        round: number of the round, or the first of several.
+        number: number of the load among those of its link.
         source: rank that sends.
         destination: rank that receives.
         items: the transfers, cut to size; if packed, wider elements first, so that all lie aligned one after the other.
@@ -107,23 +108,32 @@ def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | 
     Raises:
         TransferError: if one element is larger than a packet.
     """
-    rounds: dict[Link, dict[int, list[Transfer]]] = defaultdict(lambda: defaultdict(list))
+    links: dict[Link, list[Transfer]] = defaultdict(list)
     for item in transfers:
-        rounds[item.source, item.destination][item.round].append(item)
+        links[item.source, item.destination].append(item)
     found: dict[Link, list[Load]] = {}
-    for link, by_round in sorted(rounds.items()):
+    for link, items in sorted(links.items()):
         agreed = DEFAULT_TERMS if terms is None else terms[link]
-        loads: list[Load] = []
-        for number in sorted(by_round):
-            direct = [item for item in by_round[number] if goes_directly(item, agreed)]
-            packed = [item for item in by_round[number] if not goes_directly(item, agreed)]
-            groups = [(group, True) for group in _fill(direct, _DIRECT_BYTES)]
-            groups += [(group, False) for group in _fill(packed, agreed.packet_bytes)]
-            for index, (group, straight) in enumerate(groups):
-                items = group if straight else sorted(group, key=lambda item: -itemsize(item.dtype))
-                loads.append(Load(number, index, *link, tuple(items), straight))
-        found[link] = loads
+        in_order = sorted(items, key=lambda item: item.round)
+        direct = [item for item in in_order if goes_directly(item, agreed)]
+        packed = [item for item in in_order if not goes_directly(item, agreed)]
+        groups = [(group, True) for group in _fill(direct, _DIRECT_BYTES)]
+        groups += [(group, False) for group in _fill_packets(packed, agreed.packet_bytes)]
+        groups.sort(key=lambda group: group[0][0].round)
+        found[link] = [
+            Load(group[0].round, index, *link, tuple(group), straight) for index, (group, straight) in enumerate(groups)
+        ]
     return found
+
+
+def _fill_packets(items: Sequence[Transfer], limit: int | None) -> Iterator[list[Transfer]]:
+    """Deals transfers into packets: of at most ``limit`` bytes, whatever their rounds, or one a round."""
+    if limit is None:
+        groups: Iterable[list[Transfer]] = (list(group) for _, group in groupby(items, key=lambda item: item.round))
+    else:
+        groups = _fill(items, limit)
+    for group in groups:
+        yield sorted(group, key=lambda item: -itemsize(item.dtype))
 
 
 def goes_directly(item: Transfer, terms: Terms) -> bool:
@@ -138,12 +148,8 @@ def goes_directly(item: Transfer, terms: Terms) -> bool:
     return terms.reach is Reach.ROWS and pitch.length * itemsize(item.dtype) >= min(_ROW_BYTES, terms.direct_bytes)
 
 
-def _fill(items: Sequence[Transfer], limit: int | None) -> Iterator[list[Transfer]]:
+def _fill(items: Sequence[Transfer], limit: int) -> Iterator[list[Transfer]]:
     """Deals transfers, in order, into groups of at most ``limit`` bytes; cuts those that are larger."""
-    if limit is None:
-        if items:
-            yield list(items)
-        return
     group: list[Transfer] = []
     room = limit
     for item in items:

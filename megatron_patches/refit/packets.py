@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 
@@ -22,8 +23,11 @@ from megatron_patches.refit.loads import Link, Load, Terms, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.plan import Plan, Transfer
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Batch, Done, Elements, Memory, Payload, Pending, Piece, Port
+from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Shared, Spot
 from megatron_patches.refit.staging import StagingPool
+
+
+_GROWTH = 3  # of groups of loads that are digested at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class Packet:
         plan_digest: digest of the plan that the sender follows.
         version: version of the weights.
         round: number of the round.
-        number: number of the packet among those of its link in this round.
+        number: number of the packet among those of its link.
         source: rank that sends.
         destination: rank that receives.
         parts: the boxes, in the load's order.
@@ -112,6 +116,7 @@ class Sender:
         shapes = {spec.name: spec.shape for spec in plan.tensors}
         mine = cut_into_loads((item for item in plan.transfers if item.source == rank), terms)
         self.loads = {destination: loads for (_, destination), loads in mine.items()}
+        self._waves: dict[tuple[_Key, ...], Batch] = {}
         self._batches = {_key(load): load.batch(shapes, read=True) for loads in self.loads.values() for load in loads}
 
     def renew(self, memory: Memory) -> None:
@@ -121,6 +126,19 @@ class Sender:
             TransferError: if they are of another kind of memory than before.
         """
         self._port.renew(memory)
+
+    def waves(self) -> Iterator[tuple[Load, ...]]:
+        """The direct loads of all destinations in turn, in groups to be digested at once.
+
+        On a GPU groups grow, so that the first loads leave soon and few launches serve all.
+        """
+        turns = zip_longest(*([load for load in loads if load.direct] for loads in self.loads.values()))
+        loads = [load for turn in turns for load in turn if load is not None]
+        begin, count = 0, 1
+        while begin < len(loads):
+            yield tuple(loads[begin : begin + count])
+            begin += count
+            count *= _GROWTH if self._port.asynchronous else 1
 
     def pack(self, number: int, version: int) -> Iterator[Packet]:
         """The packets of round ``number``, in the order of destinations, each in memory of its own.
@@ -139,12 +157,22 @@ class Sender:
         payload = payload[: load.nbytes]
         return Packing(self._packet(load, version, payload), load, self._port.pack(self._batches[_key(load)], payload))
 
-    def digest(self, load: Load, version: int) -> Packing:
-        """Begins to digest a direct load, whose packet has no payload; raises as :meth:`pack` does."""
-        self._check_types(load)
-        return Packing(self._packet(load, version, b""), load, self._port.digest(self._batches[_key(load)]))
+    def digest(self, loads: tuple[Load, ...], version: int) -> list[Packing]:
+        """Begins to digest direct loads, whose packets have no payload, at once; raises as :meth:`pack` does."""
+        keys = tuple(map(_key, loads))
+        if keys not in self._waves:
+            for load in loads:
+                self._check_types(load)
+            self._waves[keys] = Batch(tuple(piece for key in keys for piece in self._batches[key].pieces))
+        digests = Shared(self._port.digest(self._waves[keys]))
+        found, begin = [], 0
+        for load in loads:
+            end = begin + len(load.items)
+            found.append(Packing(self._packet(load, version, b""), load, digests.part(begin, end)))
+            begin = end
+        return found
 
-    def places(self, load: Load) -> Sequence[Elements]:
+    def places(self, load: Load) -> Sequence[Spot]:
         """Where the boxes of a load lie."""
         return self._port.places(self._batches[_key(load)])
 
@@ -235,7 +263,7 @@ class Unpacker:
         """
         return self._planned(announced)
 
-    def places(self, load: Load) -> Sequence[Elements]:
+    def places(self, load: Load) -> Sequence[Spot]:
         """Where the boxes of a load are to lie."""
         return self._open.places(self._batches[_key(load)])
 

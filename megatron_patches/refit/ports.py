@@ -31,7 +31,35 @@ type Bytes = NDArray[np.uint8]
 type Payload = bytes | Bytes | torch.Tensor
 """Elements of a packet: bytes on the host, or a tensor of bytes on a device."""
 type Elements = Bits | torch.Tensor
-"""Elements of a box where they lie: an array or a tensor of integers, of the box's shape, strided."""
+"""Elements of a box where they lie: an array or a tensor, of the box's shape, strided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a box lies in memory.
+
+    Attributes:
+        storage: the flat storage.
+        view: the box in it.
+    """
+
+    storage: Bits | torch.Tensor
+    view: View
+
+    def elements(self) -> Elements:
+        """The box, in place."""
+        if isinstance(self.storage, np.ndarray):
+            return _strided(self.storage, self.view)
+        return self.view.tensor(self.storage)
+
+    def payload(self) -> Payload:
+        """The bytes of a contiguous box, in place."""
+        low, high = self.view.span
+        if isinstance(self.storage, np.ndarray):
+            return self.storage[low:high].view(np.uint8)
+        import torch
+
+        return self.storage.detach()[low:high].view(torch.uint8)
 
 
 class Pending[T](Protocol):
@@ -57,6 +85,44 @@ class Done[T]:
     def result(self) -> T:
         """What it came to."""
         return self.value
+
+
+class Shared[T]:
+    """A list that is under way, of which several wait for a part each."""
+
+    def __init__(self, pending: Pending[list[T]]) -> None:
+        self._pending: Pending[list[T]] | None = pending
+        self._result: list[T] = []
+
+    def part(self, begin: int, end: int) -> SharedPart[T]:
+        """Elements ``begin`` to ``end`` of it."""
+        return SharedPart(self, slice(begin, end))
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._pending is None or self._pending.done()
+
+    def result(self) -> list[T]:
+        """Waits for it, and gives what it came to."""
+        if self._pending is not None:
+            self._result, self._pending = self._pending.result(), None
+        return self._result
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart[T]:
+    """A part of a list that is under way."""
+
+    whole: Shared[T]
+    part: slice
+
+    def done(self) -> bool:
+        """Whether all of it has ended."""
+        return self.whole.done()
+
+    def result(self) -> list[T]:
+        """Waits for it."""
+        return self.whole.result()[self.part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +158,10 @@ class Batch:
 class Port(Protocol):
     """One party's storages."""
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether work is under way when a method returns, so that more of it at once keeps nobody waiting."""
+
     def renew(self, memory: Any) -> None:
         """Turns to the storages' memory of another version; all work on that of the last one has ended.
 
@@ -118,8 +188,8 @@ class Port(Protocol):
     def digest(self, batch: Batch) -> Pending[list[int]]:
         """The digest of each box as it lies in memory. Raises as :meth:`pack`."""
 
-    def places(self, batch: Batch) -> Sequence[Elements]:
-        """The elements of each box where they lie. Raises as :meth:`pack`."""
+    def places(self, batch: Batch) -> Sequence[Spot]:
+        """Where each box lies. Raises as :meth:`pack`."""
 
     def close(self) -> None:
         """Waits for what is under way, and gives back what it has leased."""
@@ -135,6 +205,8 @@ class HostPort:
 
     def __init__(self, memory: Mapping[str, Bits], where: str) -> None:
         self._memory, self._where = memory, where
+
+    asynchronous = False
 
     def renew(self, memory: Mapping[str, Bits]) -> None:
         """See :class:`Port`."""
@@ -165,16 +237,23 @@ class HostPort:
             found.append(digest_array(np.ascontiguousarray(values), piece.box, piece.shape))
         return Done(found)
 
-    def places(self, batch: Batch) -> Sequence[Bits]:
+    def places(self, batch: Batch) -> Sequence[Spot]:
         """See :class:`Port`."""
-        return [elements(piece.view, self._memory, piece.dtype, self._where) for piece in batch.pieces]
+        return [
+            Spot(storage_of(piece.view, self._memory, piece.dtype, self._where), piece.view) for piece in batch.pieces
+        ]
 
     def close(self) -> None:
         """Nothing is under way."""
 
 
 def elements(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:
-    """The elements of a view, in place.
+    """The elements of a view, in place. Raises as :func:`storage_of`."""
+    return _strided(storage_of(view, memory, dtype, where), view)
+
+
+def storage_of(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:
+    """The storage that a view is of.
 
     Raises:
         TransferError: if the storage is not there, is not flat, is too short, or has elements of another width.
@@ -187,7 +266,11 @@ def elements(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> 
     low, high = view.span
     if low < 0 or high > storage.size:
         raise TransferError(f"{view.storage} on {where} has {storage.size} elements; the plan uses {low} to {high}")
-    steps = [step * width for step in view.strides]
+    return storage
+
+
+def _strided(storage: Bits, view: View) -> Bits:
+    steps = [step * storage.itemsize for step in view.strides]
     return np.lib.stride_tricks.as_strided(storage[view.offset :], view.shape, steps)
 
 
@@ -205,15 +288,6 @@ def host_bytes(payload: Payload) -> Bytes:
         raise TransferError(f"a payload on {payload.device} cannot be read on the host")
     found: Bytes = payload.numpy()
     return found
-
-
-def as_payload(elements: Elements) -> Payload:
-    """The bytes of contiguous elements, in place."""
-    if isinstance(elements, np.ndarray):
-        return elements.reshape(-1).view(np.uint8)
-    import torch
-
-    return elements.reshape(-1).view(torch.uint8)
 
 
 def _packed(payload: Bytes, piece: Piece) -> Bits:

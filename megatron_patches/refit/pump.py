@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from itertools import zip_longest
 
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.loads import Load
 from megatron_patches.refit.packets import Packing, Sender, Unpacker
 from megatron_patches.refit.ports import Pending
 from megatron_patches.refit.transports.base import Check
 from megatron_patches.refit.transports.links import Incoming, ReceivingEnd, SendingEnd, Slot
 
-_AHEAD = 8  # direct loads that are digested before they leave: enough for a GPU never to wait for the host
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 _IMPATIENT_S = 0.0005  # how long to look without a pause at what takes a GPU less than that
 _PAUSE_S = 0.00005  # then, between looks
@@ -52,14 +49,15 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
         destination: deque(load for load in loads if not load.direct) for destination, loads in sender.loads.items()
     }
     packed = {destination: loads for destination, loads in packed.items() if loads}
-    direct = _in_turn([[load for load in loads if load.direct] for loads in sender.loads.values()])
+    waves = deque(sender.waves())
     digesting: deque[Packing] = deque()
     packing: deque[tuple[Slot, Packing]] = deque()
     looks = _Looks()
-    while packed or direct or digesting or packing:
+    while packed or waves or digesting or packing:
         progress = False
-        while direct and len(digesting) < _AHEAD:
-            digesting.append(sender.digest(direct.popleft(), version))
+        # One group is always under way behind the one whose loads leave.
+        while waves and len(digesting) <= len(waves[0]):
+            digesting.extend(sender.digest(waves.popleft(), version))
         free = end.free_slot(packed, check) if packed else None
         if free is not None:
             loads = packed[free.destination]
@@ -84,11 +82,6 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
             end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
             looks.found()
     end.finish(check)
-
-
-def _in_turn(lists: list[list[Load]]) -> deque[Load]:
-    """One of each list after the other, so that all destinations are busy."""
-    return deque(load for turn in zip_longest(*lists) for load in turn if load is not None)
 
 
 def receive_version(unpacker: Unpacker, end: ReceivingEnd, timeout_s: float, check: Check) -> None:

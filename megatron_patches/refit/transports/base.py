@@ -24,7 +24,7 @@ import msgspec
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
+from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import StagingPool
 
 Check = Callable[[], None]
@@ -116,7 +116,7 @@ class OutgoingWire(Protocol):
     def start(self, slot: int, payload: Payload) -> None:
         """Sets a payload on its way, which lies in the slot until that comes back."""
 
-    def start_direct(self, places: Sequence[Elements]) -> None:
+    def start_direct(self, places: Sequence[Spot]) -> None:
         """Sets the boxes of a direct load on their way from where they lie; until it was received."""
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class IncomingWire(Protocol):
             The payload, valid until the slot is given back.
         """
 
-    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Begins to take the boxes of a direct load to their places.
 
         Args:
@@ -169,7 +169,7 @@ class NothingToTell:
 class Packed(NothingToTell):
     """Part of a wire of either side that knows no direct loads."""
 
-    def start_direct(self, places: Sequence[Elements]) -> None:
+    def start_direct(self, places: Sequence[Spot]) -> None:
         """Not how packets travel here.
 
         Raises:
@@ -177,7 +177,7 @@ class Packed(NothingToTell):
         """
         raise TransferError(f"{type(self).__name__} was given {len(places)} boxes to send unpacked")
 
-    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Not how packets travel here.
 
         Raises:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Elements, Memory, Payload, Pending, as_payload, host_bytes
+from megatron_patches.refit.ports import Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
 from megatron_patches.refit.transports.worker import Outbox, Worker, wait_for
@@ -195,14 +196,17 @@ class C10dOutgoing(NothingToTell):
         """Sends a payload: NCCL at once, in a stream of its own; gloo in the link's thread."""
         self._send([payload], slot)
 
-    def start_direct(self, places: Sequence[Elements]) -> None:
+    def start_direct(self, places: Sequence[Spot]) -> None:
         """Sends the boxes one after the other."""
-        self._send([as_payload(elements) for elements in places], _DIRECT)
+        self._send([spot.payload() for spot in places], _DIRECT)
 
     def _send(self, payloads: Sequence[Payload], tag: int) -> None:
         tensors = [_tensor(payload) for payload in payloads]
         if self._nccl:
-            self._under_way += [self._group.send([tensor], self._peer, tag) for tensor in tensors]
+            works = _coalesced(
+                self._group, [partial(self._group.send, [tensor], self._peer, tag) for tensor in tensors]
+            )
+            self._under_way += works
             return
 
         def send() -> None:
@@ -244,14 +248,17 @@ class C10dIncoming(NothingToTell):
         payload = self._slots.tensors[slot][:nbytes]
         return self._receive([payload], slot, payload)
 
-    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:  # noqa: ARG002
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
         """Receives the boxes one after the other."""
-        return self._receive([as_payload(elements) for elements in places], _DIRECT, None)
+        return self._receive([spot.payload() for spot in places], _DIRECT, None)
 
     def _receive[T](self, payloads: Sequence[Payload], tag: int, result: T) -> Pending[T]:
         tensors = [_tensor(payload) for payload in payloads]
         if self._nccl:
-            return _Received([self._group.recv([tensor], self._peer, tag) for tensor in tensors], result)
+            works = _coalesced(
+                self._group, [partial(self._group.recv, [tensor], self._peer, tag) for tensor in tensors]
+            )
+            return _Received(works, result)
 
         def receive() -> T:
             for tensor in tensors:
@@ -264,6 +271,19 @@ class C10dIncoming(NothingToTell):
         """Ends it; the group was ended before."""
         self._worker.close()
         self._slots.release()
+
+
+def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Has NCCL do what ``calls`` begin in one kernel; each would need one of its own, one after the other."""
+    if len(calls) == 1:
+        return [calls[0]()]
+    group._start_coalescing()
+    try:
+        for call in calls:
+            call()
+    finally:
+        work = group._end_coalescing()
+    return [work]
 
 
 class _Received[T]:

@@ -23,7 +23,7 @@ from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.plan import Transfer
-from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
+from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS, Lease
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
 
@@ -48,8 +48,11 @@ class OpenedMemory(Protocol):
     def copy(self, start: int, target: Payload) -> Pending[None]:
         """Begins to copy its bytes from ``start`` on into memory of the own device, which they fill."""
 
-    def copy_rows(self, start: int, target: Elements, rows: Rows) -> Pending[None]:
+    def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
         """Begins to copy rows, the first of which begins at byte ``start``, to where ``target`` lies."""
+
+    def ended(self) -> Pending[None]:
+        """All copies that have begun."""
 
     def close(self) -> None:
         """Waits for copies and forgets it."""
@@ -229,7 +232,7 @@ class CudaIpcOutgoing:
     def start(self, slot: int, payload: Payload) -> None:
         """The destination copies it when it was told; what packed it has ended by then."""
 
-    def start_direct(self, places: Sequence[Elements]) -> None:
+    def start_direct(self, places: Sequence[Spot]) -> None:
         """The same."""
 
     def check(self) -> None:
@@ -278,7 +281,7 @@ class CudaIpcIncoming:
         target = self._lease.buffer[start : start + nbytes]
         return _Copy(self._opened.copy(start, target), target)
 
-    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Copies each box from the source's weights to its place.
 
         Raises:
@@ -287,14 +290,15 @@ class CudaIpcIncoming:
         key = load.round, load.number
         if key not in self._rows:
             self._rows[key] = [_rows_of(item) for item in load.items]
-        copies = []
-        for item, elements, rows in zip(load.items, places, self._rows[key], strict=True):
+        used: dict[bytes, OpenedMemory] = {}
+        for item, spot, rows in zip(load.items, places, self._rows[key], strict=True):
             location = self._locations.get(item.read.storage)
             if location is None:
                 raise PartyFailedError(f"source rank {item.source} has not told where {item.read.storage} lies")
             start = location.start + item.read.offset * itemsize(item.dtype)
-            copies.append(self._allocations[location.handle].copy_rows(start, elements, rows))
-        return _All(copies)
+            opened = used.setdefault(location.handle, self._allocations[location.handle])
+            opened.copy_rows(start, spot, rows)
+        return _All([opened.ended() for opened in used.values()])
 
     def close(self) -> None:
         """Waits for copies, and forgets the memory."""

@@ -7,13 +7,13 @@ hand out parts of larger blocks, or of segments that cannot be exported this way
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
+from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.transports.cuda_ipc import Location, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
@@ -38,11 +38,26 @@ class _Library:
         except OSError as error:
             raise PartyFailedError(f"CUDA's run-time library libcudart.so.{major} cannot be loaded: {error}") from error
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        self._library.cudaMemcpyAsync.argtypes = [pointer, pointer, size, kind, pointer]
+        self._library.cudaMemcpy2DAsync.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Begins to copy bytes; raises as :meth:`call` does."""
+        self._check("cudaMemcpyAsync", self._library.cudaMemcpyAsync(target, source, nbytes, _COPY_KIND, stream))
+
+    def copy_rows(self, target: int, source: int, rows: Rows, stream: int) -> None:
+        """Begins to copy rows; raises as :meth:`call` does."""
+        copy = self._library.cudaMemcpy2DAsync
+        steps = rows.target_step, source, rows.source_step
+        self._check("cudaMemcpy2DAsync", copy(target, *steps, rows.nbytes, rows.count, _COPY_KIND, stream))
 
     def call(self, name: str, *args: Any) -> None:
         """Calls a function; raises PartyFailedError with CUDA's words if it fails."""
         function: Callable[..., int] = getattr(self._library, name)
-        status = function(*args)
+        self._check(name, function(*args))
+
+    def _check(self, name: str, status: int) -> None:
         if status:
             # Otherwise torch would find the error at its next call and take it for its own.
             self._library.cudaGetLastError()
@@ -199,7 +214,8 @@ class CudaOpened:
     def __init__(self, library: _Library, device: torch.device, address: int) -> None:
         self._library, self._device, self._address = library, device, address
         self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
-        self._turn = 0
+        self._handles = [stream.cuda_stream for stream in self._streams]
+        self._turn, self._used = 0, set[int]()
 
     def copy(self, start: int, target: Payload) -> Pending[None]:
         """Begins to copy its bytes from ``start`` on, as many as ``target`` has.
@@ -210,44 +226,35 @@ class CudaOpened:
         if not isinstance(target, torch.Tensor):
             raise PartyFailedError("a slot on the host cannot take a copy from a GPU's memory")
         nbytes = target.numel()
-        return self._copy(target.data_ptr(), start, Rows(1, nbytes, nbytes, nbytes))
+        self._copy(target.data_ptr(), start, Rows(1, nbytes, nbytes, nbytes))
+        return self.ended()
 
-    def copy_rows(self, start: int, target: Elements, rows: Rows) -> Pending[None]:
+    def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
         """Begins to copy rows, the first of which begins at byte ``start``, to where ``target`` lies.
 
         Raises:
             PartyFailedError: if the target is not on a GPU, or CUDA refuses.
         """
-        if not isinstance(target, torch.Tensor):
+        storage = target.storage
+        if not isinstance(storage, torch.Tensor):
             raise PartyFailedError("an array on the host cannot take a copy from a GPU's memory")
-        return self._copy(target.data_ptr(), start, rows)
+        self._copy(storage.data_ptr() + target.view.offset * storage.element_size(), start, rows)
 
-    def _copy(self, target: int, start: int, rows: Rows) -> Pending[None]:
-        self._turn = (self._turn + 1) % _STREAMS
-        stream = self._streams[self._turn]
+    def ended(self) -> Pending[None]:
+        """All copies that have begun since this was asked last."""
+        used, self._used = self._used, set()
         with torch.cuda.device(self._device):
-            if rows.count == 1:
-                self._library.call(
-                    "cudaMemcpyAsync",
-                    ctypes.c_void_p(target),
-                    ctypes.c_void_p(self._address + start),
-                    ctypes.c_size_t(rows.nbytes),
-                    ctypes.c_int(_COPY_KIND),
-                    ctypes.c_void_p(stream.cuda_stream),
-                )
-                return _Copying(stream.record_event())
-            self._library.call(
-                "cudaMemcpy2DAsync",
-                ctypes.c_void_p(target),
-                ctypes.c_size_t(rows.target_step),
-                ctypes.c_void_p(self._address + start),
-                ctypes.c_size_t(rows.source_step),
-                ctypes.c_size_t(rows.nbytes),
-                ctypes.c_size_t(rows.count),
-                ctypes.c_int(_COPY_KIND),
-                ctypes.c_void_p(stream.cuda_stream),
-            )
-            return _Copying(stream.record_event())
+            return _Copying([self._streams[turn].record_event() for turn in sorted(used)])
+
+    def _copy(self, target: int, start: int, rows: Rows) -> None:
+        """Into the next of the streams, in turn. CUDA knows from the stream which GPU it is."""
+        self._turn = (self._turn + 1) % _STREAMS
+        self._used.add(self._turn)
+        stream, source = self._handles[self._turn], self._address + start
+        if rows.count == 1:
+            self._library.copy(target, source, rows.nbytes, stream)
+        else:
+            self._library.copy_rows(target, source, rows, stream)
 
     def close(self) -> None:
         """Waits for copies and forgets it."""
@@ -258,13 +265,14 @@ class CudaOpened:
 
 
 class _Copying:
-    """A copy that ends with an event."""
+    """Copies that end with events."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self._events = events
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return all(event.query() for event in self._events)
 
     def result(self) -> None:
-        self._event.synchronize()
+        for event in self._events:
+            event.synchronize()

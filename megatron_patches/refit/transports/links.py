@@ -23,7 +23,7 @@ from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, T
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
 from megatron_patches.refit.packets import Packet, Part
-from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
+from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import (
     Check,
@@ -36,7 +36,7 @@ from megatron_patches.refit.transports.base import (
 )
 
 LoadOf = Callable[[Packet], Load]
-PlacesOf = Callable[[Load], Sequence[Elements]]
+PlacesOf = Callable[[Load], Sequence[Spot]]
 
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 
@@ -206,7 +206,7 @@ class SendingEnd:
         self._announce(packet, len(packet.payload), slot.number, check)
         self._links[packet.destination].wire.start(slot.number, packet.payload)
 
-    def send_direct(self, packet: Packet, nbytes: int, places: Sequence[Elements], check: Check) -> None:
+    def send_direct(self, packet: Packet, nbytes: int, places: Sequence[Spot], check: Check) -> None:
         """Sends a direct load, of ``nbytes`` bytes, whose boxes lie in ``places``; raises as :meth:`send` does."""
         self._announce(packet, nbytes, _NO_SLOT, check)
         link = self._links[packet.destination]

@@ -16,7 +16,7 @@ from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.ports import Bytes, Elements, Memory, Payload, Pending, as_payload, host_bytes
+from megatron_patches.refit.ports import Bytes, Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
 from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
 from megatron_patches.refit.transports.worker import Outbox, Worker
@@ -131,9 +131,9 @@ class TcpOutgoing(NothingToTell):
         """Has the payload sent."""
         self._send([payload])
 
-    def start_direct(self, places: Sequence[Elements]) -> None:
+    def start_direct(self, places: Sequence[Spot]) -> None:
         """Has the boxes sent one after the other."""
-        self._send([as_payload(elements) for elements in places])
+        self._send([spot.payload() for spot in places])
 
     def _send(self, payloads: Sequence[Payload]) -> None:
         what = f"destination rank {self._peer} to take a packet"
@@ -182,9 +182,9 @@ class TcpIncoming(NothingToTell):
 
         return self._worker.submit(receive)
 
-    def fetch_direct(self, load: Load, places: Sequence[Elements]) -> Pending[object]:  # noqa: ARG002
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
         """Receives the boxes one after the other."""
-        payloads = [as_payload(elements) for elements in places]
+        payloads = [spot.payload() for spot in places]
         return self._worker.submit(lambda: self._receive(payloads))
 
     def _receive(self, payloads: Sequence[Payload]) -> None:

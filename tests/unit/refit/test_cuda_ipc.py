@@ -16,7 +16,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
 from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
+from megatron_patches.refit.ports import Bits, Bytes, Done, Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Offer, Place, TransportName
@@ -102,13 +102,15 @@ class Opened:
         into[...] = np.frombuffer(self._map, dtype=np.uint8)[start : start + into.size]
         return Done(None)
 
-    def copy_rows(self, start: int, target: Elements, rows: Rows) -> Pending[None]:
-        assert isinstance(target, np.ndarray)
-        assert (rows.count - 1) * rows.target_step + rows.nbytes <= (target.size - 1) * max(target.strides) + 8
+    def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
         theirs = np.frombuffer(self._map, dtype=np.uint8)[start:]
-        room = np.lib.stride_tricks.as_strided(target, (1,), (1,)).view(np.uint8)
-        to = np.lib.stride_tricks.as_strided(room, (rows.count, rows.nbytes), (rows.target_step, 1))
-        to[...] = np.lib.stride_tricks.as_strided(theirs, to.shape, (rows.source_step, 1))
+        assert isinstance(target.storage, np.ndarray)
+        ours = target.storage.view(np.uint8)[target.view.offset * target.storage.itemsize :]
+        for row in range(rows.count):
+            end = row * rows.target_step + rows.nbytes
+            ours[end - rows.nbytes : end] = theirs[row * rows.source_step :][: rows.nbytes]
+
+    def ended(self) -> Pending[None]:
         return Done(None)
 
     def close(self) -> None:

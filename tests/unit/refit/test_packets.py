@@ -131,17 +131,15 @@ class Straight:
 
     def move(self, load: Load) -> Packet:
         """As a wire moves a direct load."""
-        packet = self.sender.digest(load, 1).result()
+        packet = self.sender.digest((load,), 1)[0].result()
         assert not len(packet.payload)
         announced = self.unpacker.load_of(replace(packet, parts=()))
         assert announced.direct
         assert announced.items == load.items
         for source, target in zip(self.sender.places(load), self.unpacker.places(announced), strict=True):
-            assert isinstance(source, np.ndarray)
-            assert isinstance(target, np.ndarray)
-            assert np.shares_memory(source, self.held)
-            assert np.shares_memory(target, self.taken)
-            target[...] = source
+            assert np.shares_memory(source.elements(), self.held)
+            assert np.shares_memory(target.elements(), self.taken)
+            np.copyto(target.elements(), source.elements())
         return packet
 
 
@@ -186,7 +184,7 @@ def test_a_packet_with_a_payload_where_none_is_planned_is_refused(straight: Stra
 
 
 def test_nothing_is_received_that_is_not_planned(straight: Straight) -> None:
-    packet = straight.sender.digest(straight.sender.loads[0][0], 1).result()
+    packet = straight.sender.digest((straight.sender.loads[0][0],), 1)[0].result()
     for announced, error in (
         (replace(packet, version=2), StaleVersionError),
         (replace(packet, plan_digest="0" * 64), PlanMismatchError),
@@ -201,11 +199,13 @@ def test_a_version_may_come_into_other_memory_than_the_last(straight: Straight) 
     straight.sender.renew({"w": straight.held[::-1].copy()})
     again = np.zeros_like(straight.taken)
     straight.unpacker.begin(2, {"w": again})
-    for load in straight.sender.loads[0]:
-        packet = straight.sender.digest(load, 2).result()
+    loads = straight.sender.loads[0]
+    assert [load for wave in straight.sender.waves() for load in wave] == loads
+    for load, packing in zip(loads, straight.sender.digest(tuple(loads), 2), strict=True):
         for source, target in zip(straight.sender.places(load), straight.unpacker.places(load), strict=True):
-            np.copyto(target, source)  # type: ignore[arg-type]
-        straight.unpacker.accept(packet).result()
+            np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
+        assert packing.load == load
+        straight.unpacker.accept(packing.result()).result()
     straight.unpacker.verify()
     assert np.array_equal(again.reshape(9, 400), straight.held[::-1].reshape(9, 500)[:, 50:450])
 
