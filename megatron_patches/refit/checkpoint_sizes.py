@@ -117,6 +117,8 @@ class ParallelSizes:
         """
         mesh = TrainerMesh(pp=self.pipeline, first=self.first or 0, last=self.last or 0)
         stages = mesh.stage_layers(num_layers)
+        if not all(stages):
+            raise ValueError(f"stages of {stages} layers leave one without")
         if any(layers % self.chunks for layers in stages):
             raise ValueError(f"stages of {stages} layers cannot be cut into {self.chunks} chunks each")
         return [layers // self.chunks for layers in stages] * self.chunks

@@ -165,8 +165,30 @@ def trained_arguments(flags: Sequence[str], rank: int, world_size: int) -> Any:
     return args
 
 
-def save(case: Case, name: str, chunks: list[Any], rank: int, world_size: int, folder: Path) -> None:
-    """Writes what ``megatron.training`` writes, without the optimizer."""
+# Norms whose names in a checkpoint are others where Transformer Engine's layers were trained.
+_OTHER_NAMES = {
+    "qwen3_moe": {".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight"},
+    "deepseek_v3": {
+        "layers.0.pre_mlp_layernorm.weight": "layers.0.mlp.linear_fc1.layer_norm_weight",
+        ".self_attention.q_layernorm.weight": ".self_attention.linear_q_up_proj.layer_norm_weight",
+        ".self_attention.kv_layernorm.weight": ".self_attention.linear_kv_up_proj.layer_norm_weight",
+    },
+}
+
+
+def rename(name: str, state: Any) -> None:
+    """Changes the names in a state dict to those of Transformer Engine's layers; fails if there is none of them."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    for mine, theirs in _OTHER_NAMES[name].items():
+        found = [entry for entry in nested_values(state) if str(getattr(entry, "key", "")).endswith(mine)]
+        assert found, mine
+        for entry in found:
+            entry.key = entry.key.removesuffix(mine) + theirs
+
+
+def save(case: Case, name: str, chunks: list[Any], rank: int, world_size: int, folder: Path, *, other: bool) -> None:
+    """Writes what ``megatron.training`` writes, without the optimizer; with the other names if told so."""
     from megatron.core import dist_checkpointing
     from megatron.training import checkpointing
 
@@ -174,10 +196,13 @@ def save(case: Case, name: str, chunks: list[Any], rank: int, world_size: int, f
     args.no_save_optim = True
     args.padded_vocab_size = 40  # of the live model; a training finds it when it opens its tokenizer
     args.iteration = ITERATION
+    args.moe_grouped_gemm = other  # which Megatron takes on GPUs alone
     metadata = checkpointing._build_sharded_state_dict_metadata(args)
     state = checkpointing.generate_state_dict(
         args, chunks, None, None, None, iteration=ITERATION, model_sd_kwargs={"metadata": metadata}
     )
+    if other:
+        rename(name, state["model"])
     directory = folder / f"iter_{ITERATION:07d}"
     directory.mkdir(parents=True, exist_ok=True)
     saved = checkpointing._clean_metadata_for_serialization(metadata)
@@ -186,7 +211,10 @@ def save(case: Case, name: str, chunks: list[Any], rank: int, world_size: int, f
 
 
 def save_body(rank: int, world_size: int, models: Sequence[tuple[str, TrainerMesh, int]], root: str) -> None:
-    """Saves models, each under its mesh and with the values of its seed, and exports them straight from memory."""
+    """Saves models, each under its mesh and with the values of its seed, and exports them straight from memory.
+
+    Those of seed 3 get the names of Transformer Engine's layers.
+    """
     from megatron.core import parallel_state
 
     for name, mesh, seed in models:
@@ -194,7 +222,7 @@ def save_body(rank: int, world_size: int, models: Sequence[tuple[str, TrainerMes
         chunks = start(case)
         fill(case, chunks, seed, padding=0.0)
         folder = Path(root) / f"{name}-{seed}"
-        save(case, name, chunks, rank, world_size, folder / "saved")
+        save(case, name, chunks, rank, world_size, folder / "saved", other=seed == 3)
         export_checkpoint(chunks, folder / "live", vocab_size=37)
     parallel_state.destroy_model_parallel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ EXPORTED = {
         TrainerMesh(pp=2, etp=2, expert_tp=2),
     ),
 }
+OTHER_NAMES = ("qwen3_moe", "deepseek_v3")
 # One weight of Megatron's, filled last under the name of the layer that predicts one more token.
 COPIES = {
     "model.embed_tokens.weight": "model.layers.4.embed_tokens.weight",
@@ -82,7 +84,8 @@ def run_commands(ranks: int, commands: Sequence[Sequence[str]], address: str = "
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every family, saved by two ranks and exported from their memory."""
     folder = tmp_path_factory.mktemp("families")
-    models = [(name, mesh, 1) for name, mesh in SAVED.items()] + [("qwen3_moe", SAVED["qwen3_moe"], 2)]
+    models = [(name, mesh, 1) for name, mesh in SAVED.items()]
+    models += [("qwen3_moe", SAVED["qwen3_moe"], 2), *((name, TrainerMesh(etp=2), 3) for name in OTHER_NAMES)]
     run_distributed(save_body, 2, timeout_s=240.0, args=(models, str(folder)))
     return folder
 
@@ -108,17 +111,60 @@ def test_the_export_of_a_checkpoint_is_that_of_the_live_model(
     """To the byte, configuration included; and every tensor is what it was filled with."""
     results = outcomes[name, mesh]
     assert [status for status, _ in results] == [0] * mesh.size, results
-    live, output = root / f"{name}-1" / "live", root / f"{name}-1" / called(mesh)
-    assert sorted(path.name for path in output.iterdir()) == sorted(path.name for path in live.iterdir())
-    for path in live.iterdir():
-        assert (output / path.name).read_bytes() == path.read_bytes(), path.name
-    found = load_file(output / "model.safetensors")
+    assert_same_files(root / f"{name}-1" / called(mesh), root / f"{name}-1" / "live")
+    assert_filled(root / f"{name}-1" / called(mesh), name)
+
+
+def assert_same_files(folder: Path, other: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    for name in names:
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def assert_filled(folder: Path, name: str) -> None:
+    """Every tensor of the architecture is there, and holds the values of seed 1."""
+    found = load_file(folder / "model.safetensors")
     shapes = family_from_config(CONFIGS[name]).shapes()
     assert found.keys() == shapes.keys()
     for tensor, shape in shapes.items():
         source = COPIES.get(tensor, tensor) if COPIES.get(tensor) in shapes else tensor
         full = value(Box(source, (0,) * len(shape), shape), shape, 1)
         assert torch.equal(found[tensor], full.to(found[tensor].dtype)), tensor
+
+
+def test_a_checkpoint_of_other_layers_is_read_by_its_own_names(root: Path) -> None:
+    """Transformer Engine's layers keep some norms elsewhere; here those of Megatron's own are built."""
+    commands = [
+        f"export --load {root}/{name}-3/saved --output {root}/{name}-3/out --expert-model-parallel-size 2".split()
+        for name in OTHER_NAMES
+    ]
+    for name, results in zip(OTHER_NAMES, run_commands(2, commands), strict=True):
+        assert [status for status, _ in results] == [0, 0], results
+        assert_same_files(root / f"{name}-3" / "out", root / f"{name}-3" / "live")
+
+
+def test_what_cannot_be_built_is_refused_before_the_weights_are_read(root: Path, tmp_path: Path) -> None:
+    refusals = {
+        "qwen3 --expert-model-parallel-size 2": "--expert-model-parallel-size is 2, but it has no experts",
+        "qwen3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 4": "stages of [0, 4] layers leave",
+        "nemotron_h --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3": "cut into 3 chunks",
+        "deepseek_v3 --vocab-size 41": "its embedding has 40 rows, padding included, which cannot hold 41 tokens",
+    }
+    commands = []
+    for number, words in enumerate(refusals):
+        name, *flags = words.split()
+        folder = tmp_path / str(number)
+        shutil.copytree(root / f"{name}-1" / "saved", folder)
+        # What is left holds the arguments, and not all of the weights.
+        (one_of_two,) = folder.glob("iter_*/__1_0.distcp")
+        one_of_two.unlink()
+        commands.append([*f"export --load {folder} --output {tmp_path}/out".split(), *flags])
+    for message, results in zip(refusals.values(), run_commands(2, commands), strict=True):
+        assert [status for status, _ in results] == [1, 1]
+        assert message in results[0][1]
+        assert "Traceback" not in results[0][1]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

@@ -150,6 +150,8 @@ def test_a_truncated_checkpoint_is_one_line_and_no_output(checkpoint: Path, tmp_
         (["--output", "/proc/out"], "cannot write to /proc"),
         (["--output", "{tmp}"], "is not empty; choose another output directory, or pass --overwrite"),
         (["--etp-size", "2"], "1 processes cannot be divided by tensor 1 x pipeline 1 x ETP 2 = 2"),
+        (["--expert-etp-size", "2"], "expert tensor 1 x expert 1 x expert ETP 2 x pipeline 1 = 2; start a multiple"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "is 2, but there is one pipeline stage; set --pipeline"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(
