@@ -159,9 +159,10 @@ class DevicePort:
         return [Spot(self._memory[piece.view.storage], piece.view) for piece in batch.pieces]
 
     def close(self) -> None:
-        """Waits for what is under way and gives the buffer back."""
+        """Waits for what is under way, gives the buffer back, and lets go of the storages."""
         if self._stream is not None:
             self._stream.synchronize()
+        self._memory = {}
         if self._bounce is not None:
             self._bounce.release()
             self._bounce = None

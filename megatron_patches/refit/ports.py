@@ -192,7 +192,10 @@ class Port(Protocol):
         """Where each box lies. Raises as :meth:`pack`."""
 
     def close(self) -> None:
-        """Waits for what is under way, and gives back what it has leased."""
+        """Waits for what is under way, gives back what it has leased, and lets go of the storages.
+
+        :meth:`renew` opens it again.
+        """
 
 
 class HostPort:
@@ -244,7 +247,8 @@ class HostPort:
         ]
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """See :class:`Port`."""
+        self._memory = {}
 
 
 def elements(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:

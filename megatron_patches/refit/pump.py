@@ -58,7 +58,7 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
         # One group is always under way behind the one whose loads leave.
         while waves and len(digesting) <= len(waves[0]):
             digesting.extend(sender.digest(waves.popleft(), version))
-        free = end.free_slot(packed, check) if packed else None
+        free = end.free_slot(packed, check)
         if free is not None:
             loads = packed[free.destination]
             packing.append((free, sender.pack_into(loads.popleft(), version, free.payload)))

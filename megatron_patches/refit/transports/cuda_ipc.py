@@ -140,7 +140,8 @@ class CudaIpcTransport:
     def __init__(self, place: Place, runtime: DeviceRuntime) -> None:
         self._pool, self._runtime = place.pool, runtime
         self._hidden: frozenset[str] = frozenset()
-        self._located: tuple[Memory, Mapping[str, Location]] = {}, {}
+        self._located: Mapping[str, Location] = {}
+        self._asked: set[object] = set()
 
     def hidden(self, memory: Memory) -> frozenset[str]:
         """What lies in memory that cannot be exported."""
@@ -181,13 +182,13 @@ class CudaIpcTransport:
         lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
         return CudaIpcIncoming(opened, lease, end.slot_bytes, self._runtime)
 
-    def _locate(self, memory: Memory) -> Mapping[str, Location]:
-        """Where the storages are now; found once for all links.
+    def _locate(self, memory: Memory, link: object) -> Mapping[str, Location]:
+        """Where the storages are now; found once for all links, each of which asks once a version.
 
         Raises:
             PartyFailedError: if one cannot be opened by others any longer.
         """
-        if self._located[0] is not memory:
+        if link in self._asked or not self._asked:
             found = self._runtime.locate(memory)
             lost = sorted(frozenset(memory) - frozenset(found) - self._hidden)
             if lost:
@@ -195,8 +196,9 @@ class CudaIpcTransport:
                     f"{lost[0]} (and {len(lost) - 1} more) has moved into memory that other processes cannot open; "
                     "the next push finds another way for it"
                 )
-            self._located = memory, found
-        return self._located[1]
+            self._located, self._asked = found, set()
+        self._asked.add(link)
+        return self._located
 
     def stop(self) -> None:
         """Each wire ends what is under way."""
@@ -215,7 +217,7 @@ class CudaIpcOutgoing:
     """
 
     def __init__(
-        self, lease: Lease[ExportedMemory], slot_bytes: int, locate: Callable[[Memory], Mapping[str, Location]]
+        self, lease: Lease[ExportedMemory], slot_bytes: int, locate: Callable[[Memory, object], Mapping[str, Location]]
     ) -> None:
         self._lease, self._locate = lease, locate
         self._told: Mapping[str, Location] = {}
@@ -223,7 +225,7 @@ class CudaIpcOutgoing:
 
     def begin(self, memory: Memory) -> bytes | None:
         """Tells where storages lie, if they have moved."""
-        found = self._locate(memory)
+        found = self._locate(memory, self)
         if found == self._told:
             return None
         self._told = found

@@ -13,7 +13,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-
 from typing import cast
 
 import msgspec
@@ -39,6 +38,7 @@ LoadOf = Callable[[Packet], Load]
 PlacesOf = Callable[[Load], Sequence[Spot]]
 
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
+_DRIVE_S = 0.001  # how often a source calls its wires, some of which move nothing else while it waits
 
 
 class _Hello(msgspec.Struct):
@@ -149,7 +149,7 @@ class SendingEnd:
         for destination, link in self._links.items():
             told = link.wire.begin(memory)
             if told is not None:
-                patience = Patience(self._place.timeout_s, f"destination rank {destination} to listen", check)
+                patience = self._patience(f"destination rank {destination} to listen", check)
                 frames.send(link.connection, _encode(_Told(told)), patience)
 
     def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
@@ -220,7 +220,7 @@ class SendingEnd:
             PartyFailedError: if none does in time, a destination has gone, or ``check`` raises.
         """
         patience = Patience(self._place.timeout_s, what, check)
-        while not self._collect(_LOOK_AROUND_S, patience):
+        while not self._collect(_DRIVE_S, patience):
             patience.tick()
 
     def finish(self, check: Check) -> None:
@@ -242,7 +242,7 @@ class SendingEnd:
         self._transport.close()
 
     def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
-        patience = Patience(self._place.timeout_s, f"destination rank {packet.destination} to take a packet", check)
+        patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
         head = _Head(
             packet.plan_digest,
             packet.version,
@@ -255,6 +255,18 @@ class SendingEnd:
             slot,
         )
         frames.send(self._links[packet.destination].connection, _encode(head), patience)
+
+    def _patience(self, what: str, check: Check) -> Patience:
+        """For a message to a destination, which may itself be waiting to give something back, and reads nothing then.
+
+        Both would wait for ever if what comes back were not taken meanwhile.
+        """
+
+        def look_after() -> None:
+            check()
+            self._collect(0.0, Patience(self._place.timeout_s, "slots that were given back", check))
+
+        return Patience(self._place.timeout_s, what, look_after)
 
     def _collect(self, wait_s: float, patience: Patience) -> bool:
         """Takes what was given back; waits up to ``wait_s`` for the first. Whether there was anything."""
@@ -433,15 +445,13 @@ class ReceivingEnd:
         announced = len(head.digests), head.nbytes, head.slot == _NO_SLOT
         if planned != announced:
             raise TransferError(
-                f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, in "
-                f"round {head.round}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
+                f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
+                f"in round {head.round}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
         parts = tuple(Part(item.box, item.dtype, digest) for item, digest in zip(load.items, head.digests, strict=True))
-        payload: Pending[object]
-        if load.direct:
-            payload = wire.fetch_direct(load, places_of(load))
-        else:
-            payload = wire.fetch(head.slot, head.nbytes)
+        payload: Pending[object] = (
+            wire.fetch_direct(load, places_of(load)) if load.direct else wire.fetch(head.slot, head.nbytes)
+        )
         return _Arriving(source, replace(packet, parts=parts), head.slot, payload)
 
     def _accept(self, patience: Patience) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
@@ -128,6 +129,9 @@ class Straight:
     unpacker: Unpacker
     held: Bits
     taken: Bits
+    plan: Plan
+    wanted: Manifest
+    terms: dict[tuple[int, int], Terms]
 
     def move(self, load: Load) -> Packet:
         """As a wire moves a direct load."""
@@ -139,7 +143,7 @@ class Straight:
         for source, target in zip(self.sender.places(load), self.unpacker.places(announced), strict=True):
             assert np.shares_memory(source.elements(), self.held)
             assert np.shares_memory(target.elements(), self.taken)
-            np.copyto(target.elements(), source.elements())
+            np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
         return packet
 
 
@@ -159,7 +163,7 @@ def straight() -> Straight:
     terms = {(0, 0): Terms(packet_bytes=240, reach=Reach.ROWS, direct_bytes=800)}
     unpacker = Unpacker(plan, side, terms)
     unpacker.begin(1, {"w": taken})
-    return Straight(Sender(plan, 0, {"w": held}, terms), unpacker, held, taken)
+    return Straight(Sender(plan, 0, {"w": held}, terms), unpacker, held, taken, plan, side, terms)
 
 
 def test_what_consists_of_rows_is_neither_packed_nor_unpacked(straight: Straight) -> None:
@@ -244,3 +248,24 @@ def test_what_a_device_port_cannot_use_is_named() -> None:
     ):
         with pytest.raises(TransferError, match=message):
             list(Sender(plan, 0, memory).pack(0, 1))  # type: ignore[arg-type]
+
+
+def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) -> None:
+    """It may be as large as all weights; between versions a party has none of it."""
+    taken = torch.zeros(3600, dtype=torch.int16)
+    held = torch.from_numpy(straight.held.view(np.int16).copy())
+    watched = [weakref.ref(taken), weakref.ref(held)]
+    plan, terms = straight.plan, straight.terms
+    sender = Sender(plan, 0, {"w": held}, terms)
+    unpacker = Unpacker(plan, straight.wanted, terms)
+    unpacker.begin(1, {"w": taken})
+    for load in sender.loads[0]:
+        packet = sender.digest((load,), 1)[0].result()
+        for source, target in zip(sender.places(load), unpacker.places(load), strict=True):
+            target.elements().copy_(source.elements())  # type: ignore[union-attr,arg-type]
+        unpacker.accept(packet).result()
+    unpacker.verify()
+    sender.close()
+    unpacker.close()
+    del taken, held, source, target
+    assert [reference() for reference in watched] == [None, None]
