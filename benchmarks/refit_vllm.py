@@ -1,0 +1,160 @@
+"""Pushes a Megatron model's weights into a running vLLM server on the same machine, and times what a user waits for.
+
+    python -m benchmarks.refit_vllm --model qwen3-8b --from etp=2 --trainer-gpus 0 1 --engine-gpus 2 3
+
+A server is started with weights that mean nothing (``--load-format dummy``), with CUDA graphs. Trainer ranks hold the
+model of ``--from`` with random weights, change them, and push, ``--repeats`` times for each of ``--transports``;
+``nccl`` is vLLM's own engine, for which another server is started: every tensor gathered on the trainer, broadcast
+whole, loaded by ``load_weights``. The two sides may share GPUs. Without GPUs it runs on ``--device cpu`` with a tiny
+model, as a test of itself.
+
+After the last push of each way the server draws tokens, and the trainer computes their log-probabilities: the KL is
+that of generation, k3 estimator, in nats a token; ``KL before`` is the same against weights of one version later, which
+shows what a missed push looks like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.refit import MODELS
+from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
+from benchmarks.vllm_server import ALPHABET, serve
+from examples.serving import write_byte_tokenizer
+from megatron_patches.refit.cluster import trainer_mesh
+from megatron_patches.refit.hf_config import build_config
+from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.transports.base import TransportName
+
+UPSTREAM = "nccl"
+PARTS = ("prepare", "push", "send", "move", "verify", "commit", "pause")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(MODELS)}, or a config.json")
+    parser.add_argument("--from", dest="trainer", default="tp=1", help="mesh of the trainer, as `plan --from` takes it")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--trainer-gpus", type=int, nargs="+", default=[0], help="one for each rank of the trainer")
+    parser.add_argument("--engine-gpus", type=int, nargs="+", default=[1], help="one for each worker of the engine")
+    parser.add_argument("--transports", nargs="+", default=["cuda_ipc", "c10d", UPSTREAM])
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--staging-mib", type=int, default=256)
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one step may take")
+    parser.add_argument("--engine-arguments", default="", help="further arguments of vLLM's server")
+    parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    return parser.parse_args(arguments)
+
+
+def write_model(config: Any, folder: Path) -> dict[str, Any]:
+    """Writes what a server needs of a model that has no weights yet, and gives its configuration."""
+    written = dict(build_config(family_from_config(config), "bfloat16"))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
+    write_byte_tokenizer(folder, ALPHABET - 1)
+    return written
+
+
+def run(task: Task) -> list[Outcome]:
+    """Runs all trainer ranks, and gives what the first has found.
+
+    Raises:
+        RuntimeError: if a rank failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    processes = [context.Process(target=run_rank, args=(rank, task, sending)) for rank in range(task.mesh.size)]
+    for process in processes:
+        process.start()
+    sending.close()
+    found: list[Outcome] = []
+    try:
+        while True:
+            found.append(receiving.recv())
+            print(line(found[-1]), flush=True)
+    except EOFError:
+        pass  # all ranks have ended
+    for process in processes:
+        process.join()
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+    if failed:
+        raise RuntimeError(f"trainer ranks {failed} failed")
+    return found
+
+
+HEADINGS = ("way", *PARTS, "GB/s", "trainer", "engine", "KL", "KL before")
+
+
+def line(found: Outcome) -> str:
+    """One row of the table; seconds are medians."""
+    if found.failure:
+        return f"{found.way:10} {found.failure}"
+    medians = {part: statistics.median(values) for part, values in found.seconds.items()} | {"prepare": found.prepare_s}
+    cells = [f"{medians[part]:9.3f}" if part in medians else f"{'':9}" for part in PARTS]
+    moved = medians.get("move", medians.get("push", 0.0))
+    cells.append(f"{found.nbytes / moved / 1e9 if moved else 0.0:9.1f}")
+    cells += [f"{nbytes / 2**20:8.0f}M" for nbytes in (found.trainer_bytes, found.engine_bytes)]
+    cells += [f"{value:9.2e}" for value in (found.kl, found.untouched_kl)]
+    return f"{found.way:10} {' '.join(cells)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a table; returns 1 where a way failed."""
+    options = parse(arguments)
+    # Ended from outside, it still ends its server, which runs in a session of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    config = MODELS[options.model][0] if options.model in MODELS else read_config(Path(options.model))
+    mesh = trainer_mesh(options.trainer)
+    on_gpu = options.device == "cuda"
+    if on_gpu and len(options.trainer_gpus) != mesh.size:
+        raise SystemExit(f"--trainer-gpus names {len(options.trainer_gpus)} GPUs; --from has {mesh.size} ranks")
+    engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
+    print(f"{HEADINGS[0]:10} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        written = write_model(config, folder / "model")
+        ours = tuple(name for name in options.transports if name != UPSTREAM)
+        for backend, transports in (("etp", ours), (UPSTREAM, tuple(set(options.transports) - set(ours)))):
+            if not transports:
+                continue
+            arguments = options.engine_arguments.split()
+            with serve(folder / "model", backend, engine_gpus, arguments, folder / f"{backend}.log") as server:
+                with socket.create_server(("127.0.0.1", 0)) as probe:
+                    port = probe.getsockname()[1]
+                found += run(
+                    Task(
+                        config=written,
+                        mesh=mesh,
+                        gpus=tuple(options.trainer_gpus) if on_gpu else (),
+                        engine_gpus=engine_gpus,
+                        server_port=int(server.url.rpartition(":")[2]),
+                        port=port,
+                        transports=tuple(t if t == UPSTREAM else TransportName(t).value for t in transports),
+                        repeats=options.repeats,
+                        staging_bytes=options.staging_mib << 20,
+                        timeout_s=options.timeout,
+                    )
+                )
+    if options.json is not None:
+        content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+        content["outcomes"] = [asdict(item) for item in found]
+        options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return int(any(item.failure for item in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

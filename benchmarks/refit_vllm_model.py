@@ -1,0 +1,179 @@
+"""The Megatron model that ``benchmarks.refit_vllm`` trains in name only: built, filled, changed, and asked."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.source.shard import placements
+
+
+class TrainerModel:
+    """One rank's part of a model with random weights, in bfloat16. Process groups exist already.
+
+    Args:
+        config: content of ``config.json``.
+        mesh: how it is spread.
+        device: where; on GPUs its layers are Transformer Engine's.
+        length: longest text, in tokens.
+
+    Attributes:
+        module: Megatron's.
+        family: what its tensors are.
+    """
+
+    def __init__(self, config: dict[str, Any], mesh: TrainerMesh, device: torch.device, length: int) -> None:
+        self._config, self._mesh, self._device = config, mesh, device
+        self._on_gpu = device.type == "cuda"
+        self.family = family_from_config(config)
+        self.module = self._build(length)
+        self._fill()
+
+    def change(self) -> None:
+        """Other weights, of the same distribution: each shard turned by one place."""
+        with torch.no_grad():
+            for live in describe_model([self.module]):
+                numel = live.shard.as_storage().logical_numel
+                content = live.memory[:numel]
+                content.copy_(content.roll(1))
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, whole, on every rank; all take part."""
+        rank = dist.get_rank()
+        held: dict[str, list[tuple[Any, torch.Tensor]]] = {}
+        for live in describe_model([self.module]):
+            for placement in placements(live.shard, self.family.pieces(live.shard)):
+                held.setdefault(placement.box.tensor, []).append(
+                    (placement.box, placement.view.tensor(live.memory.detach()))
+                )
+        boxes: list[Any] = [None] * self._mesh.size
+        dist.all_gather_object(boxes, {name: [box for box, _ in found] for name, found in held.items()})
+        for name, shape in sorted(self.family.shapes().items()):
+            full = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+            done = set()
+            for owner, theirs in enumerate(boxes):
+                for index, box in enumerate(theirs.get(name, ())):
+                    if box in done:
+                        continue
+                    done.add(box)
+                    region = tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
+                    piece = torch.empty(box.shape, dtype=torch.bfloat16, device=self._device)
+                    if owner == rank:
+                        piece.copy_(held[name][index][1])
+                    if self._mesh.size > 1:
+                        dist.broadcast(piece, owner)
+                    full[region] = piece
+            yield name, full
+
+    def log_probs(self, texts: Sequence[Sequence[int]], prompt: int) -> torch.Tensor:
+        """Log-probability of each token behind the first ``prompt``; float64, on the host, a row a text."""
+        tokens = torch.tensor(texts, device=self._device)
+        positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape[0], -1)
+        mask = None
+        if not self._on_gpu:
+            size = tokens.shape[1]
+            mask = torch.triu(torch.ones(1, 1, size, size, dtype=torch.bool), diagonal=1)
+        with torch.no_grad():
+            logits = self.module(tokens, positions, mask).float()
+        log_probs = torch.log_softmax(logits[:, prompt - 1 : -1], dim=-1)
+        return log_probs.gather(2, tokens[:, prompt:, None])[..., 0].double().cpu()
+
+    def _build(self, length: int) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        mesh, traits = self._mesh, self.family.traits
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=mesh.tp,
+            gtp_remat_size=mesh.etp,
+            expert_model_parallel_size=mesh.ep,
+            expert_tensor_parallel_size=mesh.expert_tp,
+            expert_gtp_remat_size=mesh.expert_etp,
+            create_gloo_process_groups=not self._on_gpu,
+        )
+        model_parallel_cuda_manual_seed(1)
+        experts: dict[str, Any] = {}
+        if traits.num_experts:
+            experts = {
+                "num_moe_experts": traits.num_experts,
+                "moe_router_topk": int(self._config["num_experts_per_tok"]),
+                "moe_ffn_hidden_size": int(self._config["moe_intermediate_size"]),
+                "moe_token_dispatcher_type": "alltoall",
+                "moe_router_load_balancing_type": "none",
+                "moe_grouped_gemm": self._on_gpu,
+            }
+        config = TransformerConfig(
+            num_layers=traits.num_layers,
+            hidden_size=traits.hidden_size,
+            ffn_hidden_size=traits.ffn_hidden_size,
+            num_attention_heads=traits.num_heads,
+            num_query_groups=traits.num_kv_heads,
+            kv_channels=traits.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=traits.norm_eps,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            qk_layernorm=traits.qk_norm,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            use_cpu_initialization=not self._on_gpu,
+            perform_initialization=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            tensor_model_parallel_size=mesh.tp,
+            expert_model_parallel_size=mesh.ep,
+            expert_tensor_parallel_size=mesh.expert_tp,
+            gtp_weight_remat_size=mesh.etp,
+            **experts,
+        )
+        number = traits.num_experts or None
+        if self._on_gpu:
+            spec = get_gpt_layer_with_transformer_engine_spec(
+                num_experts=number, moe_grouped_gemm=number is not None, qk_layernorm=traits.qk_norm
+            )
+        else:
+            spec = get_gpt_layer_local_spec(
+                normalization="RMSNorm", num_experts=number, moe_grouped_gemm=False, qk_layernorm=traits.qk_norm
+            )
+        model = GPTModel(
+            config,
+            spec,
+            traits.vocab_size,
+            length,
+            position_embedding_type="rope",
+            rotary_base=int(traits.rope_base),
+            share_embeddings_and_output_weights=traits.tied_embeddings,
+            parallel_output=False,
+        )
+        return model.to(self._device).bfloat16().eval().requires_grad_(False)
+
+    def _fill(self) -> None:
+        """Random weights; ranks that hold the same box agree."""
+        shapes = self.family.shapes()
+        for live in describe_model([self.module]):
+            live.memory.zero_()
+            for placement in placements(live.shard, self.family.pieces(live.shard)):
+                box, shape = placement.box, shapes[placement.box.tensor]
+                generator = torch.Generator(device=self._device).manual_seed(zlib.crc32(str(box).encode()))
+                values = torch.randn(box.shape, generator=generator, device=self._device, dtype=torch.bfloat16)
+                where = placement.view.tensor(live.memory.detach())
+                where.copy_(1 + values / 8 if box.tensor.endswith("norm.weight") else values / math.sqrt(shape[-1]))

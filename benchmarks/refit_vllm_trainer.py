@@ -1,0 +1,289 @@
+"""What one trainer rank of ``benchmarks.refit_vllm`` does: push a Megatron model, and compare."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.refit_vllm_model import TrainerModel
+from benchmarks.vllm_server import ALPHABET, Sample, ServerError, VllmServer
+from megatron_patches.refit.engines import HttpEngine, PauseMode
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.transports.base import TransportName
+
+_PROMPT, _LENGTH, _SAMPLES = 64, 128, 4  # tokens given, tokens drawn, texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every rank is told.
+
+    Attributes:
+        config: content of ``config.json``.
+        mesh: how the trainer is spread.
+        gpus: GPU of each rank; none for CPUs.
+        engine_gpus: of the server, whose memory is watched.
+        server_port: of the server.
+        port: where ranks meet.
+        transports: what to measure; ``nccl`` is vLLM's own engine.
+        repeats: pushes a transport.
+        staging_bytes: see RefitOptions.
+        timeout_s: how long anything may take.
+    """
+
+    config: dict[str, Any]
+    mesh: TrainerMesh
+    gpus: tuple[int, ...]
+    engine_gpus: tuple[int, ...]
+    server_port: int
+    port: int
+    transports: tuple[str, ...]
+    repeats: int
+    staging_bytes: int
+    timeout_s: float
+
+
+@dataclass
+class Outcome:
+    """What one way came to; seconds are lists, one a push.
+
+    Attributes:
+        way: its name.
+        failure: why it failed, or nothing.
+        prepare_s: meeting, recording, planning and proving, once.
+        nbytes: that all workers were sent by a push.
+        seconds: ``push`` from begin to end, its parts, and ``pause``: how long no request was answered.
+        trainer_bytes: memory that a trainer GPU has given out more than before, at most.
+        engine_bytes: the same of the engine's.
+        kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
+        log_prob_error: mean absolute difference of log-probabilities.
+        untouched_kl: the same KL against the trainer's weights before the last push; shows that it can tell.
+    """
+
+    way: str
+    failure: str = ""
+    prepare_s: float = 0.0
+    nbytes: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    trainer_bytes: int = 0
+    engine_bytes: int = 0
+    kl: float = math.nan
+    log_prob_error: float = math.nan
+    untouched_kl: float = math.nan
+
+
+class TimedEngine(HttpEngine):
+    """A server, and how long its last commit has kept requests waiting.
+
+    Attributes:
+        paused_s: from before the pause was asked for until it had resumed.
+    """
+
+    paused_s = 0.0
+
+    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
+        """See HttpEngine."""
+        started = time.perf_counter()
+        super().commit(call, pause)
+        self.paused_s = time.perf_counter() - started
+
+
+def run_rank(rank: int, task: Task, results: Connection) -> None:
+    """All measurements; the first rank sends what came out."""
+    trainer = Trainer(rank, task)
+    try:
+        for name in task.transports:
+            found = trainer.measure(name)
+            if rank == 0:
+                results.send(found)
+    finally:
+        dist.destroy_process_group()
+
+
+class Trainer:
+    """One rank.
+
+    Args:
+        rank: its number.
+        task: what to measure.
+    """
+
+    def __init__(self, rank: int, task: Task) -> None:
+        import megatron_patches
+
+        self.rank, self.task = rank, task
+        self.device = torch.device("cpu")
+        if task.gpus:
+            self.device = torch.device("cuda", task.gpus[rank])
+            torch.cuda.set_device(self.device)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        megatron_patches.apply()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if task.gpus else "gloo",
+            init_method=f"tcp://127.0.0.1:{task.port}",
+            rank=rank,
+            world_size=task.mesh.size,
+        )
+        self.model = TrainerModel(task.config, task.mesh, self.device, _PROMPT + _LENGTH)
+        self.server = VllmServer(task.server_port)
+        self.version = 0
+
+    def measure(self, name: str) -> Outcome:
+        """Pushes versions one way."""
+        before = self._memory_in_use()
+        found = Outcome(name)
+        try:
+            if name == "nccl":
+                self._push_upstream(found)
+            else:
+                self._push_session(found, TransportName(name))
+            self._compare(found)
+        except (RefitError, ServerError) as error:
+            found.failure = str(error)[:400]
+        after = self._memory_in_use()
+        grown = {gpu: after[gpu] - before[gpu] for gpu in after}
+        found.trainer_bytes = max((grown[gpu] for gpu in self.task.gpus), default=0)
+        found.engine_bytes = max((grown[gpu] for gpu in self.task.engine_gpus), default=0)
+        return found
+
+    # Pushes ------------------------------------------------------------------------------------------------------
+
+    def _push_session(self, found: Outcome, transport: TransportName) -> None:
+        engine = TimedEngine(self.server.url)
+        options = RefitOptions(
+            transport=transport, staging_bytes=self.task.staging_bytes, timeout_s=self.task.timeout_s
+        )
+        session = RefitSession(
+            [self.model.module],
+            [engine] if self.rank == 0 else [],
+            vocab_size=int(self.task.config["vocab_size"]),
+            options=options,
+        )
+        try:
+            started = time.perf_counter()
+            session.prepare()
+            found.prepare_s = time.perf_counter() - started
+            for push in range(self.task.repeats + 1):
+                self._next()
+                self._all_ready()
+                started = time.perf_counter()
+                report = session.push(self.version)
+                taken = {"push": time.perf_counter() - started, **report.seconds, "pause": engine.paused_s}
+                if push:  # the first makes links and allocates
+                    for part, seconds in taken.items():
+                        found.seconds.setdefault(part, []).append(seconds)
+                found.nbytes = report.nbytes
+        finally:
+            session.close()
+            engine.close()
+
+    def _push_upstream(self, found: Outcome) -> None:
+        """The way of vLLM's own engine: every tensor gathered on the trainer, broadcast whole, cut by each worker."""
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerSendWeightsArgs,
+            NCCLWeightTransferEngine,
+        )
+        from vllm.utils.network_utils import get_open_port
+
+        workers = max(1, len(self.task.engine_gpus))
+        group: Any = None
+        started = time.perf_counter()
+        if self.rank == 0:
+            where = {"master_address": "127.0.0.1", "master_port": get_open_port()}
+            info = {**where, "rank_offset": 1, "world_size": 1 + workers}
+            joining = threading.Thread(
+                target=self.server.post, args=("init_weight_transfer_engine", {"init_info": info}), daemon=True
+            )
+            joining.start()
+            group = NCCLWeightTransferEngine.trainer_init({**where, "world_size": 1 + workers})
+            joining.join(self.task.timeout_s)
+        self._all_ready()
+        found.prepare_s = time.perf_counter() - started
+        shapes = sorted(self.model.family.shapes().items())
+        found.nbytes = sum(2 * math.prod(shape) for _, shape in shapes) * workers
+        info = {
+            "names": [name for name, _ in shapes],
+            "dtype_names": ["bfloat16"] * len(shapes),
+            "shapes": [list(shape) for _, shape in shapes],
+            "packed": True,
+        }
+        for push in range(self.task.repeats + 1):
+            self._next()
+            self._all_ready()
+            started = time.perf_counter()
+            if self.rank == 0:
+                self.server.post("pause?mode=wait")
+                self.server.post("start_weight_update", {})
+                body = {"update_info": info}
+                taking = threading.Thread(target=self.server.post, args=("update_weights", body), daemon=True)
+                taking.start()
+                NCCLWeightTransferEngine.trainer_send_weights(
+                    self.model.gathered(), NCCLTrainerSendWeightsArgs(group=group, packed=True)
+                )
+                taking.join(self.task.timeout_s)
+                self.server.post("finish_weight_update", {})
+                self.server.post("reset_prefix_cache")
+                self.server.post("resume")
+            else:
+                for _ in self.model.gathered():
+                    pass
+            self._all_ready()
+            if push:
+                for part in ("push", "pause"):
+                    found.seconds.setdefault(part, []).append(time.perf_counter() - started)
+
+    # Comparison --------------------------------------------------------------------------------------------------
+
+    def _compare(self, found: Outcome) -> None:
+        """Generation KL: tokens that the engine has drawn, under the trainer's weights."""
+        samples: list[list[Sample] | None] = [None]
+        if self.rank == 0:
+            generator = torch.Generator().manual_seed(5)
+            prompts = torch.randint(0, ALPHABET, (_SAMPLES, _PROMPT), generator=generator).tolist()
+            samples = [[self.server.sample(prompt, _LENGTH, seed) for seed, prompt in enumerate(prompts)]]
+        dist.broadcast_object_list(samples, 0)
+        drawn = samples[0] or []
+        texts = [sample.tokens for sample in drawn]
+        theirs = torch.tensor([sample.log_probs for sample in drawn], dtype=torch.float64)
+        ours = self.model.log_probs(texts, _PROMPT)
+        found.kl, found.log_prob_error = k3(theirs, ours), float((ours - theirs).abs().mean())
+        self._next()
+        found.untouched_kl = k3(theirs, self.model.log_probs(texts, _PROMPT))
+
+    def _next(self) -> None:
+        self.version += 1
+        self.model.change()
+
+    def _all_ready(self) -> None:
+        if self.task.gpus:
+            torch.cuda.synchronize(self.device)
+        dist.barrier()
+
+    def _memory_in_use(self) -> dict[int, int]:
+        """Bytes by GPU; this process's own unused blocks do not count."""
+        self._all_ready()
+        if not self.task.gpus:
+            return {}
+        torch.cuda.empty_cache()
+        self._all_ready()
+        found = {}
+        for gpu in {*self.task.gpus, *self.task.engine_gpus}:
+            free, total = torch.cuda.mem_get_info(gpu)
+            found[gpu] = total - free
+        return found
+
+
+def k3(engine: torch.Tensor, trainer: torch.Tensor) -> float:
+    """KL(engine, trainer) in nats a token, from log-probabilities of tokens that the engine has drawn."""
+    ratio = trainer - engine
+    return float((ratio.exp() - 1 - ratio).mean())

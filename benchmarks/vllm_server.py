@@ -1,0 +1,163 @@
+"""A vLLM server for :mod:`benchmarks.refit_vllm`: started with weights that mean nothing, and asked for samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 300.0
+ALPHABET = 256
+"""Tokens that samples consist of: those of the tokenizer that comes with the model."""
+
+
+class ServerError(Exception):
+    """The server did not start, or did not answer."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the server wrote.
+
+    Attributes:
+        tokens: the prompt and what follows.
+        log_probs: of the tokens after the prompt, as the server computed them.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class VllmServer:
+    """A running server.
+
+    Attributes:
+        url: its base URL.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def sample(self, prompt: Sequence[int], length: int, seed: int) -> Sample:
+        """Draws ``length`` tokens at temperature 1.
+
+        Log-probabilities are those of the model's whole distribution, though only tokens of the alphabet are drawn.
+
+        Raises:
+            ServerError: if there is no answer.
+        """
+        answer = self.post(
+            "v1/completions",
+            {
+                "model": "benchmark",
+                "prompt": list(prompt),
+                "max_tokens": length,
+                "temperature": 1.0,
+                "seed": seed,
+                "logprobs": 1,
+                "return_token_ids": True,
+                "ignore_eos": True,
+                "allowed_token_ids": list(range(ALPHABET)),
+            },
+        )
+        choice = answer["choices"][0]
+        return Sample([*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
+
+    def post(self, route: str, body: dict[str, Any] | None = None, timeout_s: float = 300.0) -> Any:
+        """Calls a route.
+
+        Raises:
+            ServerError: with what the server said.
+        """
+        request = urllib.request.Request(  # noqa: S310 - this machine's own server
+            f"{self.url}/{route}",
+            b"" if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+            method="POST",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{self.url}/{route} answered {error.code}: {error.read()[:400]!r}") from error
+        except OSError as error:
+            raise ServerError(f"{self.url}/{route} does not answer: {error}") from error
+        return json.loads(content) if content else {}
+
+    def is_up(self) -> bool:
+        """Whether it answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0):  # noqa: S310 - as above
+                return True
+        except OSError:
+            return False
+
+
+@contextmanager
+def serve(model: Path, backend: str, gpus: Sequence[int], arguments: Sequence[str], log: Path) -> Iterator[VllmServer]:
+    """Starts a server with weights that mean nothing; it ends with the context.
+
+    Args:
+        model: folder with a configuration and a tokenizer.
+        backend: vLLM's name of the way weights are to come.
+        gpus: which it may use, one a worker; none for a build of vLLM for CPUs.
+        arguments: of the command line, beside those that the benchmark needs.
+        log: where its output goes.
+
+    Raises:
+        ServerError: if it does not start.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        server = VllmServer(probe.getsockname()[1])
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", "benchmark", "--host", "127.0.0.1", "--port", server.url.rpartition(":")[2]),
+        *(
+            "--load-format",
+            "dummy",
+            "--dtype",
+            "bfloat16",
+            "--weight-transfer-config",
+            json.dumps({"backend": backend}),
+        ),
+        *("--tensor-parallel-size", str(max(1, len(gpus))), *arguments),
+    ]
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+    }
+    if not gpus:
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(  # noqa: S603
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not server.is_up():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"vLLM did not start; the end of its log:\n{log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield server
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=30.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(timeout=30.0)

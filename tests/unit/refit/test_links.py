@@ -1,0 +1,66 @@
+"""Links when the connection between the two ends has room for next to nothing."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from megatron_patches.refit import loads
+from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
+from megatron_patches.refit.loads import Reach, Terms
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.packets import Sender, Unpacker
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.pump import receive_version, send_version
+from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.transports.base import Place, TransportName
+from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
+from megatron_patches.refit.transports.opening import open_transport
+
+SPEC = TensorSpec("w", (1500, 16), "bfloat16")
+
+
+def check() -> None:
+    """Nobody has failed."""
+
+
+def place(party: int) -> Place:
+    return Place(party=party, sources=1, host="127.0.0.1", device="cpu", pool=StagingPool(1 << 14), timeout_s=20.0)
+
+
+def narrow(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that the system allows
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+
+
+def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announcements fill one direction, what comes back the other; both ends must go on all the same."""
+    monkeypatch.setattr(loads, "_DIRECT_BYTES", 32)
+    view = View("w", 0, SPEC.shape, row_major_strides(SPEC.shape))
+    side = Manifest(0, "", (Storage("w", "bfloat16", SPEC.numel, SPEC.numel),), (Placement(SPEC.box, view),))
+    plan = make_plan([SPEC], [side], [side])
+    terms = {(0, 0): Terms(packet_bytes=512, reach=Reach.CONTIGUOUS, direct_bytes=1)}
+    held = np.random.default_rng(1).integers(0, 2**16, SPEC.numel, dtype=np.uint16)
+    taken = np.zeros_like(held)
+    receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
+    sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
+    offers = [sender.offer(512, {"w": held}), receiver.offer(512)]
+    unpacker = Unpacker(plan, side, terms)
+    assert unpacker.expected == 1500
+    unpacker.begin(1, {"w": taken})
+    with ThreadPoolExecutor(2) as pool:
+        linked = pool.submit(sender.connect, offers, {0: 512}, plan.digest, check)
+        receiver.connect(offers, {0: 512}, plan.digest, check)
+        linked.result()
+        narrow(sender._links[0].connection)
+        narrow(receiver._links[0][0])
+        sent = pool.submit(send_version, Sender(plan, 0, {"w": held}, terms), sender, 1, check)
+        receive_version(unpacker, receiver, 20.0, check)
+        sent.result()
+    unpacker.verify()
+    assert np.array_equal(taken, held)
+    sender.close()
+    receiver.close()
