@@ -210,6 +210,15 @@ def save(case: Case, name: str, chunks: list[Any], rank: int, world_size: int, f
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
 
 
+def end_writer() -> None:
+    """Ends the process that Megatron keeps where a checkpoint was saved: a killed worker would leave it behind."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue, filesystem_async._results_queue = filesystem_async._results_queue, None
+    if queue is not None:
+        queue._manager.shutdown()
+
+
 def save_body(rank: int, world_size: int, models: Sequence[tuple[str, TrainerMesh, int]], root: str) -> None:
     """Saves models, each under its mesh and with the values of its seed, and exports them straight from memory.
 
@@ -225,6 +234,7 @@ def save_body(rank: int, world_size: int, models: Sequence[tuple[str, TrainerMes
         save(case, name, chunks, rank, world_size, folder / "saved", other=seed == 3)
         export_checkpoint(chunks, folder / "live", vocab_size=37)
     parallel_state.destroy_model_parallel()
+    end_writer()
 
 
 @contextmanager
