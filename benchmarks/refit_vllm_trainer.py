@@ -90,12 +90,17 @@ class TimedEngine(HttpEngine):
     """
 
     paused_s = 0.0
+    _began = 0.0
 
-    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """See HttpEngine."""
-        started = time.perf_counter()
-        super().commit(call, pause)
-        self.paused_s = time.perf_counter() - started
+        self._began = time.perf_counter()
+        super().pause(mode)
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """See HttpEngine."""
+        super().resume(reset_cache=reset_cache)
+        self.paused_s = time.perf_counter() - self._began
 
 
 def run_rank(rank: int, task: Task, results: Connection) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit.engines import HttpEngine, PauseMode
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.registry import PatchRecord
@@ -71,6 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "them, keep lets them go on with the new weights. Default: %(default)s.",
     )
     group.add_argument(
+        "--refit-memory",
+        choices=[mode.value for mode in MemoryMode],
+        default=defaults.memory.value,
+        help="Where engines receive new weights: beside those that serve, which takes memory for a second copy, or "
+        "in_place, which pauses the engines from before the first byte. Default: %(default)s.",
+    )
+    group.add_argument(
         "--refit-host",
         default=defaults.host,
         metavar="ADDRESS",
@@ -113,6 +121,7 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
         staging_bytes=args.refit_staging_bytes,
         timeout_s=args.refit_timeout,
         pause=PauseMode(args.refit_pause),
+        memory=MemoryMode(args.refit_memory),
         host=args.refit_host,
         allow_narrowing=args.refit_allow_narrowing,
     )

@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -38,10 +39,13 @@ class EngineClient(Protocol):
         """Number of its workers."""
 
     def call(self, call: dict[str, Any]) -> None:
-        """Makes its workers join the rendezvous, or receive a version beside the one that serves."""
+        """Makes its workers join the rendezvous, receive a version, commit it or give it up."""
 
-    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
-        """Lets the received version serve, with empty prefix caches."""
+    def pause(self, mode: PauseMode) -> None:
+        """Lets no request go on, and returns when none does; after an error they do."""
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """Ends a pause; with ``reset_cache`` the prefix caches are emptied before."""
 
 
 class HttpEngine:
@@ -70,20 +74,27 @@ class HttpEngine:
         """See :class:`EngineClient`."""
         self._call("POST", "init_weight_transfer_engine", {"init_info": call})
 
-    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`."""
-        self._resumer.pausing(keep_cache=pause is PauseMode.KEEP)
-        self._call("POST", f"pause?{urllib.parse.urlencode({'mode': pause.value})}")
+        self._resumer.pausing(keep_cache=mode is PauseMode.KEEP)
         try:
-            self.call(call)
-            if pause is not PauseMode.KEEP:
+            self._call("POST", f"pause?{urllib.parse.urlencode({'mode': mode.value})}")
+        except BaseException:
+            with suppress(RefitError):  # what counts is why it could not be paused
+                self.resume(reset_cache=False)
+            raise
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """See :class:`EngineClient`."""
+        try:
+            if reset_cache:
                 self._call("POST", "reset_prefix_cache")
         finally:
             self._call("POST", "resume")
             self._resumer.resumed()
 
     def close(self) -> None:
-        """Resumes the server if a commit could not."""
+        """Resumes the server if it is still paused."""
         self._resumer.close()
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -124,11 +135,13 @@ class LocalEngine:
         """See :class:`EngineClient`."""
         self._llm.init_weight_transfer_engine({"init_info": call})
 
-    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""
-        del pause
-        self.call(call)
-        self._llm.reset_prefix_cache()
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """See :class:`EngineClient`."""
+        if reset_cache:
+            self._llm.reset_prefix_cache()
 
 
 def _shown(content: bytes) -> str:

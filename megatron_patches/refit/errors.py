@@ -57,3 +57,7 @@ class PartyFailedError(RefitError):
 
 class ModelMismatchError(RefitError):
     """Trainer and engine have settings that make two models of the same weights."""
+
+
+class LostWeightsError(RefitError):
+    """A worker cannot put the weights back that served; its engine must not go on."""

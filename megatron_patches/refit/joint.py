@@ -67,10 +67,14 @@ class Moved(msgspec.Struct, frozen=True):
         seconds: what its parts took; of all, the longest on any destination. ``move`` (packing, the way and unpacking,
             which overlap), and on a destination ``allocate`` before and ``verify`` after it.
         staged_bytes: the most memory that packets took at a time; of all, on any party.
+        beside_bytes: memory that a destination made for the version beside what serves; of all, on any.
+        backup_bytes: memory of its host in which it keeps what serves; of all, on any.
     """
 
     seconds: dict[str, float]
     staged_bytes: int
+    beside_bytes: int = 0
+    backup_bytes: int = 0
 
 
 class _Held(msgspec.Struct):
@@ -233,7 +237,12 @@ def _of_all(moved: Sequence[Moved], sources: int) -> Moved:
     destinations = moved[sources:]
     parts = {part for item in destinations for part in item.seconds}
     longest = {part: max(item.seconds.get(part, 0.0) for item in destinations) for part in sorted(parts)}
-    return Moved(longest, max(item.staged_bytes for item in moved))
+    return Moved(
+        longest,
+        max(item.staged_bytes for item in moved),
+        max(item.beside_bytes for item in moved),
+        max(item.backup_bytes for item in moved),
+    )
 
 
 def _commit_topic(version: int) -> str:
@@ -352,7 +361,14 @@ class DestinationParty(_Common):
         assembly: its place among the parties; its number less ``options.sources`` is its rank as a destination.
         options: how to move bytes.
         device: device of its storages: ``cpu``, or torch's name of a GPU.
+
+    Attributes:
+        beside_bytes: see :class:`Moved`; set by whoever makes the memory.
+        backup_bytes: likewise.
     """
+
+    beside_bytes = 0
+    backup_bytes = 0
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
         super().__init__(assembly, options, device)
@@ -420,7 +436,7 @@ class DestinationParty(_Common):
                     with self._timed("verify"):
                         unpacker.verify()
                 received.append(memory)
-                return Moved(self.seconds, self.staging.peak_bytes)
+                return Moved(self.seconds, self.staging.peak_bytes, self.beside_bytes, self.backup_bytes)
 
             self._assembly.gather(f"sending version {version}", Moved, take)
             return received[0]

@@ -1,12 +1,14 @@
 """Ends the pause of a server whose trainer died before it could.
 
 A small process of its own, which imports nothing of this package, reads from a pipe whether the trainer has the
-server paused. The system closes the pipe when the trainer ends, however that happens; if the server is paused then,
-the process empties its prefix cache, as the commit may have gone through, and resumes it.
+server paused. The system closes the pipe when the trainer ends, however that happens. If the server is paused then, the
+process has its workers give up the version under way, which puts the old weights back where a new version has been
+received in their place; empties its prefix cache, as the commit may have gone through; and resumes it.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from contextlib import suppress
 
 _PAUSED, _PAUSED_KEEPING, _RESUMED = b"p", b"k", b"r"
 _PERSISTENCE_S = 120.0  # how long a server is tried that does not answer
+_ANSWER_S = 600.0  # it first ends the call that it is in
 _RETRY_S = 1.0
 
 
@@ -70,25 +73,32 @@ def watch(url: str) -> None:
     state = _RESUMED
     while news := sys.stdin.buffer.read(1):
         state = news
+    if state == _RESUMED:
+        return
+    if not _post(f"{url}/init_weight_transfer_engine", {"init_info": {"call": "abandon"}}):
+        sys.stderr.write(f"refit: {url} stays paused: its weights could not be put back; start it anew\n")
+        return
     if state == _PAUSED:
         _post(f"{url}/reset_prefix_cache")
-    if state != _RESUMED:
-        _post(f"{url}/resume")
+    _post(f"{url}/resume")
 
 
-def _post(url: str) -> None:
-    """Posts until there is an answer, whatever it is."""
+def _post(url: str, body: dict[str, object] | None = None) -> bool:
+    """Posts until there is an answer; whether that was that it is done."""
     deadline = time.monotonic() + _PERSISTENCE_S
+    headers = {"Content-Type": "application/json"}
+    data = b"" if body is None else json.dumps(body).encode()
     while time.monotonic() < deadline:
         try:
-            request = urllib.request.Request(url, method="POST", data=b"")  # noqa: S310 - the trainer checked it
-            urllib.request.urlopen(request, timeout=_PERSISTENCE_S).close()  # noqa: S310 - as above
+            request = urllib.request.Request(url, data, headers, method="POST")  # noqa: S310 - the trainer checked it
+            urllib.request.urlopen(request, timeout=_ANSWER_S).close()  # noqa: S310 - as above
         except urllib.error.HTTPError:
-            return
+            return False
         except OSError:
             time.sleep(_RETRY_S)
         else:
-            return
+            return True
+    return False
 
 
 if __name__ == "__main__":

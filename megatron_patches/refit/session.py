@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.joint import Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Storage
+from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
 from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
 from megatron_patches.refit.source.describe import describe_model
@@ -36,7 +38,8 @@ class RefitOptions:
         transport: how bytes travel; shared memory needs trainer and engines on one host.
         staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
         timeout_s: seconds that a step may take after its first party has finished.
-        pause: what becomes of requests under way at a commit.
+        pause: what becomes of requests under way when the engines pause: for the commit alone, or in place for all.
+        memory: where workers receive new weights: beside those that serve, or in their memory.
         host: address of this process that engines reach.
         allow_narrowing: whether an engine may keep a weight in a type that cannot hold every value of the trainer's,
             where its own loader would round a checkpoint alike; otherwise :meth:`RefitSession.prepare` refuses.
@@ -46,6 +49,7 @@ class RefitOptions:
     staging_bytes: int = 256 << 20
     timeout_s: float = 300.0
     pause: PauseMode = PauseMode.WAIT
+    memory: MemoryMode = MemoryMode.BESIDE
     host: str = "127.0.0.1"
     allow_narrowing: bool = False
 
@@ -65,8 +69,11 @@ class PushReport:
         nbytes: bytes that all destinations together were sent.
         staged_bytes: the most memory that packets took at a time in any process, of either side; at most the
             option ``staging_bytes``.
+        beside_bytes: the most memory that a worker made on its device for the new weights, beside those that serve.
+        backup_bytes: the most memory of its host in which a worker keeps the weights that serve.
         seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
-            waited for it, ``commit`` until all engines serve the new weights. Of ``send``, on the slowest worker:
+            waited for it, ``commit`` until all engines serve the new weights, and ``paused``, the longest that one of
+            them had no request go on, counted from when none did. Of ``send``, on the slowest worker:
             ``allocate`` memory beside the weights that serve, ``move`` (packing, the way and unpacking, which
             overlap), and ``verify``.
     """
@@ -74,6 +81,8 @@ class PushReport:
     version: int
     nbytes: int
     staged_bytes: int
+    beside_bytes: int
+    backup_bytes: int
     seconds: Mapping[str, float]
 
 
@@ -106,8 +115,9 @@ class RefitSession:
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
         self._storages: tuple[Storage, ...] = ()
-        self._commit: _Commit | None = None
+        self._commit: Commit | None = None
         self._workers = 0
+        self._pauses = Pauses(options.pause)
         self.version = 0
 
     @property
@@ -129,10 +139,14 @@ class RefitSession:
         rank, sources = self._exchange.rank, self._exchange.size
         name = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
         self._assembly = Assembly(invitation, rank, name)
+        device = str(next(self._chunks[0].parameters()).device)
         link = LinkOptions(
-            transport=self._options.transport, staging_bytes=self._options.staging_bytes, sources=sources
+            transport=self._options.transport,
+            staging_bytes=self._options.staging_bytes,
+            sources=sources,
+            direct_bytes=direct_bytes(self._options.memory, self._options.transport, device),
         )
-        self._party = SourceParty(self._assembly, link, str(next(self._chunks[0].parameters()).device))
+        self._party = SourceParty(self._assembly, link, device)
         calls = _Calls(self._assembly, "describing the trainer's weights")
         first = sources
         for engine, size in zip(self._engines if self._first else (), sizes, strict=False):
@@ -143,6 +157,7 @@ class RefitSession:
                 "sources": sources,
                 "transport": self._options.transport.value,
                 "staging_bytes": self._options.staging_bytes,
+                "memory": self._options.memory.value,
             }
             calls.start(engine, lambda engine=engine, info=info: engine.call(info))  # type: ignore[misc]
             first += size
@@ -170,20 +185,47 @@ class RefitSession:
             raise RefitError("prepare() has not succeeded")
         if version <= self.version:
             raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
+        engines = self._engines if self._first else ()
+        if self._options.memory is MemoryMode.IN_PLACE:
+            self._on_all(partial(self._pauses.begin_all, engines))
         started = time.perf_counter()
-        receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
         calls = _Calls(assembly, f"sending version {version}")
-        for engine in self._engines if self._first else ():
-            calls.start(engine, lambda engine=engine: engine.call(receiving))  # type: ignore[misc]
-        moved = party.push(version, self._memory)
+        commit = Commit(
+            version,
+            engines,
+            self._pauses,
+            received=partial(calls.finish, self._options.timeout_s),
+            confirm=partial(self._confirm, version),
+            in_place=self._options.memory is MemoryMode.IN_PLACE,
+            timeout_s=self._options.timeout_s,
+        )
+        try:
+            receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
+            for engine in engines:
+                calls.start(engine, lambda engine=engine: engine.call(receiving))  # type: ignore[misc]
+            moved = party.push(version, self._memory)
+        except BaseException as error:
+            # In place, workers have put the old weights back where they could not receive all.
+            stuck = commit.give_up()
+            if stuck:
+                raise RefitError("; ".join([str(error), *stuck])) from error
+            raise
         seconds = {"send": time.perf_counter() - started, **moved.seconds}
         self.version = version
-        self._commit = _Commit(version, calls, self._engines if self._first else (), self._options, self._confirm)
+        self._commit = commit
+        commit.start()
         if wait:
             started = time.perf_counter()
-            self.wait()
-            seconds["commit"] = time.perf_counter() - started
-        return PushReport(version=version, nbytes=party.plan.nbytes, staged_bytes=moved.staged_bytes, seconds=seconds)
+            paused = self._wait()
+            seconds |= {"commit": time.perf_counter() - started, "paused": paused}
+        return PushReport(
+            version=version,
+            nbytes=party.plan.nbytes,
+            staged_bytes=moved.staged_bytes,
+            beside_bytes=moved.beside_bytes,
+            backup_bytes=moved.backup_bytes,
+            seconds=seconds,
+        )
 
     def wait(self) -> None:
         """Waits until all engines serve the version that was pushed last.
@@ -191,11 +233,7 @@ class RefitSession:
         Raises:
             RefitError: on every rank, if one of them did not take it.
         """
-        commit, self._commit = self._commit, None
-        if commit is not None:
-            reason = self._exchange.gather(commit.reason() if self._first else None)[0]
-            if reason is not None:
-                raise RefitError(f"committing version {commit.version} failed: {reason}")
+        self._wait()
 
     def close(self) -> None:
         """Leaves the engines as they are; a commit under way goes on."""
@@ -204,6 +242,17 @@ class RefitSession:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous, self._party, self._assembly, self._commit = None, None, None, None
+
+    def _wait(self) -> float:
+        """:meth:`wait`; for how many seconds an engine was paused."""
+        commit, self._commit = self._commit, None
+        if commit is None:
+            return 0.0
+        found = (commit.reason(), self._pauses.longest_s) if self._first else (None, 0.0)
+        reason, paused_s = self._exchange.gather(found)[0]
+        if reason is not None:
+            raise RefitError(f"committing version {commit.version} failed: {reason}")
+        return paused_s
 
     def _on_all(self, work: Callable[[], None]) -> None:
         """Does ``work`` on every rank; a failure on the first is raised on all."""
@@ -268,42 +317,6 @@ class RefitSession:
         if tuple(storages) != self._storages:
             raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
         return tensors or arrays
-
-
-class _Commit:
-    """The engines' commit of one version, in a thread of its own; nothing to do on ranks without engines."""
-
-    def __init__(
-        self,
-        version: int,
-        calls: _Calls,
-        engines: Sequence[EngineClient],
-        options: RefitOptions,
-        confirm: Callable[[int], None],
-    ) -> None:
-        self.version = version
-        self._confirm = confirm
-        self._calls, self._engines, self._options = calls, engines, options
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name=f"refit-commit-{version}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._calls.finish(self._options.timeout_s)
-            for engine in self._engines:
-                engine.commit({"call": "commit", "version": self.version}, self._options.pause)
-            if self._engines:
-                self._confirm(self.version)
-        except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
-            self._failure = describe_error(error)
-
-    def reason(self) -> str | None:
-        """Once it has ended: why it failed, or None."""
-        self._thread.join(self._options.timeout_s * (1 + len(self._engines)))
-        if self._thread.is_alive():
-            return f"the engines did not commit within {self._options.timeout_s:.0f} s each"
-        return self._failure
 
 
 class _Calls:

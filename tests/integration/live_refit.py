@@ -21,7 +21,8 @@ from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.export import export_checkpoint
-from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.shard import placements
@@ -84,11 +85,16 @@ def session(
     *,
     allow_narrowing: bool = False,
     timeout_s: float = 150.0,
+    memory: MemoryMode = MemoryMode.BESIDE,
 ) -> RefitSession:
     engines = [VllmConnection(address)] if rank == 0 else []
     # Generous: with an engine of two workers, five processes share what may be two processors.
     options = RefitOptions(
-        transport=transport, timeout_s=timeout_s, staging_bytes=STAGING, allow_narrowing=allow_narrowing
+        transport=transport,
+        timeout_s=timeout_s,
+        staging_bytes=STAGING,
+        allow_narrowing=allow_narrowing,
+        memory=memory,
     )
     return RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
 
@@ -128,6 +134,49 @@ def push_body(
                     after.append((engine.parameters(), engine.log_probabilities(PROMPTS)))
         found.append(after)
     return found
+
+
+def in_place_body(
+    rank: int, world_size: int, case: Case, address: str, version: int, seeds: tuple[int, ...]
+) -> tuple[list[tuple[list[dict[str, str]], list[list[float]]]], list[PushReport]]:
+    """Pushes one model after another in place; what the engine then holds and answers, and the reports."""
+    del world_size
+    chunks = start(case)
+    after, reports = [], []
+    pushing = session(case, chunks, rank, address, transport_of(case), memory=MemoryMode.IN_PLACE)
+    with contextlib.closing(pushing):
+        pushing.prepare()
+        for number, seed in enumerate(seeds):
+            fill(case, chunks, seed)
+            reports.append(pushing.push(version + number))
+            if rank == 0:
+                engine = VllmConnection(address)
+                after.append((engine.parameters(), engine.log_probabilities(PROMPTS)))
+    return after, reports
+
+
+def failing_in_place_body(
+    rank: int, world_size: int, case: Case, address: str, version: int, sabotages: tuple[tuple[int, str], ...]
+) -> tuple[list[list[dict[str, str]]], list[str]]:
+    """Pushes model 3, fails to push model 4, in several ways, and pushes model 2; the engine's weights, and why."""
+    del world_size
+    chunks = start(case)
+    held, reasons = [], []
+    engine = VllmConnection(address) if rank == 0 else None
+    pushing = session(case, chunks, rank, address, TransportName.SHM, memory=MemoryMode.IN_PLACE)
+    with contextlib.closing(pushing):
+        pushing.prepare()
+        for number, (seed, sabotage) in enumerate([(3, None), *((4, way) for way in sabotages), (2, None)]):
+            fill(case, chunks, seed)
+            if engine is not None and sabotage is not None:
+                engine.sabotage(*sabotage)
+            try:
+                pushing.push(version + number)
+            except RefitError as error:
+                reasons.append(str(error))
+            if engine is not None:
+                held.append(engine.parameters())
+    return held, reasons
 
 
 def train_body(
@@ -188,12 +237,21 @@ def narrowing_body(
     return reason, parameters
 
 
-def killed_body(rank: int, world_size: int, case: Case, address: str, version: int, victim: int, phase: str) -> None:
+def killed_body(
+    rank: int,
+    world_size: int,
+    case: Case,
+    address: str,
+    version: int,
+    victim: int,
+    phase: str,
+    memory: MemoryMode = MemoryMode.BESIDE,
+) -> None:
     """A push in which rank ``victim`` is killed in ``phase``."""
     del world_size
     chunks = start(case)
     fill(case, chunks, 1)
-    pushing = session(case, chunks, rank, address, TransportName.SHM, timeout_s=60.0)
+    pushing = session(case, chunks, rank, address, TransportName.SHM, timeout_s=60.0, memory=memory)
     if rank == victim and phase == "describing":
         kill_in(pushing, "_describe")
     with contextlib.closing(pushing):
@@ -201,7 +259,7 @@ def killed_body(rank: int, world_size: int, case: Case, address: str, version: i
         if rank == victim and phase == "sending":
             kill_in(packets.Sender, "pack_into", calls=2)
         if rank == victim and phase == "committing":
-            kill_in(VllmConnection, "commit")
+            kill_in(VllmConnection, "call", calls=2)  # the first receives
         pushing.push(version)
 
 

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, export_body, killed_body, push_body, unreachable_body
+from tests.integration.live_refit import (
+    PROMPTS,
+    export_body,
+    failing_in_place_body,
+    killed_body,
+    push_body,
+    unreachable_body,
+)
 from tests.integration.test_live_refit import QWEN3
 from tests.support.launch import RanksFailedError, run_distributed
 from tests.support.live_models import Case
@@ -82,6 +90,36 @@ def test_a_worker_that_fails_keeps_both_workers_on_the_old_weights(engine: Engin
     engine.push(seed)
     assert engine.state() != before
     engine.push(2)
+    assert engine.state() == before
+
+
+@needs_vllm
+@pytest.mark.parametrize(("victim", "phase"), [(1, "sending"), (0, "sending"), (0, "committing")])
+def test_a_trainer_killed_while_it_pushes_in_place_leaves_the_old_weights(
+    engine: Engine, victim: int, phase: str
+) -> None:
+    before = engine.state()
+    args = (CASE, engine.address, next(engine.versions), victim, phase, MemoryMode.IN_PLACE)
+    with pytest.raises(RanksFailedError):
+        run_distributed(killed_body, 2, args=args, timeout_s=120, fresh=True)
+    if phase == "committing":
+        # All is received, and nobody has said what to do with it. A server is told by the trainer's resumer.
+        assert engine.connection.parameters() != before[0]
+        engine.connection.call({"call": "abandon"})
+    assert engine.state() == before
+
+
+@needs_vllm
+def test_a_push_in_place_that_fails_puts_the_version_back_that_was_pushed_before(engine: Engine) -> None:
+    before = engine.state()
+    sabotages = ((0, "memory"), (1, "verify"), (0, "convert"), (1, "replace"))
+    args = (CASE, engine.address, next(engine.versions), sabotages)
+    held, reasons = run_distributed(failing_in_place_body, 2, args=args, timeout_s=240)[0]
+    assert len(reasons) == len(sabotages)
+    assert all("sabotaged" in reason or "was not taken" in reason for reason in reasons)
+    assert held[0] != before[0]
+    assert held[1:-1] == [held[0]] * len(sabotages)
+    assert held[-1] == before[0]
     assert engine.state() == before
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_patches.refit.session import PushReport
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, export_body, narrowing_body, push_body, train_body
+from tests.integration.live_refit import PROMPTS, export_body, in_place_body, narrowing_body, push_body, train_body
 from tests.support.launch import run_distributed
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmHost
@@ -145,6 +146,12 @@ MESHES = {
     ),
     "qwen3_in_float32": (TrainerMesh(etp=2),),
 }
+# Of a mesh whose pushes are repeated in place, and what arrives beside all the same, as it is converted.
+IN_PLACE = {
+    "llama_tied": (TrainerMesh(pp=2, etp=2), 0),
+    "qwen3_moe": (TrainerMesh(etp=2, expert_etp=2), 0),
+    "nemotron_h": (TrainerMesh(tp=2), 2 * 2 * 4),  # A of two mixers with four heads, from bfloat16
+}
 CASES = [(model, tp, mesh) for model in CONFIGS for tp in (1, 2) for mesh in MESHES[model]]
 
 
@@ -161,6 +168,8 @@ class Pushed:
 
     fresh: Answer
     after: dict[TrainerMesh, list[Answer]]
+    in_place: list[Answer]
+    reports: list[PushReport]
 
 
 def push_all(model: str, tp: int, folder: Path) -> Pushed:
@@ -178,7 +187,12 @@ def push_all(model: str, tp: int, folder: Path) -> Pushed:
             cases = [(Case(mesh, (), config), next(versions)) for mesh in meshes]
             found = run_distributed(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=420)[0]
             after |= dict(zip(meshes, found, strict=True))
-    return Pushed(fresh, after)
+        in_place: tuple[list[Answer], list[PushReport]] = [], []
+        if model in IN_PLACE:
+            mesh, _ = IN_PLACE[model]
+            again = (Case(mesh, (), config), host.address, next(versions), (1, 2))
+            in_place = run_distributed(in_place_body, mesh.size, args=again, timeout_s=180)[0]
+    return Pushed(fresh, after, *in_place)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +217,18 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
         assert same[worker] == tensors
     assert other_answers != fresh_answers
     assert same_answers == fresh_answers
+
+
+@pytest.mark.parametrize(("model", "tp"), [(model, tp) for model in IN_PLACE for tp in (1, 2)])
+def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Callable[[str, int], Pushed]) -> None:
+    found = pushed(model, tp)
+    other, same = found.in_place
+    assert other == found.after[IN_PLACE[model][0]][0] != found.fresh
+    assert same == found.fresh
+    for report in found.reports:
+        assert report.beside_bytes == IN_PLACE[model][1] // tp
+        assert report.backup_bytes * tp >= report.nbytes
+        assert 0 < report.seconds["send"] < report.seconds["paused"]
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,11 @@ class VllmConnection:
     def world_size(self) -> int:
         return int(self.run("world_size"))
 
-    def commit(self, call: dict[str, Any], pause: PauseMode) -> None:
-        self.run("commit", call, pause.value)
+    def pause(self, mode: PauseMode) -> None:
+        self.run("pause", mode.value)
+
+    def resume(self, *, reset_cache: bool) -> None:
+        self.run("resume", reset_cache)
 
     def parameters(self) -> list[dict[str, str]]:
         """Digest of each parameter and buffer, by name, for every worker."""
@@ -168,8 +171,11 @@ class _Served:
     def call(self, call: dict[str, Any]) -> None:
         self._engine.call(call)
 
-    def commit(self, call: dict[str, Any], pause: str) -> None:
-        self._engine.commit(call, PauseMode(pause))
+    def pause(self, mode: str) -> None:
+        self._engine.pause(PauseMode(mode))
+
+    def resume(self, reset_cache: bool) -> None:
+        self._engine.resume(reset_cache=reset_cache)
 
     def parameters(self) -> list[dict[str, str]]:
         found: list[dict[str, str]] = self._llm.collective_rpc(_digests)
@@ -205,9 +211,11 @@ def _digests(worker: Any) -> dict[str, str]:
 def _sabotage(worker: Any, rank: int, where: str) -> None:
     """Lets the next refit fail on one worker.
 
-    When it makes ``memory``, when it would ``convert`` what has arrived, in ``build`` or, half done, in ``apply``.
+    When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,
+    half done, in ``apply``; in place, half done in ``replace``.
     """
     import megatron_patches.refit.vllm.engine as engine_module
+    from megatron_patches.refit.packets import Unpacker
     from megatron_patches.refit.vllm.reload import Replacement
 
     if worker.rank != rank:
@@ -215,13 +223,14 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
     places: dict[str, tuple[Any, str]] = {
         "memory": (worker.weight_transfer_engine, "_make_memory"),
         "convert": (engine_module, "finish"),
+        "verify": (Unpacker, "verify"),
     }
     owner, name = places.get(where, (Replacement, where))
     original = getattr(owner, name)
 
     def fail(*args: Any) -> None:
         setattr(owner, name, original)
-        if where == "apply":
+        if where in ("apply", "replace"):
             original(*args)
         raise MemoryError(f"sabotaged {where}")
 

@@ -1,11 +1,17 @@
 """vLLM's side of a refit: a ``WeightTransferEngine`` in every worker.
 
 [Note: calls] Everything comes through ``init_weight_transfer_engine``, with a ``call``: ``join`` once, then for each
-version ``receive`` and ``commit``; between the two the old version serves. vLLM's other calls are not used, for two
-reasons. Its worker notes that an update was started and refuses the next one until it was finished, which a trainer
-that was killed never does. And where an engine has several workers, an exception in one call leaves the answers of
-the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an
-earlier one. For the same reason no call raises: how it went is told at the trainer's rendezvous, and in the log.
+version ``receive`` and ``commit``, or ``abandon``. vLLM's other calls are not used, for two reasons. Its worker notes
+that an update was started and refuses the next one until it was finished, which a trainer that was killed never does.
+And where an engine has several workers, an exception in one call leaves the answers of the others unread
+(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an earlier one. For the
+same reason no call raises: how it went is told at the trainer's rendezvous, and in the log. One thing does raise, as
+the engine must not go on then: old weights that cannot be put back.
+
+[Note: in place] Between ``receive`` and ``commit`` the old version serves, or, where versions are received in place,
+nothing: the engine is paused, and what its model holds is of no version. A worker that has begun to receive in place
+therefore ends each call with the new version committed, with it complete but not committed, or with the old one put
+back; and every call but the commit puts it back first.
 
 A version takes effect on all workers of an engine or on none: each tells the others that it can before any does, and
 that it has before any forgets the old weights.
@@ -19,6 +25,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +40,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megatron_patches.refit.errors import RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVersionError, TransferError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.joint import DestinationParty, LinkOptions, Model
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
+from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.vllm.in_place import InPlace
+from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.recording import record_loading
-from megatron_patches.refit.vllm.reload import Replacement, loader_form
+from megatron_patches.refit.vllm.reload import Replacement, loader_form, refresh_attention
 from megatron_patches.refit.vllm.same_model import check_same_model
 
 logger = logging.getLogger(__name__)
@@ -56,7 +66,7 @@ class RefitCall(WeightTransferInitInfo):
     """One call; JSON, as it may come over HTTP.
 
     Attributes:
-        call: ``join``, ``receive`` or ``commit``.
+        call: ``join``, ``receive``, ``commit`` or ``abandon``.
         host: to join: address of the rendezvous.
         port: to join: its port.
         token: to join: secret that all parties share.
@@ -66,6 +76,7 @@ class RefitCall(WeightTransferInitInfo):
         sources: to join: number of trainer ranks.
         transport: to join: how packets travel.
         staging_bytes: to join: see :class:`megatron_patches.refit.joint.LinkOptions`.
+        memory: to join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
         version: to receive and commit: number of the weights.
         step: to receive: number of the step at which the trainer is.
         linked: to receive: whether the trainer's links are up.
@@ -81,6 +92,7 @@ class RefitCall(WeightTransferInitInfo):
     sources: int = 0
     transport: str = "shm"
     staging_bytes: int = 0
+    memory: str = MemoryMode.BESIDE.value
     version: int = 0
     step: int = 0
     linked: bool = False
@@ -107,16 +119,33 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._party: DestinationParty | None = None
         self._manifest: Manifest | None = None
         self._fills: Sequence[FillRecord] = ()
+        self._layers: Layers | None = None
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
+        self._in_place: InPlace | None = None
+        self._timeout_s = 0.0
 
     def init_transfer_engine(self, init_info: RefitCall) -> None:
-        """Carries out one call. Never raises; see [Note: calls]."""
-        calls = {"join": self._join, "receive": self._receive, "commit": self._commit_and_tell}
+        """Carries out one call; see [Note: calls].
+
+        Raises:
+            LostWeightsError: if the weights that served cannot be put back.
+        """
+        calls = {
+            "join": self._join,
+            "receive": self._receive,
+            "commit": self._commit_and_tell,
+            "abandon": self._abandon,
+        }
         try:
             if init_info.call not in calls:
                 raise ValueError(f"call is {init_info.call!r}; it must be one of {', '.join(calls)}")
+            if init_info.call != "commit":
+                self._settle()
             calls[init_info.call](init_info)
+        except LostWeightsError:
+            logger.exception("refit: this worker's weights are of no version; the engine must be started anew")
+            raise
         except Exception:
             logger.exception("refit: %s failed; version %d serves on", init_info.call, self.version)
 
@@ -136,6 +165,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         """Leaves the rendezvous and forgets what was staged."""
         party, self._party = self._party, None
         self._manifest, self._staged, self._latest = None, None, 0
+        self._layers, self._in_place = None, None
         if party is not None:
             party.close()
 
@@ -155,14 +185,19 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
         name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
         assembly = Assembly(invitation, call.first_party + worker, name)
+        self._timeout_s = call.timeout_s
+        transport, memory, device = TransportName(call.transport), MemoryMode(call.memory), str(self.device)
         options = LinkOptions(
-            transport=TransportName(call.transport),
+            transport=transport,
             staging_bytes=call.staging_bytes,
             sources=call.sources,
+            direct_bytes=direct_bytes(memory, transport, self.device.type),
         )
-        self._party = DestinationParty(assembly, options, str(self.device))
+        self._party = DestinationParty(assembly, options, device)
         try:
-            self._manifest = self._party.prepare(self._record)
+            self._manifest = self._party.prepare(partial(self._record, memory))
+            if self._in_place is not None:
+                self._in_place.backup.start()
         except BaseException:
             self.shutdown()
             raise
@@ -172,7 +207,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         parallel = self.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
-    def _record(self, model: Model) -> Manifest:
+    def _record(self, memory: MemoryMode, model: Model) -> Manifest:
         if self._party is None:
             raise RefitError("no session")
         check_same_model(model.config, self.model_config.hf_text_config)
@@ -181,9 +216,14 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             recording = record_loading(self.model.load_weights, parameters, tensors)
         self._fills = recording.fills
         by_name = {spec.name: spec for spec in tensors}
-        return recorded_manifest(
+        manifest = recorded_manifest(
             self._party.rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
         )
+        self._layers = Layers(self.model)
+        if memory is MemoryMode.IN_PLACE:
+            self._in_place = InPlace(self._layers, manifest.storages, self.device)
+            self._party.backup_bytes = self._in_place.backup.nbytes
+        return manifest
 
     def _receive(self, update: RefitCall) -> None:
         version = update.version
@@ -191,31 +231,65 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
         self._staged, self._instead = None, "nothing has been received"
         staged: dict[str, torch.Tensor] = {}
-        self._party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged))
-        if self._manifest is None:
-            raise RefitError("no plan")
+        arrays: dict[str, Bits] = {}
         try:
+            self._party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged, arrays))
+            arrays.clear()  # whoever received into them may keep the dictionary
+            if self._manifest is None:
+                raise RefitError("no plan")
             self._staged = version, finish(self._manifest, self._fills, staged)
         except Exception as error:
-            self._instead = f"what was received could not be converted ({type(error).__name__}: {error})"
+            self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
+            self._settle()
             raise
 
-    def _make_memory(self, version: int, staged: dict[str, torch.Tensor]) -> Memory:
-        """Fresh memory in which elements arrive as the trainer sends them.
+    def _make_memory(self, version: int, staged: dict[str, torch.Tensor], arrays: dict[str, Bits]) -> Memory:
+        """Memory in which elements arrive as the trainer sends them: fresh, or in place that which serves.
+
+        Args:
+            version: that they are of.
+            staged: it is put here, by storage, in the types that arrive.
+            arrays: and here, as bits, if it is the host's.
+
+        Returns:
+            Whichever of the two a party receives into.
 
         Raises:
             StaleVersionError: if the version is not later than the one that this session committed last.
         """
         if version <= self._latest:
             raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
-        if self._manifest is None:
+        if self._manifest is None or self._party is None:
             raise RefitError("no plan")
+        serving = self._in_place.begin(self._timeout_s) if self._in_place is not None else {}
+        self._party.beside_bytes = 0
         for storage in self._manifest.storages:
-            dtype = getattr(torch, storage.dtype)
-            staged[storage.name] = torch.empty(storage.numel, dtype=dtype, device=self.device)
+            memory = serving.get(storage.name)
+            if memory is None:
+                memory = torch.empty(storage.numel, dtype=getattr(torch, storage.dtype), device=self.device)
+                self._party.beside_bytes += memory.nbytes
+            staged[storage.name] = memory
         if self.device.type != "cpu":
             return staged
-        return {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in staged.items()}
+        arrays |= {name: tensor.view(_UNSIGNED[tensor.element_size()]).numpy() for name, tensor in staged.items()}
+        return arrays
+
+    def _abandon(self, call: RefitCall) -> None:
+        """Gives up what has been received; what served is back by now."""
+        del call
+        self._staged, self._instead = None, "what had been received was given up"
+
+    def _settle(self) -> None:
+        """Puts the weights that served back if others are in their place.
+
+        Raises:
+            LostWeightsError: if that fails.
+        """
+        if self._in_place is not None and self._in_place.begun:
+            self._staged = None
+            self._in_place.put_back()
+            refresh_attention(self.model, self.vllm_config)
+            logger.info("refit: version %d has been put back", self.version)
 
     def _commit_and_tell(self, call: RefitCall) -> None:
         """Commits, and tells the trainer how it went if it is still there."""
@@ -230,38 +304,72 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
                 self._party.post_commit(call.version, reason)
 
     def _commit(self, version: int) -> None:
-        if self._staged is None or self._staged[0] != version:
-            found = self._instead if self._staged is None else f"version {self._staged[0]} has been received"
+        try:
+            staged = self._take_staged(version)
+            # Nobody else holds the weights: layer by layer they are freed.
+            replacement = Replacement(self.model, self.vllm_config, staged, self._layers)
+            del staged
+            if self._in_place is not None:
+                self._replace_in_place(version, replacement)
+            else:
+                self._replace(version, replacement)
+        except Exception:
+            self._settle()
+            raise
+        self.version = self._latest = version
+        if self._in_place is not None:
+            self._in_place.done()
+        logger.info("refit: version %d serves", version)
+
+    def _take_staged(self, version: int) -> dict[str, torch.Tensor]:
+        """What has been received of a version, which is then the caller's.
+
+        Raises:
+            TransferError: if that is nothing.
+        """
+        staged, self._staged = self._staged, None
+        if staged is None or staged[0] != version:
+            found = self._instead if staged is None else f"version {staged[0]} has been received"
             # The other workers wait for this one's vote.
             self._all_can(False)
             raise TransferError(f"asked to commit version {version}, but {found}")
-        replacement = Replacement(self.model, self.vllm_config, self._staged[1])
+        self._instead = f"version {version} has been taken"
+        return staged[1]
+
+    def _replace(self, version: int, replacement: Replacement) -> None:
+        """Lets staged weights and those that serve change places, on all workers or on none."""
         failure: Exception | None = None
         try:
             replacement.build()
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
             failure = error
         if not self._all_can(failure is None):
-            self._staged = None
-            raise TransferError(
-                f"version {version} was not taken: a worker of this engine cannot put it together; version "
-                f"{self.version} serves on"
-            ) from failure
+            raise self._refusal(version, "cannot put it together") from failure
         try:
             replacement.apply()
         except Exception as error:  # noqa: BLE001 - as above
             failure = error
         if not self._all_can(failure is None):
             replacement.undo()
-            self._staged = None
-            raise TransferError(
-                f"version {version} was not taken: a worker of this engine failed to replace its weights; version "
-                f"{self.version} serves on"
-            ) from failure
+            raise self._refusal(version, "failed to replace its weights") from failure
         replacement.forget()
-        self._staged = None
-        self.version = self._latest = version
-        logger.info("refit: version %d serves", version)
+
+    def _replace_in_place(self, version: int, replacement: Replacement) -> None:
+        """Makes the weights that serve of what has been received in their place, and of what has been beside."""
+        failure: Exception | None = None
+        if not self._all_can(True):
+            raise self._refusal(version, "has not received it")
+        try:
+            replacement.replace()
+        except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
+            failure = error
+        if not self._all_can(failure is None):
+            raise self._refusal(version, "failed to replace its weights") from failure
+
+    def _refusal(self, version: int, why: str) -> TransferError:
+        return TransferError(
+            f"version {version} was not taken: a worker of this engine {why}; version {self.version} serves on"
+        )
 
     def _all_can(self, able: bool) -> bool:
         """Whether all workers of this engine are able to commit."""

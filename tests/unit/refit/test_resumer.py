@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -37,11 +38,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         route = self.path.strip("/")
-        self.server.asked.append(route)
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = json.loads(body)["init_info"]["call"] if body else route
+        self.server.asked.append(asked)
         if route == self.server.deaf:
             return  # closes the connection
-        self.send_response(500 if route == self.server.refused else 200)
+        self.send_response(500 if asked == self.server.refused else 200)
         self.end_headers()
         self.wfile.write(b"{}")
 
@@ -68,7 +70,9 @@ class Killed(HttpEngine):
 
 
 def commit_and_die(rank: int, world_size: int, url: str, pause: PauseMode) -> None:
-    Killed(url).commit(COMMIT, pause)
+    engine = Killed(url)
+    engine.pause(pause)
+    engine.call(COMMIT)
 
 
 def settled(server: Server, count: int) -> list[str]:
@@ -83,37 +87,46 @@ def settled(server: Server, count: int) -> list[str]:
     ("pause", "after"), [(PauseMode.WAIT, ["reset_prefix_cache", "resume"]), (PauseMode.KEEP, ["resume"])]
 )
 def test_a_trainer_that_dies_leaves_no_server_paused(pause: PauseMode, after: list[str]) -> None:
-    expected = [f"pause?mode={pause.value}", "init_weight_transfer_engine", *after]
+    expected = [f"pause?mode={pause.value}", "commit", "abandon", *after]
     with serving() as server:
         with pytest.raises(RanksFailedError):
             run_distributed(commit_and_die, 1, None, args=(server.url, pause), fresh=True)
         assert settled(server, len(expected)) == expected
 
 
-def test_after_a_commit_nothing_is_asked_when_the_trainer_ends() -> None:
+def test_a_server_whose_weights_are_not_back_is_left_paused() -> None:
+    expected = ["pause?mode=wait", "commit", "abandon"]
+    with serving(refused="abandon") as server:
+        with pytest.raises(RanksFailedError):
+            run_distributed(commit_and_die, 1, None, args=(server.url, PauseMode.WAIT), fresh=True)
+        assert settled(server, len(expected)) == expected
+
+
+def test_after_a_pause_has_ended_nothing_is_asked_when_the_trainer_ends() -> None:
     with serving() as server:
         engine = HttpEngine(server.url)
         for _ in range(2):
-            engine.commit(COMMIT, PauseMode.ABORT)
-        one = ["pause?mode=abort", "init_weight_transfer_engine", "reset_prefix_cache", "resume"]
+            engine.pause(PauseMode.ABORT)
+            engine.resume(reset_cache=True)
         engine.close()
-        assert settled(server, 8) == one * 2
+        assert settled(server, 6) == ["pause?mode=abort", "reset_prefix_cache", "resume"] * 2
 
 
-def test_a_commit_that_fails_resumes_once() -> None:
-    with serving(refused="init_weight_transfer_engine") as server:
+def test_a_server_that_cannot_be_paused_is_resumed_at_once() -> None:
+    with serving(refused="pause?mode=wait") as server:
         engine = HttpEngine(server.url)
         with pytest.raises(RefitError, match="answered 500"):
-            engine.commit(COMMIT, PauseMode.WAIT)
+            engine.pause(PauseMode.WAIT)
         engine.close()
-        assert settled(server, 3) == ["pause?mode=wait", "init_weight_transfer_engine", "resume"]
+        assert settled(server, 2) == ["pause?mode=wait", "resume"]
 
 
 def test_a_server_that_could_not_be_resumed_is_tried_again_at_the_end() -> None:
     with serving(deaf="resume") as server:
         engine = HttpEngine(server.url)
+        engine.pause(PauseMode.KEEP)
         with pytest.raises(RefitError, match="cannot reach"):
-            engine.commit(COMMIT, PauseMode.KEEP)
+            engine.resume(reset_cache=False)
         server.deaf = ""
         engine.close()
-        assert settled(server, 4) == ["pause?mode=keep", "init_weight_transfer_engine", "resume", "resume"]
+        assert settled(server, 4) == ["pause?mode=keep", "resume", "abandon", "resume"]

@@ -1,0 +1,100 @@
+"""A server, started as the documentation says, whose trainer is killed while it is paused: it answers as before."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.refit import packets
+from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.integration.live_refit import PROMPTS, STAGING, fill, kill_in, start
+from tests.integration.test_live_refit import LLAMA
+from tests.support.launch import RanksFailedError, run_distributed
+from tests.support.live_models import Case
+from tests.support.vllm_server import VllmServer, vllm_server
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(600),
+]
+
+CASE = Case(TrainerMesh(etp=2), (), LLAMA)
+
+
+def body(
+    rank: int, world_size: int, url: str, version: int, seed: int, memory: MemoryMode, killed: str
+) -> dict[str, float]:
+    """Pushes a model; the first rank is killed at ``killed``, if that is anything. How long it took."""
+    del world_size
+    chunks = start(CASE)
+    fill(CASE, chunks, seed)
+    engines = [HttpEngine(url)] if rank == 0 else []
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, memory=memory)
+    with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
+        session.prepare()
+        if rank == 0 and killed == "sending":
+            kill_in(packets.Sender, "pack_into", calls=2)
+        if rank == 0 and killed == "committing":
+            kill_in(HttpEngine, "call", calls=2)  # the first receives
+        report = session.push(version)
+    for engine in engines:
+        engine.close()
+    return dict(report.seconds)
+
+
+@dataclass
+class Served:
+    """A server, and the numbers of what is pushed into it."""
+
+    server: VllmServer
+    versions: Iterator[int]
+
+    def push(self, seed: int, memory: MemoryMode, killed: str = "") -> dict[str, float]:
+        args = (self.server.url, next(self.versions), seed, memory, killed)
+        seconds: dict[str, float] = run_distributed(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
+        return seconds
+
+    def answers(self) -> list[list[float]]:
+        return self.server.log_probabilities(PROMPTS)
+
+    def pauses(self) -> tuple[int, int]:
+        """How often it was paused and resumed."""
+        return self.server.was_asked("pause"), self.server.was_asked("resume")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("server")
+    with vllm_server(LLAMA, folder) as server:
+        yield Served(server, itertools.count(1))
+
+
+@pytest.mark.parametrize(
+    ("memory", "killed"),
+    [(MemoryMode.BESIDE, "committing"), (MemoryMode.IN_PLACE, "sending"), (MemoryMode.IN_PLACE, "committing")],
+)
+def test_a_trainer_killed_while_the_server_is_paused(served: Served, memory: MemoryMode, killed: str) -> None:
+    served.push(2, memory)
+    before = served.answers()
+    pauses, resumptions = served.pauses()
+    assert pauses == resumptions
+    with pytest.raises(RanksFailedError) as raised:
+        served.push(1, memory, killed)
+    assert {failure.rank: failure.kind for failure in raised.value.failures}[0] == "exit"
+    assert served.answers() == before
+    assert served.pauses() == (pauses + 1, resumptions + 1)
+    seconds = served.push(1, memory)
+    assert served.answers() != before
+    assert served.pauses() == (pauses + 2, resumptions + 2)
+    assert seconds["paused"] > (seconds["send"] if memory is MemoryMode.IN_PLACE else 0)
+    served.push(2, memory)
+    assert served.answers() == before

@@ -1,0 +1,93 @@
+"""A vLLM server in a process of its own, started as the documentation says, for tests of what comes over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from examples.serving import ENVIRONMENT, START_TIMEOUT_S, write_byte_tokenizer
+
+MODEL = "under-test"
+
+
+class VllmServer:
+    """A running server.
+
+    Attributes:
+        url: its base.
+    """
+
+    def __init__(self, url: str, log: Path) -> None:
+        self.url, self._log = url, log
+
+    def log_probabilities(self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0) -> list[list[float]]:
+        """Of each prompt's tokens after the first; waits while the server is paused."""
+        return [self._ask(list(prompt), timeout_s) for prompt in prompts]
+
+    def was_asked(self, route: str) -> int:
+        """How many requests for a route it has answered."""
+        return self._log.read_text().count(f'"POST /{route} ') + self._log.read_text().count(f'"POST /{route}?')
+
+    def _ask(self, prompt: list[int], timeout_s: float) -> list[float]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
+        request = urllib.request.Request(  # noqa: S310 - this machine's own server
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
+            found = json.load(answer)["choices"][0]["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], found[1:], strict=True)]
+
+
+@contextmanager
+def vllm_server(config: Mapping[str, object], folder: Path) -> Iterator[VllmServer]:
+    """Starts a server of a model with random weights; it ends with the context.
+
+    Args:
+        config: content of the model's ``config.json``.
+        folder: for the model and the log.
+    """
+    (folder / "config.json").write_text(json.dumps(config))
+    write_byte_tokenizer(folder, 255)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = folder / "server.log"
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *f"--model {folder} --served-model-name {MODEL} --host 127.0.0.1 --port {port}".split(),
+        *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64"),
+        *("--block-size", "32"),
+        *("--weight-transfer-config", json.dumps({"backend": "etp"})),
+    ]
+    server = VllmServer(f"http://127.0.0.1:{port}", log)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_until_up(server.url, process, log)
+        yield server
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(180)
+
+
+def _wait_until_up(url: str, process: subprocess.Popen[Any], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5.0):  # noqa: S310 - this machine's own server
+                return
+        except OSError as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM did not start:\n{log.read_text()[-4000:]}") from error
+            time.sleep(0.5)

@@ -1,0 +1,78 @@
+"""What a backup puts back is what served when it was taken, to the bit, whatever tensors share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.vllm import backup as module
+from megatron_patches.refit.vllm.backup import Backup
+from tests.unit.refit.test_swap import bits, raw
+
+CPU = torch.device("cpu")
+
+
+def weights() -> list[torch.Tensor]:
+    flat = bits((1000,), 5)
+    shared = bits((6, 9), 0)
+    return [
+        shared,
+        shared,
+        shared[2:4],
+        bits((7, 11), 1, torch.float32).t(),
+        flat[10:300],
+        flat[200:700:3],
+        flat[900:],
+        bits((), 2, torch.int64),
+        bits((0, 3), 3),
+        bits((13,), 4, torch.bool),
+        bits((1, 5), 6).expand(4, 5),
+    ]
+
+
+def everything(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 1 << 20])
+def test_all_bits_come_back(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
+    tensors = weights()
+    backup = Backup(tensors, CPU)
+    for value in (7, 9):
+        before = [raw(tensor) for tensor in tensors]
+        backup.start()
+        backup.finish(30)
+        for tensor in tensors:
+            everything(tensor).fill_(value)
+        assert [raw(tensor) for tensor in tensors] != before
+        backup.restore()
+        assert [raw(tensor) for tensor in tensors] == before
+        tensors[0].view(torch.uint8).fill_(value)
+
+
+def test_each_byte_is_kept_once() -> None:
+    tensors = weights()
+    flat = 2 * ((300 - 10) + (699 - 300) + (1000 - 900))
+    assert Backup(tensors, CPU).nbytes == 6 * 9 * 2 + 7 * 11 * 4 + flat + 8 + 13 + 5 * 2
+
+
+def test_without_a_complete_copy_nothing_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = bits((50,), 0)
+    before = raw(tensor)
+    backup = Backup([tensor], CPU)
+    with pytest.raises(RefitError, match="no complete copy"):
+        backup.restore()
+    monkeypatch.setattr(backup, "_copy", lambda: 1 / 0)
+    backup.start()
+    with pytest.raises(RefitError, match="could not be copied"):
+        backup.finish(30)
+    with pytest.raises(RefitError, match="no complete copy"):
+        backup.restore()
+    monkeypatch.undo()
+    backup.finish(30)  # takes it now
+    tensor.zero_()
+    backup.restore()
+    assert raw(tensor) == before

@@ -1,0 +1,122 @@
+"""Whatever becomes of a commit, each engine is asked what it must be, in the right order, and paused no longer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from megatron_patches.refit.commit import Commit, Pauses
+from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.errors import RefitError
+
+
+class Engine:
+    """Notes what it is asked, and refuses ``refused`` of it."""
+
+    def __init__(self, name: str, *refused: str) -> None:
+        self.name, self._refused = name, refused
+        self.asked: list[str] = []
+
+    def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        if what.partition(" ")[0] in self._refused:
+            raise RefitError(f"{self.name} refuses to {what}")
+
+    def world_size(self) -> int:
+        return 1
+
+    def call(self, call: dict[str, Any]) -> None:
+        self._ask(str(call["call"]))
+
+    def pause(self, mode: PauseMode) -> None:
+        self._ask(f"pause {mode.value}")
+        time.sleep(0.01)
+
+    def resume(self, *, reset_cache: bool) -> None:
+        self._ask("resume emptied" if reset_cache else "resume")
+
+
+def nothing() -> None:
+    """All goes well."""
+
+
+def refuse() -> None:
+    raise RefitError("it was not so")
+
+
+def commit(*engines: Engine, in_place: bool, pauses: Pauses, received: Any = nothing, confirm: Any = nothing) -> Commit:
+    return Commit(7, engines, pauses, received=received, confirm=confirm, in_place=in_place, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("mode", "resume"), [(PauseMode.WAIT, "resume emptied"), (PauseMode.KEEP, "resume")])
+def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, resume: str, in_place: bool) -> None:
+    engines, pauses = [Engine("one"), Engine("two")], Pauses(mode)
+    if in_place:
+        pauses.begin_all(engines)
+        assert [engine.asked for engine in engines] == [[f"pause {mode.value}"]] * 2
+    under_test = commit(*engines, in_place=in_place, pauses=pauses)
+    under_test.start()
+    assert under_test.reason() is None
+    assert [engine.asked for engine in engines] == [[f"pause {mode.value}", "commit", resume]] * 2
+    assert 0 < pauses.longest_s < 5
+
+
+@pytest.mark.parametrize(("in_place", "after"), [(False, ["resume"]), (True, ["abandon", "resume"])])
+def test_an_engine_that_does_not_commit_is_resumed_and_the_others_commit(in_place: bool, after: list[str]) -> None:
+    engines, pauses = [Engine("one", "commit"), Engine("two")], Pauses(PauseMode.WAIT)
+    if in_place:
+        pauses.begin_all(engines)
+    under_test = commit(*engines, in_place=in_place, pauses=pauses, confirm=refuse)
+    under_test.start()
+    assert under_test.reason() == "one refuses to commit"
+    assert engines[0].asked == ["pause wait", "commit", *after]
+    assert engines[1].asked == ["pause wait", "commit", "resume emptied"]
+
+
+def test_an_engine_that_does_not_say_that_its_weights_are_back_stays_paused() -> None:
+    engines, pauses = [Engine("one", "commit", "abandon"), Engine("two")], Pauses(PauseMode.ABORT)
+    pauses.begin_all(engines)
+    under_test = commit(*engines, in_place=True, pauses=pauses)
+    under_test.start()
+    assert "one stays paused" in str(under_test.reason())
+    assert engines[0].asked == ["pause abort", "commit", "abandon"]
+    assert engines[1].asked == ["pause abort", "commit", "resume emptied"]
+
+
+@pytest.mark.parametrize(("in_place", "asked"), [(False, []), (True, ["pause wait", "abandon", "resume"])])
+def test_where_a_version_was_not_received_nobody_commits(in_place: bool, asked: list[str]) -> None:
+    engines, pauses = [Engine("one"), Engine("two")], Pauses(PauseMode.WAIT)
+    if in_place:
+        pauses.begin_all(engines)
+    under_test = commit(*engines, in_place=in_place, pauses=pauses, received=refuse)
+    under_test.start()
+    assert under_test.reason() == "it was not so"
+    assert [engine.asked for engine in engines] == [asked] * 2
+
+
+def test_instead_of_a_commit_engines_go_on_with_the_old_weights() -> None:
+    engines, pauses = [Engine("one", "abandon"), Engine("two")], Pauses(PauseMode.WAIT)
+    pauses.begin_all(engines)
+    stuck = commit(*engines, in_place=True, pauses=pauses, received=refuse).give_up()
+    assert len(stuck) == 1
+    assert "one stays paused" in stuck[0]
+    assert [engine.asked for engine in engines] == [["pause wait", "abandon"], ["pause wait", "abandon", "resume"]]
+    assert commit(*engines, in_place=False, pauses=pauses).give_up() == []
+
+
+def test_what_workers_do_not_confirm_is_a_failure() -> None:
+    engine, pauses = Engine("one"), Pauses(PauseMode.WAIT)
+    under_test = commit(engine, in_place=False, pauses=pauses, confirm=refuse)
+    under_test.start()
+    assert under_test.reason() == "it was not so"
+    assert engine.asked == ["pause wait", "commit", "resume emptied"]
+
+
+def test_where_one_engine_cannot_be_paused_none_is() -> None:
+    engines, pauses = [Engine("one"), Engine("two", "pause")], Pauses(PauseMode.WAIT)
+    with pytest.raises(RefitError, match=r"two cannot be paused.*two refuses to pause wait"):
+        pauses.begin_all(engines)
+    assert [engine.asked for engine in engines] == [["pause wait", "resume"], ["pause wait"]]
