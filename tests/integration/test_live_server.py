@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +36,7 @@ CASE = Case(TrainerMesh(etp=2), (), LLAMA)
 def body(
     rank: int, world_size: int, url: str, version: int, seed: int, memory: MemoryMode, killed: str
 ) -> dict[str, float]:
-    """Pushes a model; the first rank is killed at ``killed``, if that is anything. How long it took."""
+    """Pushes a model; the first rank is killed at ``killed``, or sends it ``slowly``. How long it took."""
     del world_size
     chunks = start(CASE)
     fill(CASE, chunks, seed)
@@ -41,6 +44,8 @@ def body(
     options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, memory=memory)
     with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
         session.prepare()
+        if rank == 0 and killed == "slowly":
+            slow_down(packets.Sender, "pack_into")
         if rank == 0 and killed == "sending":
             kill_in(packets.Sender, "pack_into", calls=2)
         if rank == 0 and killed == "committing":
@@ -49,6 +54,17 @@ def body(
     for engine in engines:
         engine.close()
     return dict(report.seconds)
+
+
+def slow_down(owner: Any, name: str) -> None:
+    """Lets each call of a method take a quarter of a second more."""
+    original = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.25)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)
 
 
 @dataclass
@@ -98,3 +114,23 @@ def test_a_trainer_killed_while_the_server_is_paused(served: Served, memory: Mem
     assert seconds["paused"] > (seconds["send"] if memory is MemoryMode.IN_PLACE else 0)
     served.push(2, memory)
     assert served.answers() == before
+
+
+def test_requests_are_answered_while_a_version_arrives_beside(served: Served) -> None:
+    """By the old weights, until the new ones serve; what took longest was not the whole way."""
+    served.push(2, MemoryMode.BESIDE)
+    before, found = served.answers(), list[dict[str, float]]()
+    pushing = threading.Thread(target=lambda: found.append(served.push(1, MemoryMode.BESIDE, "slowly")))
+    pushing.start()
+    answers, longest = [], 0.0
+    while pushing.is_alive():
+        started = time.monotonic()
+        answers.append(served.answers())
+        longest = max(longest, time.monotonic() - started)
+    pushing.join()
+    after = served.answers()
+    assert after != before
+    changed = next((index for index, answer in enumerate(answers) if answer != before), len(answers))
+    assert all(answer == after for answer in answers[changed + 1 :])  # one has asked twice, before and after
+    assert found[0]["send"] > 2
+    assert longest < found[0]["send"] * 0.7

@@ -8,6 +8,11 @@ And where an engine has several workers, an exception in one call leaves the ans
 same reason no call raises: how it went is told at the trainer's rendezvous, and in the log. One thing does raise, as
 the engine must not go on then: old weights that cannot be put back.
 
+[Note: meanwhile] vLLM carries out a call between two steps of its engine, so no request goes on during one. A version
+that is received beside the weights that serve therefore arrives in a thread of its own: ``receive`` only begins, and
+the next call waits for its end. With NCCL it does not: its kernels and those of the engine's own communication could
+wait for each other in a circle, across workers.
+
 [Note: in place] Between ``receive`` and ``commit`` the old version serves, or, where versions are received in place,
 nothing: the engine is paused, and what its model holds is of no version. A worker that has begun to receive in place
 therefore ends each call with the new version committed, with it complete but not committed, or with the old one put
@@ -50,6 +55,7 @@ from megatron_patches.refit.rendezvous import Assembly, Invitation
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.recording import record_loading
@@ -58,6 +64,7 @@ from megatron_patches.refit.vllm.same_model import check_same_model
 
 logger = logging.getLogger(__name__)
 
+_LEAVING_S = 30.0  # for a thread to notice that the session has ended
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -123,6 +130,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
         self._in_place: InPlace | None = None
+        self._aside = Aside(device)
+        self._may_go_on = False  # whether requests are answered while a version arrives
         self._timeout_s = 0.0
 
     def init_transfer_engine(self, init_info: RefitCall) -> None:
@@ -140,7 +149,10 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         try:
             if init_info.call not in calls:
                 raise ValueError(f"call is {init_info.call!r}; it must be one of {', '.join(calls)}")
-            if init_info.call != "commit":
+            if init_info.call == "join":
+                self._leave()
+            elif init_info.call != "commit":
+                self._aside.finish(self._timeout_s)
                 self._settle()
             calls[init_info.call](init_info)
         except LostWeightsError:
@@ -164,10 +176,16 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     def shutdown(self) -> None:
         """Leaves the rendezvous and forgets what was staged."""
         party, self._party = self._party, None
-        self._manifest, self._staged, self._latest = None, None, 0
-        self._layers, self._in_place = None, None
         if party is not None:
             party.close()
+        self._aside.finish(_LEAVING_S)
+        self._manifest, self._staged, self._latest = None, None, 0
+        self._layers, self._in_place = None, None
+
+    def _leave(self) -> None:
+        """Ends a session: the weights that served are back, and nothing is under way."""
+        self._settle()
+        self.shutdown()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -180,7 +198,6 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def _join(self, call: RefitCall) -> None:
         """Joins the trainer's rendezvous and agrees on a plan. Ends an earlier session."""
-        self.shutdown()
         worker = self._worker()
         invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
         name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
@@ -193,6 +210,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             sources=call.sources,
             direct_bytes=direct_bytes(memory, transport, self.device.type),
         )
+        nccl = transport is TransportName.C10D and self.device.type != "cpu"
+        self._may_go_on = memory is MemoryMode.BESIDE and not nccl
         self._party = DestinationParty(assembly, options, device)
         try:
             self._manifest = self._party.prepare(partial(self._record, memory))
@@ -226,21 +245,29 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         return manifest
 
     def _receive(self, update: RefitCall) -> None:
-        version = update.version
-        if self._party is None:
+        """Receives a version, or begins to; see [Note: meanwhile]."""
+        party = self._party
+        if party is None:
             raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
         self._staged, self._instead = None, "nothing has been received"
+        if self._may_go_on:
+            self._aside.start(f"receive-{update.version}", lambda: self._take(party, update))
+        else:
+            self._take(party, update)
+
+    def _take(self, party: DestinationParty, update: RefitCall) -> None:
+        version = update.version
         staged: dict[str, torch.Tensor] = {}
         arrays: dict[str, Bits] = {}
         try:
-            self._party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged, arrays))
+            party.receive(version, update.step, update.linked, lambda: self._make_memory(version, staged, arrays))
             arrays.clear()  # whoever received into them may keep the dictionary
             if self._manifest is None:
                 raise RefitError("no plan")
             self._staged = version, finish(self._manifest, self._fills, staged)
         except Exception as error:
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
-            self._settle()
+            self._settle()  # has nothing to do where requests go on
             raise
 
     def _make_memory(self, version: int, staged: dict[str, torch.Tensor], arrays: dict[str, Bits]) -> Memory:
@@ -327,12 +354,17 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         Raises:
             TransferError: if that is nothing.
         """
+        late: RefitError | None = None
+        try:
+            self._aside.finish(self._timeout_s)
+        except RefitError as error:
+            late = error
         staged, self._staged = self._staged, None
-        if staged is None or staged[0] != version:
+        if late is not None or staged is None or staged[0] != version:
             found = self._instead if staged is None else f"version {staged[0]} has been received"
             # The other workers wait for this one's vote.
             self._all_can(False)
-            raise TransferError(f"asked to commit version {version}, but {found}")
+            raise TransferError(f"asked to commit version {version}, but {found}") from late
         self._instead = f"version {version} has been taken"
         return staged[1]
 
@@ -352,6 +384,9 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         if not self._all_can(failure is None):
             replacement.undo()
             raise self._refusal(version, "failed to replace its weights") from failure
+        if self.device.type != "cpu":
+            # The memory that is given back here was made in another thread, whose stream may take it at once.
+            torch.accelerator.synchronize(self.device)
         replacement.forget()
 
     def _replace_in_place(self, version: int, replacement: Replacement) -> None:

@@ -1,0 +1,64 @@
+"""Work in a thread of its own, while the engine answers requests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from megatron_patches.refit.errors import RefitError
+
+logger = logging.getLogger(__name__)
+
+
+class Aside:
+    """One piece of work at a time.
+
+    Args:
+        device: that it uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Begins the work; what it raises is logged.
+
+        Args:
+            name: for the log.
+            work: it.
+
+        Raises:
+            RefitError: if other work has not ended.
+        """
+        self.finish(0.0)
+
+        def run() -> None:
+            try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                with torch.no_grad():
+                    work()
+                if self._device.type == "cuda":
+                    # Whoever uses what it has made does so in another thread's stream.
+                    torch.cuda.current_stream(self._device).synchronize()
+            except Exception:
+                logger.exception("refit: %s failed; the weights that served serve on", name)
+
+        self._thread = threading.Thread(target=run, name=f"refit-{name}", daemon=True)
+        self._thread.start()
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits until no work is under way.
+
+        Raises:
+            RefitError: if it does not end in time.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise RefitError(f"{self._thread.name} did not end within {timeout_s:.0f} s")
+            self._thread = None

@@ -1,0 +1,45 @@
+"""Work beside the engine's own thread: one at a time, waited for, and what it raises stops nobody."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.vllm.aside import Aside
+
+
+def test_work_goes_on_by_itself_until_somebody_waits_for_it() -> None:
+    aside, may_end, done = Aside(torch.device("cpu")), threading.Event(), list[str]()
+
+    def work() -> None:
+        may_end.wait(30)
+        done.append(threading.current_thread().name)
+
+    aside.finish(0.0)
+    aside.start("one", work)
+    with pytest.raises(RefitError, match="refit-one did not end within 0 s"):
+        aside.start("two", work)
+    assert done == []
+    may_end.set()
+    aside.finish(30)
+    assert done == ["refit-one"]
+    aside.start("two", work)
+    aside.finish(30)
+    assert done == ["refit-one", "refit-two"]
+
+
+def test_what_work_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    aside = Aside(torch.device("cpu"))
+
+    def work() -> None:
+        raise RefitError("no such thing")
+
+    with caplog.at_level(logging.ERROR):
+        aside.start("one", work)
+        aside.finish(30)
+    assert "one failed" in caplog.text
+    assert "no such thing" in caplog.text
