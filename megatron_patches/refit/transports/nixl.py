@@ -1,28 +1,30 @@
-"""NIXL (https://github.com/ai-dynamo/nixl): the destination reads the source's slots, over whatever UCX finds.
+"""NIXL (https://github.com/ai-dynamo/nixl): the destination reads the source's memory, over whatever UCX finds.
 
-On one host that is shared memory, or NVLink between GPUs; between hosts RDMA, or TCP. Slots lie where the party's
-storages do, on the host or on a GPU. The two sides may run different versions of torch.
+On one host that is shared memory, or NVLink between GPUs; between hosts RDMA, or TCP. Boxes that lie in one piece on
+both sides are read from the weights into their places; the others from slots, which lie where the party's storages do.
+Rows would be a transfer each: packing them was found to be faster, however long they are. The two sides may run
+different versions of torch.
+
+A source registers its storages once, and again when they have moved. A destination registers the memory of a version
+only while something is read into it, as nobody tells it when that memory is freed.
 """
 
 from __future__ import annotations
 
-import importlib
-import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from megatron_patches.refit import frames
-from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.loads import Reach
-from megatron_patches.refit.ports import Memory, Payload, Pending
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.loads import Load, Reach
+from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Packed, Place
-
-# The package nixl takes the one that fits the machine's CUDA; alone, the others work without GPUs too.
-_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.nixl_agent import NixlAgent, Peer, Region, Spans, region_of
+from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 
 
 class _Remote(msgspec.Struct):
@@ -31,17 +33,32 @@ class _Remote(msgspec.Struct):
     Attributes:
         agent: the source's agent, as NIXL describes it.
         kind: ``DRAM`` or ``VRAM``.
-        address: of the first slot.
         device: number of the GPU in the source's process; 0 on the host.
+        address: of the first slot.
     """
 
     agent: bytes
     kind: str
-    address: int
     device: int
+    address: int
+
+
+class _Told(msgspec.Struct):
+    """What a destination must know of its source's storages.
+
+    Attributes:
+        agent: the source's agent, as NIXL describes it now.
+        anew: whether something that was registered is so no longer.
+        addresses: where each storage lies.
+    """
+
+    agent: bytes
+    anew: bool
+    addresses: dict[str, int]
 
 
 _decode_remote = msgspec.msgpack.Decoder(_Remote).decode
+_decode_told = msgspec.msgpack.Decoder(_Told).decode
 
 
 class NixlTransport:
@@ -55,22 +72,19 @@ class NixlTransport:
     """
 
     one_host = False
-    reach = Reach.NONE  # only slots are registered
+    reach = Reach.CONTIGUOUS
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        api = load_api()
-        # The thread polls without a pause. A worker polls itself while it reads; a source may have to answer.
-        is_source = place.party < place.sources
-        config = api.nixl_agent_config(enable_prog_thread=is_source, backends=["UCX"])
-        self._agent: Any = api.nixl_agent(f"refit-{place.party}-{secrets.token_hex(8)}", config)
+        self._agent = NixlAgent(place.party, place.device)
+        self._storages = RegisteredStorages(self._agent)
 
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
-        """All are alike."""
-        return frozenset()
+    def hidden(self, memory: Memory) -> frozenset[str]:
+        """What NIXL cannot register."""
+        return self._storages.hide(memory)
 
     def details(self) -> bytes:
-        """Nothing."""
+        """Nothing; each link has metadata of its own."""
         return b""
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
@@ -78,160 +92,164 @@ class NixlTransport:
 
     def outgoing(self, end: LinkEnd) -> NixlOutgoing:
         """Makes the slots known to the destination."""
-        slots = _Slots(self._agent, self._place, end.slot_bytes)
-        remote = _Remote(self._agent.get_agent_metadata(), slots.kind, slots.address, slots.device)
+        agent = self._agent
+        slots = _Slots(agent, self._place, end.slot_bytes)
+        remote = _Remote(agent.metadata, agent.kind, agent.device, slots.region.address)
         frames.send(end.connection, msgspec.msgpack.encode(remote), end.patience)
-        return NixlOutgoing(slots)
+        return NixlOutgoing(agent, slots, self._storages)
 
     def incoming(self, end: LinkEnd) -> NixlIncoming:
         """Gets to know the source's slots."""
         remote = _decode_remote(frames.receive(end.connection, end.patience))
-        name = self._agent.add_remote_agent(remote.agent)
+        peer = Peer(self._agent.meet(remote.agent), remote.kind, remote.device)
         slots = _Slots(self._agent, self._place, end.slot_bytes)
-        return NixlIncoming(self._agent, slots, name.decode() if isinstance(name, bytes) else name, remote, end)
+        return NixlIncoming(self._agent, slots, peer, remote.address, end)
 
     def stop(self) -> None:
-        """Each wire ends what is under way."""
+        """Lets transfers end."""
+        self._agent.drain()
 
     def close(self) -> None:
         """Ends the agent."""
-        self._agent = None
-
-
-def load_api() -> Any:
-    """NIXL's Python interface.
-
-    Raises:
-        RefitError: if it is not installed.
-    """
-    reasons = []
-    for name in _MODULES:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            reasons.append(str(error))
-    raise RefitError(f"the transport nixl needs the package nixl (pip install nixl): {'; '.join(reasons)}")
+        self._agent.close()
 
 
 class _Slots:
-    """Registered memory of one side of a link."""
+    """Registered memory of one side of a link.
 
-    def __init__(self, agent: Any, place: Place, slot_bytes: int) -> None:
+    Attributes:
+        memory: all of it.
+        payloads: each slot.
+        region: where it lies.
+    """
+
+    def __init__(self, agent: NixlAgent, place: Place, slot_bytes: int) -> None:
         self._agent, self.slot_bytes = agent, slot_bytes
-        self.kind, self.device = "DRAM", 0
-        if place.device == "cpu":
-            host = place.pool.lease(SLOTS * slot_bytes, lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
-            self._lease: Any = host
-            self.address = int(host.buffer.ctypes.data)
-        else:
+
+        def make(nbytes: int) -> Payload:
+            if place.device == "cpu":
+                return np.zeros(nbytes, dtype=np.uint8)
             import torch
 
-            device = torch.device(place.device)
-            self.kind, self.device = "VRAM", device.index or 0
-            self._lease = place.pool.lease(
-                SLOTS * slot_bytes, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            )
-            self.address = int(self._lease.buffer.data_ptr())
-        self.payloads = [self._lease.buffer[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
-        self._registered = agent.register_memory([(self.address, SLOTS * slot_bytes, self.device, "")], self.kind)
+            return torch.zeros(nbytes, dtype=torch.uint8, device=place.device)
+
+        self._lease = place.pool.lease(SLOTS * slot_bytes, make)
+        self.memory = self._lease.buffer
+        self.payloads = [self.memory[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
+        self.region: Region = region_of(self.memory)
+        agent.register(self.region)
 
     def release(self) -> None:
         """Forgets it."""
-        self._agent.deregister_memory(self._registered)
-        self.payloads = []
+        self._agent.forget(self.region)
         self._lease.release()
 
 
-class NixlOutgoing(Packed):
-    """A source's side of a link: the destination does the work.
-
-    Attributes:
-        direct: False: only slots are registered.
+class NixlOutgoing:
+    """A source's side of a link: the destination does the work, where UCX lets it.
 
     Args:
-        slots: the memory.
+        agent: this party's agent.
+        slots: memory to pack into.
+        storages: the party's weights.
     """
 
-    direct = False
-
-    def __init__(self, slots: _Slots) -> None:
-        self._slots = slots
+    def __init__(self, agent: NixlAgent, slots: _Slots, storages: RegisteredStorages) -> None:
+        self._agent, self._slots, self._storages = agent, slots, storages
+        self._told: tuple[int, Mapping[str, int]] = storages.generation, {}
 
     @property
     def slots(self) -> Sequence[Payload]:
         """Memory to pack into."""
         return self._slots.payloads
 
+    def begin(self, memory: Memory) -> bytes | None:
+        """Tells where storages lie, if they have moved."""
+        addresses = self._storages.locate(memory)
+        found = self._storages.generation, addresses
+        if found == self._told:
+            return None
+        anew, self._told = found[0] != self._told[0], found
+        return msgspec.msgpack.encode(_Told(self._agent.metadata, anew, dict(addresses)))
+
     def start(self, slot: int, payload: Payload) -> None:
         """The destination reads it when it was told."""
 
+    def start_direct(self, places: Sequence[Spot]) -> None:
+        """The same."""
+
     def check(self) -> None:
-        """What fails fails at the destination."""
+        """Answers the destination; what fails fails there."""
+        self._agent.poll()
 
     def close(self) -> None:
         """Forgets the memory."""
         self._slots.release()
 
 
-class NixlIncoming(Packed):
+class NixlIncoming:
     """A destination's side of a link.
-
-    Attributes:
-        direct: False: only slots are registered.
 
     Args:
         agent: this party's agent.
         slots: the own memory.
-        name: the source's agent.
-        remote: its slots.
+        peer: the source's agent.
+        address: of its slots.
         end: the link.
     """
 
-    direct = False
-
-    def __init__(self, agent: Any, slots: _Slots, name: str, remote: _Remote, end: LinkEnd) -> None:
-        self._agent, self._slots, self._name, self._remote = agent, slots, name, remote
+    def __init__(self, agent: NixlAgent, slots: _Slots, peer: Peer, address: int, end: LinkEnd) -> None:
+        self._agent, self._slots, self._peer, self._address = agent, slots, peer, address
         self._what = f"reading a packet of source rank {end.peer}"
-        self._reading: dict[int, _Reading] = {}
+        self._addresses: Mapping[str, int] = {}
+
+    def begin(self, told: bytes) -> None:
+        """Gets to know the source's storages.
+
+        Raises:
+            PartyFailedError: if there is no way to them.
+        """
+        storages = _decode_told(told)
+        if storages.anew:
+            self._agent.part(self._peer.name)
+        self._agent.meet(storages.agent)
+        self._addresses = storages.addresses
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Reads into the own slot of the same number, which is free if the source's is."""
         offset = slot * self._slots.slot_bytes
-        own = self._agent.get_xfer_descs([(self._slots.address + offset, nbytes, self._slots.device)], self._slots.kind)
-        remote = self._remote
-        theirs = self._agent.get_xfer_descs([(remote.address + offset, nbytes, remote.device)], remote.kind)
-        handle = self._agent.initialize_xfer("READ", own, theirs, self._name)
-        self._reading[slot] = _Reading(self._agent, handle, self._slots.payloads[slot][:nbytes], self._what)
-        return self._reading[slot]
+        spans = Spans(
+            np.array([self._slots.region.address + offset], dtype=np.uint64),
+            np.array([self._address + offset], dtype=np.uint64),
+            np.array([nbytes], dtype=np.uint64),
+        )
+        payload = self._slots.payloads[slot][:nbytes]
+        return self._agent.read(self._peer, spans, [self._slots.memory], payload, self._what)
+
+    def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
+        """Reads each box from the source's weights into its place.
+
+        Raises:
+            PartyFailedError: if the source has not told where a storage lies, or NIXL refuses.
+        """
+        names = [item.read.storage for item in load.items]
+        untold = [name for name in names if name not in self._addresses]
+        if untold:
+            raise PartyFailedError(f"source rank {load.source} has not told where {untold[0]} lies")
+        sizes = [item.nbytes for item in load.items]
+        widths = [itemsize(item.dtype) for item in load.items]
+        own = [
+            region_of(spot.storage).address + width * spot.view.offset
+            for spot, width in zip(places, widths, strict=True)
+        ]
+        theirs = [
+            self._addresses[name] + width * item.read.offset
+            for name, width, item in zip(names, widths, load.items, strict=True)
+        ]
+        spans = Spans(*(np.array(column, dtype=np.uint64) for column in (own, theirs, sizes)))
+        return self._agent.read(self._peer, spans, [spot.storage for spot in places], None, self._what)
 
     def close(self) -> None:
         """Ends it."""
-        for reading in self._reading.values():
-            reading.end()
+        self._agent.part(self._peer.name)
         self._slots.release()
-        self._agent.remove_remote_agent(self._name)
-
-
-class _Reading:
-    """A transfer."""
-
-    def __init__(self, agent: Any, handle: Any, payload: Payload, what: str) -> None:
-        self._agent, self._handle, self._payload, self._what = agent, handle, payload, what
-        self._state = str(agent.transfer(handle))
-
-    def done(self) -> bool:
-        if self._state == "PROC":
-            self._state = str(self._agent.check_xfer_state(self._handle))
-        return self._state != "PROC"
-
-    def result(self) -> Payload:
-        if not self.done() or self._state != "DONE":
-            raise PartyFailedError(f"{self._what}: NIXL says {self._state}")
-        self.end()
-        return self._payload
-
-    def end(self) -> None:
-        """Gives the transfer up, or what is left of it."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._agent.release_xfer_handle(handle)

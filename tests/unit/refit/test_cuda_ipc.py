@@ -5,27 +5,20 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
-from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Bits, Bytes, Done, Memory, Payload, Pending, Spot, host_bytes
-from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
-from megatron_patches.refit.transports.base import Offer, Place, TransportName
+from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory, Rows
-from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
+from tests.unit.refit.link_ends import SLOT, Ends
 from tests.unit.refit.test_joint import coverable, memory, values
-
-SLOT = 64
 
 
 class HostGpu:
@@ -118,44 +111,8 @@ class Opened:
         self._out.remove("opened")
 
 
-def check() -> None:
-    """Nobody has failed."""
-
-
-class Ends:
-    """All ends of a plan, each with a GPU of its own."""
-
-    def __init__(self, plan: Plan, held: list[dict[str, Bits]], destinations: int, gpus: list[HostGpu]) -> None:
-        sources = len(held)
-        self.plan, self.sources = plan, sources
-        self.pools = [StagingPool(1 << 12) for _ in gpus]
-        places = [
-            Place(party=i, sources=sources, host="127.0.0.1", device="cuda", pool=pool, timeout_s=10.0)
-            for i, pool in enumerate(self.pools)
-        ]
-        made = [CudaIpcTransport(place, gpu) for place, gpu in zip(places, gpus, strict=True)]
-        self.senders = [SendingEnd(places[i], made[i]) for i in range(sources)]
-        self.receivers = [ReceivingEnd(places[i], made[i]) for i in range(sources, sources + destinations)]
-        self.ends: list[SendingEnd | ReceivingEnd] = [*self.senders, *self.receivers]
-        offers = [end.offer(SLOT, memory) for end, memory in zip(self.senders, held, strict=True)]
-        self.offers: list[Offer] = [*offers, *(end.offer(SLOT) for end in self.receivers)]
-
-    def all(self, send: Callable[[int], Any], take: Callable[[int], Any]) -> list[Any]:
-        jobs = [(send, i) for i in range(len(self.senders))] + [(take, i) for i in range(len(self.receivers))]
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            futures = [pool.submit(call, rank) for call, rank in jobs]
-            return [future.exception() for future in futures]
-
-    def connect(self) -> list[Any]:
-        links, digest = links_of(self.plan), self.plan.digest
-        return self.all(
-            lambda i: self.senders[i].connect(self.offers, {d: SLOT for s, d in links if s == i}, digest, check),
-            lambda i: self.receivers[i].connect(self.offers, {s: SLOT for s, d in links if d == i}, digest, check),
-        )
-
-    def close(self) -> None:
-        for end in self.ends:
-            end.close()
+def ends_of(plan: Plan, held: list[dict[str, Bits]], destinations: int, gpus: list[HostGpu]) -> Ends:
+    return Ends(plan, held, destinations, "cuda", lambda place: CudaIpcTransport(place, gpus[place.party]))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -169,39 +126,18 @@ def test_versions_arrive_and_every_handle_is_given_back(seed: int) -> None:
         return gpus[rank].settle(memory(case.sources[rank], values(case, version)), seed % 4)
 
     held = [settled(rank, 1) for rank in range(len(case.sources))]
-    ends = Ends(plan, held, len(case.destinations), gpus)
+    ends = ends_of(plan, held, len(case.destinations), gpus)
     assert [offer.reach for offer in ends.offers] == [Reach.ROWS] * len(gpus)
     hidden = [frozenset(offer.hidden) for offer in ends.offers]
     assert set(ends.connect()) == {None}
     terms = {link: Terms(SLOT, Reach.ROWS, hidden[link[0]], direct_bytes=8) for link in links_of(plan)}
-    senders = [Sender(plan, rank, memory, terms) for rank, memory in enumerate(held)]
-    unpackers = [Unpacker(plan, manifest, terms) for manifest in case.destinations]
-    for version in (1, 2):
-        dense = values(case, version)
-        received: list[dict[str, Bits]] = [memory(manifest, None) for manifest in case.destinations]
-
-        def send(rank: int, version: int = version) -> None:
-            now = settled(rank, version)
-            senders[rank].renew(now)
-            ends.senders[rank].begin(now, check)
-            send_version(senders[rank], ends.senders[rank], version, check)
-
-        def take(rank: int, version: int = version, received: list[dict[str, Bits]] = received) -> None:
-            unpackers[rank].begin(version, received[rank])
-            receive_version(unpackers[rank], ends.receivers[rank], 10.0, check)
-            unpackers[rank].verify()
-
-        assert set(ends.all(send, take)) == {None}
-        for manifest, found in zip(case.destinations, received, strict=True):
-            for name, expected in memory(manifest, dense).items():
-                assert np.array_equal(found[name], expected)
+    ends.move(case, terms, (1, 2), settled)
     assert {name for gpu in gpus for name in gpu.out} == {"exported", "opened"}
     ends.close()
     for gpu in gpus:
         for arena in gpu.arenas:
             arena.close()
     assert not any(gpu.out for gpu in gpus)
-    assert all(pool.leased_bytes == 0 < pool.peak_bytes or not pool.peak_bytes for pool in ends.pools)
 
 
 def test_some_of_the_cases_go_directly_and_some_do_not() -> None:
@@ -220,9 +156,10 @@ def test_memory_that_cannot_be_opened_any_longer_is_named() -> None:
     bits: dict[str, Bits] = {"a": np.zeros(9, np.uint16), "b": np.zeros(9, np.uint16)}
     settled = gpu.settle(bits, 1)
     assert transport.hidden(settled) == {"b"}
-    assert set(transport._locate(settled)) == {"a"}
+    assert set(transport._locate(settled, "a link")) == {"a"}
+    assert set(transport._locate({}, "another link of the same version")) == {"a"}
     with pytest.raises(PartyFailedError, match=r"a \(and 0 more\) has moved into memory that other processes cannot"):
-        transport._locate(bits)
+        transport._locate(bits, "a link")
     gpu.arenas[0].close()
 
 
@@ -232,7 +169,7 @@ def test_gpus_that_cannot_reach_each_other_are_named() -> None:
     count = len(case.sources)
     gpus = [HostGpu(i, closed=i >= count) for i in range(count + len(case.destinations))]
     held = [memory(manifest, values(case, 1)) for manifest in case.sources]
-    ends = Ends(plan, held, len(case.destinations), gpus)
+    ends = ends_of(plan, held, len(case.destinations), gpus)
     failures = ends.connect()
     ends.close()
     words = r"GPU GPU-(\d+) cannot reach memory of GPU GPU-(\d+), of source rank \2: cudaIpcOpenMemHandle: peer access"

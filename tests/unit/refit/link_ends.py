@@ -1,0 +1,111 @@
+"""All ends of a plan's links in one process, a thread each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from megatron_patches.refit.loads import Link, Terms, links_of
+from megatron_patches.refit.packets import Sender, Unpacker
+from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.pump import receive_version, send_version
+from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.transports.base import Offer, Place, Transport
+from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
+from tests.support.refit_cases import Case
+from tests.unit.refit.test_joint import memory, values
+
+SLOT = 64
+
+
+def check() -> None:
+    """Nobody has failed."""
+
+
+class Ends:
+    """All ends of a plan.
+
+    Args:
+        plan: the plan.
+        held: what each source holds.
+        destinations: number of destinations.
+        device: that all parties are on.
+        make: makes the transport of a party.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        held: Sequence[dict[str, Bits]],
+        destinations: int,
+        device: str,
+        make: Callable[[Place], Transport],
+    ) -> None:
+        sources = len(held)
+        self.plan = plan
+        self.pools = [StagingPool(1 << 12) for _ in range(sources + destinations)]
+        places = [
+            Place(party=i, sources=sources, host="127.0.0.1", device=device, pool=pool, timeout_s=10.0)
+            for i, pool in enumerate(self.pools)
+        ]
+        made = [make(place) for place in places]
+        self.senders = [SendingEnd(places[i], made[i]) for i in range(sources)]
+        self.receivers = [ReceivingEnd(places[i], made[i]) for i in range(sources, sources + destinations)]
+        self.ends: list[SendingEnd | ReceivingEnd] = [*self.senders, *self.receivers]
+        offers = [end.offer(SLOT, memory) for end, memory in zip(self.senders, held, strict=True)]
+        self.offers: list[Offer] = [*offers, *(end.offer(SLOT) for end in self.receivers)]
+
+    def all(self, send: Callable[[int], Any], take: Callable[[int], Any]) -> list[Any]:
+        """Runs both sides; what each end raised, or None."""
+        jobs = [(send, i) for i in range(len(self.senders))] + [(take, i) for i in range(len(self.receivers))]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            futures = [pool.submit(call, rank) for call, rank in jobs]
+            return [future.exception() for future in futures]
+
+    def connect(self) -> list[Any]:
+        """Makes the links; what each end raised, or None."""
+        links, digest = links_of(self.plan), self.plan.digest
+        return self.all(
+            lambda i: self.senders[i].connect(self.offers, {d: SLOT for s, d in links if s == i}, digest, check),
+            lambda i: self.receivers[i].connect(self.offers, {s: SLOT for s, d in links if d == i}, digest, check),
+        )
+
+    def move(
+        self,
+        case: Case,
+        terms: dict[Link, Terms],
+        versions: Sequence[int],
+        settled: Callable[[int, int], dict[str, Bits]],
+    ) -> None:
+        """Moves versions from what ``settled`` gives for a rank and a version, and compares what has arrived."""
+        held = [settled(rank, versions[0]) for rank in range(len(self.senders))]
+        senders = [Sender(self.plan, rank, memory, terms) for rank, memory in enumerate(held)]
+        unpackers = [Unpacker(self.plan, manifest, terms) for manifest in case.destinations]
+        for version in versions:
+            received: list[dict[str, Bits]] = [memory(manifest, None) for manifest in case.destinations]
+
+            def send(rank: int, version: int = version) -> None:
+                now = settled(rank, version)
+                senders[rank].renew(now)
+                self.senders[rank].begin(now, check)
+                send_version(senders[rank], self.senders[rank], version, check)
+
+            def take(rank: int, version: int = version, received: list[dict[str, Bits]] = received) -> None:
+                unpackers[rank].begin(version, received[rank])
+                receive_version(unpackers[rank], self.receivers[rank], 10.0, check)
+                unpackers[rank].verify()
+
+            assert self.all(send, take) == [None] * len(self.ends)
+            for manifest, found in zip(case.destinations, received, strict=True):
+                for name, expected in memory(manifest, values(case, version)).items():
+                    assert np.array_equal(found[name], expected)
+
+    def close(self) -> None:
+        """Closes all; every slot is given back."""
+        for end in self.ends:
+            end.close()
+        assert all(pool.leased_bytes == 0 for pool in self.pools)
