@@ -143,16 +143,21 @@ class Commit:
         return "; ".join(self._failures) or None
 
     def _run(self) -> None:
-        try:
-            self._received()
-        except RefitError as error:
-            self._failures += [describe_error(error), *self.give_up()]
-            return
-        for engine in self._engines:
+        """All engines at once: none waits, paused, for another one's commit."""
+
+        def commit(engine: EngineClient) -> None:
             try:
                 self._commit(engine)
             except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
-                self._failures.append(describe_error(error))
+                reason = describe_error(error)
+                if reason not in self._failures:
+                    self._failures.append(reason)
+
+        threads = [threading.Thread(target=commit, args=(engine,), daemon=True) for engine in self._engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         try:
             if self._engines and not self._failures:
                 self._confirm()
@@ -160,8 +165,10 @@ class Commit:
             self._failures.append(describe_error(error))
 
     def _commit(self, engine: EngineClient) -> None:
+        # Workers still put the weights together, in the call in which they have received them, while requests end.
         self._pauses.begin(engine)
         try:
+            self._received()
             engine.call({"call": "commit", "version": self.version})
         except BaseException:
             self._settle(engine)

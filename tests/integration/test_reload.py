@@ -147,6 +147,9 @@ def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
         replacement.replace()
         return replacement
     before = model.inner.weight.clone()
+    parameters = dict(model.named_parameters())
+    replacement.begin()  # while it serves
+    assert dict(model.named_parameters()) == parameters
     replacement.build()
     assert torch.equal(model.inner.weight, before)
     replacement.apply()

@@ -127,7 +127,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._manifest: Manifest | None = None
         self._fills: Sequence[FillRecord] = ()
         self._layers: Layers | None = None
-        self._staged: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
         self._in_place: InPlace | None = None
         self._aside = Aside(device)
@@ -264,11 +264,20 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             arrays.clear()  # whoever received into them may keep the dictionary
             if self._manifest is None:
                 raise RefitError("no plan")
-            self._staged = version, finish(self._manifest, self._fills, staged)
+            self._staged = version, self._put_together(finish(self._manifest, self._fills, staged))
         except Exception as error:
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
             self._settle()  # has nothing to do where requests go on
             raise
+
+    def _put_together(self, staged: dict[str, torch.Tensor]) -> Replacement:
+        """New weights, as far as they can be made ready before the commit, for which requests wait."""
+        replacement = Replacement(self.model, self.vllm_config, staged, self._layers)
+        if self._may_go_on:
+            replacement.begin()
+        elif self._in_place is None:
+            replacement.build()
+        return replacement
 
     def _make_memory(self, version: int, staged: dict[str, torch.Tensor], arrays: dict[str, Bits]) -> Memory:
         """Memory in which elements arrive as the trainer sends them: fresh, or in place that which serves.
@@ -332,10 +341,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def _commit(self, version: int) -> None:
         try:
-            staged = self._take_staged(version)
-            # Nobody else holds the weights: layer by layer they are freed.
-            replacement = Replacement(self.model, self.vllm_config, staged, self._layers)
-            del staged
+            replacement = self._take_staged(version)
             if self._in_place is not None:
                 self._replace_in_place(version, replacement)
             else:
@@ -348,7 +354,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             self._in_place.done()
         logger.info("refit: version %d serves", version)
 
-    def _take_staged(self, version: int) -> dict[str, torch.Tensor]:
+    def _take_staged(self, version: int) -> Replacement:
         """What has been received of a version, which is then the caller's.
 
         Raises:
@@ -384,9 +390,6 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         if not self._all_can(failure is None):
             replacement.undo()
             raise self._refusal(version, "failed to replace its weights") from failure
-        if self.device.type != "cpu":
-            # The memory that is given back here was made in another thread, whose stream may take it at once.
-            torch.accelerator.synchronize(self.device)
         replacement.forget()
 
     def _replace_in_place(self, version: int, replacement: Replacement) -> None:
@@ -396,6 +399,8 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             raise self._refusal(version, "has not received it")
         try:
             replacement.replace()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)  # what failed there must be known before the vote
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
             failure = error
         if not self._all_can(failure is None):

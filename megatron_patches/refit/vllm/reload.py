@@ -78,7 +78,27 @@ class Replacement:
         self._model, self._config, self._staged = model, vllm_config, dict(staged)
         self._layers = layers or Layers(model)
         self._users = Users(self._staged.values())
+        self._pairs: list[Pair] = []
+        self._left: Sequence[tuple[Layer, Sequence[str]]] | None = None  # layers that must be processed
         self._swap: Swap | None = None
+
+    def begin(self) -> None:
+        """As much of :meth:`build` as disturbs no request: the layers whose weights are taken as they are.
+
+        Raises:
+            TransferError: as :meth:`build`.
+        """
+        self._layers.check_views()
+        left = []
+        for layer, names in self._layers.of(self._staged):
+            plain = self._plain_tensors(layer, names)
+            if plain is None:
+                left.append((layer, names))
+            else:
+                self._pairs += plain
+        self._left = left
+        if not left:
+            self._make_swap()
 
     def build(self) -> None:
         """Processes the staged weights layer by layer, as vLLM does after loading.
@@ -86,16 +106,14 @@ class Replacement:
         Raises:
             TransferError: if a layer cannot be put together from what was staged, or a buffer would go stale.
         """
-        pairs: list[Pair] = []
-        self._layers.check_views()
+        if self._left is None:
+            self.begin()
+        left, self._left = self._left, []
         with torch.no_grad(), set_current_vllm_config(self._config):
-            for layer, names in self._layers.of(self._staged):
-                pairs += self._new_tensors(layer, names)
-            self._swap = Swap(pairs, self._users)
-        if self._swap.copied_bytes:
-            logger.info(
-                "refit: %d bytes are copied aside, as more than these weights use them", self._swap.copied_bytes
-            )
+            for layer, names in left or ():
+                self._pairs += self._new_tensors(layer, names)
+        if self._swap is None:
+            self._make_swap()
 
     def apply(self) -> None:
         """Lets the new weights and the old ones change places and refreshes what depends on them.
@@ -110,6 +128,8 @@ class Replacement:
         with torch.no_grad(), set_current_vllm_config(self._config):
             self._swap.run()
         refresh_attention(self._model, self._config)
+        # What failed on a GPU must be known before the workers agree that nothing has.
+        self._await_devices()
 
     def undo(self) -> None:
         """Puts back what :meth:`apply` has replaced so far."""
@@ -117,11 +137,13 @@ class Replacement:
             with torch.no_grad():
                 self._swap.undo()
         refresh_attention(self._model, self._config)
+        # What is read there may have been made in another thread, whose stream takes it again once it is let go of.
+        self._await_devices()
         self.forget()
 
     def forget(self) -> None:
         """Lets go of the old weights."""
-        self._swap, self._staged, self._users = None, {}, Users()
+        self._swap, self._staged, self._users, self._pairs = None, {}, Users(), []
 
     def replace(self) -> None:
         """Builds and applies layer by layer, with memory for one of them; keeps nothing of the old weights.
@@ -130,6 +152,7 @@ class Replacement:
             TransferError: as :meth:`build`; then the model is a mixture.
         """
         self._layers.check_views()
+        self._users = Users()  # which keep what they count
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in self._layers.of(self._staged):
                 for target, new in self._new_tensors(layer, names):
@@ -139,19 +162,39 @@ class Replacement:
                     del self._staged[join(layer.path, name)]
         refresh_attention(self._model, self._config)
 
+    def _await_devices(self) -> None:
+        for device in {tensor.device for tensor in self._staged.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _make_swap(self) -> None:
+        with torch.no_grad():
+            self._swap = Swap(self._pairs, self._users)
+        if self._swap.copied_bytes:
+            logger.info(
+                "refit: %d bytes are copied aside, as more than these weights use them", self._swap.copied_bytes
+            )
+
     def _new_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair]:
         """A layer's memory that serves, and what it shall hold."""
-        staged = {name: self._staged[join(layer.path, name)] for name in names}
+        plain = self._plain_tensors(layer, names)
+        return layer.process(self._of(layer, names)) if plain is None else plain
+
+    def _plain_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair] | None:
+        """The same, if nothing has to be done to the layer's weights; otherwise None."""
         if not layer.is_plain or not layer.has_loader_form():
-            return layer.process(staged)
+            return None
         running = layer.running()
         pairs: list[Pair] = []
-        for name, flat in staged.items():
+        for name, flat in self._of(layer, names).items():
             target = running[name].data
             new = flat.as_strided(target.shape, target.stride())
             layer.check_form(name, new, target)
             pairs.append((target, new))
         return pairs
+
+    def _of(self, layer: Layer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What was staged for a layer, by attribute."""
+        return {name: self._staged[join(layer.path, name)] for name in names}
 
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:

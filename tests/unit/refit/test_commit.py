@@ -86,7 +86,10 @@ def test_an_engine_that_does_not_say_that_its_weights_are_back_stays_paused() ->
     assert engines[1].asked == ["pause abort", "commit", "resume emptied"]
 
 
-@pytest.mark.parametrize(("in_place", "asked"), [(False, []), (True, ["pause wait", "abandon", "resume"])])
+@pytest.mark.parametrize(
+    ("in_place", "asked"),
+    [(False, ["pause wait", "resume"]), (True, ["pause wait", "abandon", "resume"])],
+)
 def test_where_a_version_was_not_received_nobody_commits(in_place: bool, asked: list[str]) -> None:
     engines, pauses = [Engine("one"), Engine("two")], Pauses(PauseMode.WAIT)
     if in_place:
