@@ -3,7 +3,8 @@
     python -m benchmarks.refit_vllm --model qwen3-8b --from etp=2 --trainer-gpus 0 1 --engine-gpus 2 3
 
 A server is started with weights that mean nothing (``--load-format dummy``), with CUDA graphs. Trainer ranks hold the
-model of ``--from`` with random weights, change them, and push, ``--repeats`` times for each of ``--transports``;
+model of ``--from`` with random weights, change them, and push, ``--repeats`` times for each of ``--ways``: a
+transport, with ``+in_place`` for an engine that has no room for a second copy;
 ``nccl`` is vLLM's own engine, for which another server is started: every tensor gathered on the trainer, broadcast
 whole, loaded by ``load_weights``. The two sides may share GPUs. Without GPUs it runs on ``--device cpu`` with a tiny
 model, as a test of itself.
@@ -29,16 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.refit import MODELS
-from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
+from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
 from benchmarks.vllm_server import ALPHABET, serve
 from examples.serving import write_byte_tokenizer
 from megatron_patches.refit.cluster import trainer_mesh
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
-from megatron_patches.refit.transports.base import TransportName
 
 UPSTREAM = "nccl"
-PARTS = ("prepare", "push", "send", "move", "verify", "commit", "pause")
+PARTS = ("prepare", "push", "send", "move", "verify", "commit", "paused")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--trainer-gpus", type=int, nargs="+", default=[0], help="one for each rank of the trainer")
     parser.add_argument("--engine-gpus", type=int, nargs="+", default=[1], help="one for each worker of the engine")
-    parser.add_argument("--transports", nargs="+", default=["cuda_ipc", "c10d", UPSTREAM])
+    parser.add_argument("--ways", nargs="+", default=["cuda_ipc", "c10d", "cuda_ipc+in_place", UPSTREAM])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one step may take")
@@ -101,14 +101,14 @@ HEADINGS = ("way", *PARTS, "GB/s", "trainer", "engine", "KL", "KL before")
 def line(found: Outcome) -> str:
     """One row of the table; seconds are medians."""
     if found.failure:
-        return f"{found.way:10} {found.failure}"
+        return f"{found.way:17} {found.failure}"
     medians = {part: statistics.median(values) for part, values in found.seconds.items()} | {"prepare": found.prepare_s}
     cells = [f"{medians[part]:9.3f}" if part in medians else f"{'':9}" for part in PARTS]
     moved = medians.get("move", medians.get("push", 0.0))
     cells.append(f"{found.nbytes / moved / 1e9 if moved else 0.0:9.1f}")
     cells += [f"{nbytes / 2**20:8.0f}M" for nbytes in (found.trainer_bytes, found.engine_bytes)]
     cells += [f"{value:9.2e}" for value in (found.kl, found.untouched_kl)]
-    return f"{found.way:10} {' '.join(cells)}"
+    return f"{found.way:17} {' '.join(cells)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,15 +121,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = options.device == "cuda"
     if on_gpu and len(options.trainer_gpus) != mesh.size:
         raise SystemExit(f"--trainer-gpus names {len(options.trainer_gpus)} GPUs; --from has {mesh.size} ranks")
+    for name in options.ways:
+        if name != UPSTREAM:
+            way_of(name)  # refused before a server starts
     engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
-    print(f"{HEADINGS[0]:10} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
+    print(f"{HEADINGS[0]:17} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         written = write_model(config, folder / "model")
-        ours = tuple(name for name in options.transports if name != UPSTREAM)
-        for backend, transports in (("etp", ours), (UPSTREAM, tuple(set(options.transports) - set(ours)))):
-            if not transports:
+        ours = tuple(name for name in options.ways if name != UPSTREAM)
+        for backend, ways in (("etp", ours), (UPSTREAM, tuple(set(options.ways) - set(ours)))):
+            if not ways:
                 continue
             arguments = options.engine_arguments.split()
             with serve(folder / "model", backend, engine_gpus, arguments, folder / f"{backend}.log") as server:
@@ -143,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         engine_gpus=engine_gpus,
                         server_port=int(server.url.rpartition(":")[2]),
                         port=port,
-                        transports=tuple(t if t == UPSTREAM else TransportName(t).value for t in transports),
+                        ways=ways,
                         repeats=options.repeats,
                         staging_bytes=options.staging_mib << 20,
                         timeout_s=options.timeout,

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from benchmarks.refit_vllm_model import TrainerModel
 from benchmarks.vllm_server import ALPHABET, Sample, ServerError, VllmServer
-from megatron_patches.refit.engines import HttpEngine, PauseMode
+from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.transports.base import TransportName
@@ -35,7 +36,8 @@ class Task:
         engine_gpus: of the server, whose memory is watched.
         server_port: of the server.
         port: where ranks meet.
-        transports: what to measure; ``nccl`` is vLLM's own engine.
+        ways: what to measure: names of transports, followed by ``+in_place`` where versions replace the weights that
+            serve byte by byte; ``nccl`` is vLLM's own engine.
         repeats: pushes a transport.
         staging_bytes: see RefitOptions.
         timeout_s: how long anything may take.
@@ -47,7 +49,7 @@ class Task:
     engine_gpus: tuple[int, ...]
     server_port: int
     port: int
-    transports: tuple[str, ...]
+    ways: tuple[str, ...]
     repeats: int
     staging_bytes: int
     timeout_s: float
@@ -62,7 +64,7 @@ class Outcome:
         failure: why it failed, or nothing.
         prepare_s: meeting, recording, planning and proving, once.
         nbytes: that all workers were sent by a push.
-        seconds: ``push`` from begin to end, its parts, and ``pause``: how long no request was answered.
+        seconds: ``push`` from begin to end, its parts, and ``paused``: how long no request was answered.
         trainer_bytes: memory that a trainer GPU has given out more than before, at most.
         engine_bytes: the same of the engine's.
         kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
@@ -82,32 +84,21 @@ class Outcome:
     untouched_kl: float = math.nan
 
 
-class TimedEngine(HttpEngine):
-    """A server, and how long its last commit has kept requests waiting.
+def way_of(name: str) -> tuple[TransportName, MemoryMode]:
+    """What ``TRANSPORT`` or ``TRANSPORT+in_place`` stands for.
 
-    Attributes:
-        paused_s: from before the pause was asked for until it had resumed.
+    Raises:
+        ValueError: for another name.
     """
-
-    paused_s = 0.0
-    _began = 0.0
-
-    def pause(self, mode: PauseMode) -> None:
-        """See HttpEngine."""
-        self._began = time.perf_counter()
-        super().pause(mode)
-
-    def resume(self, *, reset_cache: bool) -> None:
-        """See HttpEngine."""
-        super().resume(reset_cache=reset_cache)
-        self.paused_s = time.perf_counter() - self._began
+    transport, plus, memory = name.partition("+")
+    return TransportName(transport), MemoryMode(memory) if plus else MemoryMode.BESIDE
 
 
 def run_rank(rank: int, task: Task, results: Connection) -> None:
     """All measurements; the first rank sends what came out."""
     trainer = Trainer(rank, task)
     try:
-        for name in task.transports:
+        for name in task.ways:
             found = trainer.measure(name)
             if rank == 0:
                 results.send(found)
@@ -151,7 +142,7 @@ class Trainer:
             if name == "nccl":
                 self._push_upstream(found)
             else:
-                self._push_session(found, TransportName(name))
+                self._push_session(found, *way_of(name))
             self._compare(found)
         except (RefitError, ServerError) as error:
             found.failure = str(error)[:400]
@@ -163,10 +154,10 @@ class Trainer:
 
     # Pushes ------------------------------------------------------------------------------------------------------
 
-    def _push_session(self, found: Outcome, transport: TransportName) -> None:
-        engine = TimedEngine(self.server.url)
+    def _push_session(self, found: Outcome, transport: TransportName, memory: MemoryMode) -> None:
+        engine = HttpEngine(self.server.url)
         options = RefitOptions(
-            transport=transport, staging_bytes=self.task.staging_bytes, timeout_s=self.task.timeout_s
+            transport=transport, memory=memory, staging_bytes=self.task.staging_bytes, timeout_s=self.task.timeout_s
         )
         session = RefitSession(
             [self.model.module],
@@ -183,7 +174,7 @@ class Trainer:
                 self._all_ready()
                 started = time.perf_counter()
                 report = session.push(self.version)
-                taken = {"push": time.perf_counter() - started, **report.seconds, "pause": engine.paused_s}
+                taken = {"push": time.perf_counter() - started, **report.seconds}
                 if push:  # the first makes links and allocates
                     for part, seconds in taken.items():
                         found.seconds.setdefault(part, []).append(seconds)
@@ -244,7 +235,7 @@ class Trainer:
                     pass
             self._all_ready()
             if push:
-                for part in ("push", "pause"):
+                for part in ("push", "paused"):
                     found.seconds.setdefault(part, []).append(time.perf_counter() - started)
 
     # Comparison --------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def killed_body(
     with contextlib.closing(pushing):
         pushing.prepare()
         if rank == victim and phase == "sending":
-            kill_in(packets.Sender, "pack_into", calls=2)
+            kill_in(packets.Sender, "pack_into")
         if rank == victim and phase == "committing":
             kill_in(VllmConnection, "call", calls=2)  # the first receives
         pushing.push(version)
