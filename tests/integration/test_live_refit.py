@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -152,7 +153,31 @@ IN_PLACE = {
     "qwen3_moe": (TrainerMesh(etp=2, expert_etp=2), 0),
     "nemotron_h": (TrainerMesh(tp=2), 2 * 2 * 4),  # A of two mixers with four heads, from bfloat16
 }
-CASES = [(model, tp, mesh) for model in CONFIGS for tp in (1, 2) for mesh in MESHES[model]]
+PIPELINE_MESHES = {"qwen3": (TrainerMesh(etp=2), TrainerMesh(pp=2))}
+"""Of trainers that push into engines with a pipeline."""
+
+
+class Engine(NamedTuple):
+    """How an engine is spread."""
+
+    tp: int = 1
+    pp: int = 1
+
+    def __str__(self) -> str:
+        return f"engine_pp{self.pp}" if self.pp > 1 else f"engine_tp{self.tp}"
+
+    def options(self, model: str) -> dict[str, Any]:
+        """Of vLLM."""
+        sizes = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
+        return {**sizes, **ENGINE_OPTIONS.get(model, {})}
+
+    def meshes(self, model: str) -> tuple[TrainerMesh, ...]:
+        """Of the trainers that push into it."""
+        return PIPELINE_MESHES.get(model, ()) if self.pp > 1 else MESHES[model]
+
+
+ENGINES = (Engine(), Engine(tp=2), Engine(pp=2))
+CASES = [(model, engine, mesh) for model in CONFIGS for engine in ENGINES for mesh in engine.meshes(model)]
 
 
 Answer = tuple[list[dict[str, str]], list[list[float]]]
@@ -172,18 +197,18 @@ class Pushed:
     reports: list[PushReport]
 
 
-def push_all(model: str, tp: int, folder: Path) -> Pushed:
+def push_all(model: str, engine: Engine, folder: Path) -> Pushed:
     """Pushes from all meshes of one model into one engine."""
-    config = CONFIGS[model]
+    config, all_meshes = CONFIGS[model], engine.meshes(model)
     args = (Case(TrainerMesh(), (), config), 2, str(folder / "checkpoint"))
     run_distributed(export_body, 1, args=args, timeout_s=180)
     after: dict[TrainerMesh, list[Answer]] = {}
-    with VllmHost(folder / "checkpoint", folder, tensor_parallel_size=tp, **ENGINE_OPTIONS.get(model, {})) as host:
+    with VllmHost(folder / "checkpoint", folder, **engine.options(model)) as host:
         connection = host.connect()
         fresh = connection.parameters(), connection.log_probabilities(PROMPTS)
         versions = itertools.count(1, 10)
-        for size in sorted({mesh.size for mesh in MESHES[model]}):
-            meshes = [mesh for mesh in MESHES[model] if mesh.size == size]
+        for size in sorted({mesh.size for mesh in all_meshes}):
+            meshes = [mesh for mesh in all_meshes if mesh.size == size]
             cases = [(Case(mesh, (), config), next(versions)) for mesh in meshes]
             found = run_distributed(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=420)[0]
             after |= dict(zip(meshes, found, strict=True))
@@ -196,18 +221,18 @@ def push_all(model: str, tp: int, folder: Path) -> Pushed:
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Pushed]:
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Engine], Pushed]:
     """What :func:`push_all` found, run once for each model and engine."""
-    return functools.cache(lambda model, tp: push_all(model, tp, tmp_path_factory.mktemp(f"{model}_{tp}")))
+    return functools.cache(lambda model, engine: push_all(model, engine, tmp_path_factory.mktemp(f"{model}_{engine}")))
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "mesh"), CASES, ids=[f"{model}-{name(mesh)}-engine_tp{tp}" for model, tp, mesh in CASES]
+    ("model", "engine", "mesh"), CASES, ids=[f"{model}-{name(mesh)}-{engine}" for model, engine, mesh in CASES]
 )
 def test_a_push_leaves_the_bits_of_a_fresh_engine(
-    model: str, tp: int, mesh: TrainerMesh, pushed: Callable[[str, int], Pushed]
+    model: str, engine: Engine, mesh: TrainerMesh, pushed: Callable[[str, Engine], Pushed]
 ) -> None:
-    found = pushed(model, tp)
+    found = pushed(model, engine)
     (other, other_answers), (same, same_answers) = found.after[mesh]
     fresh, fresh_answers = found.fresh
     for worker, tensors in enumerate(fresh):
@@ -232,18 +257,19 @@ def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Calla
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh", "tp"),
+    ("model", "mesh", "engine"),
     [
-        ("qwen3", TrainerMesh(etp=2), 1),
-        ("nemotron_h", TrainerMesh(etp=2), 1),
-        ("nemotron_h", TrainerMesh(tp=2, etp=2), 2),
+        ("qwen3", TrainerMesh(etp=2), Engine()),
+        ("llama_tied", TrainerMesh(etp=2), Engine(pp=2)),
+        ("nemotron_h", TrainerMesh(etp=2), Engine()),
+        ("nemotron_h", TrainerMesh(tp=2, etp=2), Engine(tp=2)),
     ],
-    ids=["qwen3-etp2-engine_tp1", "nemotron_h-etp2-engine_tp1", "nemotron_h-tp2_etp2-engine_tp2"],
+    ids=["qwen3-engine_tp1", "llama_tied-engine_pp2", "nemotron_h-engine_tp1", "nemotron_h-engine_tp2"],
 )
 def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
-    model: str, mesh: TrainerMesh, tp: int, tmp_path: Path
+    model: str, mesh: TrainerMesh, engine: Engine, tmp_path: Path
 ) -> None:
-    case, options = Case(mesh, (), CONFIGS[model]), {"tensor_parallel_size": tp, **ENGINE_OPTIONS.get(model, {})}
+    case, options = Case(mesh, (), CONFIGS[model]), engine.options(model)
     checkpoint = tmp_path / "first"
     run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), CONFIGS[model]), 2, str(checkpoint)))
     with VllmHost(checkpoint, tmp_path, load_format="dummy", **options) as host:

@@ -63,8 +63,8 @@ class VllmHost:
         self.address = str(folder / "host.sock")
         self._log = folder / "host.log"
         merged = {**LLM_OPTIONS, "model": str(model), **options}
-        tp = int(merged.get("tensor_parallel_size", 1))
-        merged.setdefault("distributed_executor_backend", "uni" if tp == 1 else "mp")
+        workers = int(merged.get("tensor_parallel_size", 1)) * int(merged.get("pipeline_parallel_size", 1))
+        merged.setdefault("distributed_executor_backend", "uni" if workers == 1 else "mp")
         self._command = [sys.executable, "-m", "tests.support.vllm_host", self.address, json.dumps(merged)]
         self._starts_left = 3
         self.process = self._start()
