@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.refit import main
+from benchmarks.refit_report import main as report
+from benchmarks.refit_vllm import main as main_vllm
 
 
 @pytest.mark.timeout(240)
@@ -31,3 +33,22 @@ def test_a_way_that_fails_says_why_and_the_next_goes_on(capsys: pytest.CaptureFi
     assert "cuda_ipc moves memory of GPUs and this party's storages are on cpu" in rows[2]
     assert rows[3].startswith("tcp ")
     assert "failed" not in rows[3]
+
+
+def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
+    kept = Path(__file__).parents[2] / "docs" / "performance"
+    servers = ["refit-vllm-qwen3-8b.json", "refit-vllm-qwen3-8b-upstream.json", "refit-vllm-qwen3-8b-colocated.json"]
+    found, drawn = tmp_path / "table.md", tmp_path / "plot.svg"
+    files = ["--links", str(kept / "refit-h200x2.json"), "--servers", *[str(kept / name) for name in servers]]
+    assert report([*files, "--table", str(found), "--plot", str(drawn)]) == 0
+    assert found.read_text() == (kept / "refit.md").read_text()
+    assert "milliseconds of a push" in drawn.read_text() or drawn.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--ways", "pigeon"], "pigeon"), (["--from", "etp=2"], "names 1 GPUs; --from has 2 ranks")],
+)
+def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(arguments: list[str], message: str) -> None:
+    with pytest.raises((ValueError, SystemExit), match=message):
+        main_vllm(arguments)

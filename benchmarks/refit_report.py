@@ -1,0 +1,157 @@
+"""A table and a plot of what ``benchmarks.refit`` and ``benchmarks.refit_vllm`` have measured.
+
+python -m benchmarks.refit_report --links refit.json --servers refit-vllm.json ... --table table.md --plot plot.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PARTS = ("move", "verify", "commit")
+"""What a push into a server consists of, as far as it is told apart; the rest is talk."""
+
+WAYS = {"nccl": "vLLM's own: gathered, broadcast whole, load_weights", "gather+broadcast": "gathered, broadcast whole"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of one run; seconds are medians.
+
+    Attributes:
+        case: model and meshes.
+        way: its name.
+        seconds: by part; ``push`` is the whole.
+        gb_per_s: into all workers while bytes moved.
+        share: of what plain sends reach, in runs that measure it.
+        trainer_mib: memory beyond the weights of the busiest trainer rank.
+        engine_mib: the same of a worker.
+        kl: generation KL in nats a token, in runs with a server.
+    """
+
+    case: str
+    way: str
+    seconds: Mapping[str, float]
+    gb_per_s: float
+    share: float | None
+    trainer_mib: float
+    engine_mib: float
+    kl: float | None
+
+
+def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
+    """All ways of all runs that did not fail."""
+    found = []
+    for report in reports:
+        options = report["options"]
+        case = f"{options['model']}, {options['trainer']} to {options.get('engine') or _workers(options)}"
+        for item in report["outcomes"]:
+            if item["failure"]:
+                continue
+            seconds = {part: statistics.median(values) for part, values in item["seconds"].items()}
+            moved = seconds.get("move", seconds["push"])
+            has_server = "kl" in item
+            found.append(
+                Row(
+                    case=case,
+                    way=WAYS.get(item["way"], item["way"]),
+                    seconds=seconds,
+                    gb_per_s=item["nbytes"] / moved / 1e9 if has_server else item["gb_per_s"],
+                    share=None if has_server else item["share_of_link"],
+                    trainer_mib=item["trainer_bytes"] / 2**20,
+                    engine_mib=item["engine_bytes" if has_server else "worker_bytes"] / 2**20,
+                    kl=item["kl"] if has_server else None,
+                )
+            )
+    return found
+
+
+def _workers(options: Mapping[str, str]) -> str:
+    shared = options["engine_gpus"] == options["trainer_gpus"]
+    count = len(json.loads(options["engine_gpus"]))
+    return f"vLLM TP {count}{', on the same GPUs' if shared else ''}"
+
+
+HEADINGS = ("case", "way", "push ms", "moving", "verify", "commit", "paused", "GB/s", "of link", "KL")
+
+
+def table(found: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
+    for row in found:
+        parts = [_ms(row.seconds.get(part)) for part in ("push", *PARTS)]
+        paused = _ms(row.seconds.get("paused", row.seconds.get("pause")))
+        share = "" if row.share is None else f"{row.share:.0%}"
+        kl = "" if row.kl is None else f"{row.kl:.1e}"
+        lines.append(_line([row.case, row.way, *parts, paused, f"{row.gb_per_s:.0f}", share, kl]))
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.0f}"
+
+
+def plot(found: Sequence[Row], path: Path) -> None:
+    """Draws bars, a panel a case: milliseconds of a push, by part.
+
+    Raises:
+        SystemExit: without matplotlib.
+        ValueError: if there is nothing to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    cases = list(dict.fromkeys(row.case for row in found))
+    if not cases:
+        raise ValueError("these reports have no results to plot")
+    figure = Figure(figsize=(9, 0.6 + 1.9 * len(cases)), layout="constrained")
+    for axis, case in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases, strict=True):
+        here = [row for row in found if row.case == case]
+        names = [row.way for row in here]
+        left = [0.0] * len(here)
+        for part in PARTS:
+            widths = [1e3 * row.seconds.get(part, 0.0) for row in here]
+            axis.barh(names, widths, left=left, label=part)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        rest = [max(0.0, 1e3 * row.seconds["push"] - begin) for row, begin in zip(here, left, strict=True)]
+        bars = axis.barh(names, rest, left=left, label="the rest", color="lightgray")
+        axis.bar_label(bars, labels=[f"{1e3 * row.seconds['push']:.0f}" for row in here], fontsize=7, padding=2)
+        axis.invert_yaxis()
+        axis.tick_params(labelsize=7)
+        axis.margins(x=0.1)
+        axis.set_title(f"{case}: milliseconds of a push", fontsize=8)
+        axis.legend(fontsize=6, loc="lower right")
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads reports, writes what was asked for; the table goes to the standard output as well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--links", type=Path, nargs="*", default=[], help="reports of benchmarks.refit")
+    parser.add_argument("--servers", type=Path, nargs="*", default=[], help="reports of benchmarks.refit_vllm")
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    found = rows([json.loads(path.read_text(encoding="utf-8")) for path in (*options.links, *options.servers)])
+    text = table(found)
+    print(text, end="")
+    if options.table is not None:
+        options.table.write_text(text, encoding="utf-8")
+    if options.plot is not None:
+        plot(found, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
