@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_patches.refit import digest as constants
 from megatron_patches.refit import device_tables as fields
+from megatron_patches.refit import digest as constants
 from megatron_patches.refit.device_tables import Shape
 
 _WARPS = 4
@@ -59,7 +59,7 @@ _DO_UNPACK = tl.constexpr(int(Move.UNPACK))
 
 
 @triton.jit
-def _odd_hash(index):  # type: ignore[no-untyped-def]
+def _odd_hash(index):  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton compiles it for what it is given
     # splitmix64, forced odd; unsigned, so that products wrap and shifts bring zeros.
     x = (index + 1) * _GOLDEN
     x = (x ^ (x >> 30)) * _MIX1
@@ -69,7 +69,7 @@ def _odd_hash(index):  # type: ignore[no-untyped-def]
 
 # Without annotations: Triton takes them for types of its own.
 @triton.jit
-def _move_boxes(  # type: ignore[no-untyped-def]
+def _move_boxes(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel; branches are compiled away
     values,
     packed,
     table,
@@ -134,10 +134,7 @@ def _move_boxes(  # type: ignore[no-untyped-def]
             bits = value.to(tl.int64)
             if width < 8:
                 bits = bits & ((1 << (8 * width)) - 1)
-            if nested:
-                index = first_row + at0 * index0 + at1 * index1 + at2 * index2
-            else:
-                index = first_row + row * index2
+            index = first_row + (at0 * index0 + at1 * index1 + at2 * index2 if nested else row * index2)
             weight = _odd_hash(index.to(tl.uint64))
             total += tl.where(mask, (bits + 1) * weight[:, None], 0)
     if move != _DO_UNPACK:

@@ -82,6 +82,7 @@ def describe(
         pieces: the boxes.
         storages: names of the storages that they lie in.
         offsets: for each storage, how many bytes its beginning is past a multiple of 16 bytes.
+        packed_offset: the same of the packet.
     """
     number = {name: index for index, name in enumerate(storages)}
     found: dict[Shape, list[tuple[list[int], int]]] = defaultdict(list)

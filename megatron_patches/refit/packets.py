@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.digest import combine
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Link, Load, Terms, cut_into_loads
@@ -25,7 +25,6 @@ from megatron_patches.refit.plan import Plan, Transfer
 from megatron_patches.refit.port_choice import open_port
 from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Shared, Spot
 from megatron_patches.refit.staging import StagingPool
-
 
 _GROWTH = 3  # of groups of loads that are digested at once
 
