@@ -79,8 +79,8 @@ class Served:
         seconds: dict[str, float] = run_distributed(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
         return seconds
 
-    def answers(self) -> list[list[float]]:
-        return self.server.log_probabilities(PROMPTS)
+    def answers(self, replica: int = 0) -> list[list[float]]:
+        return self.server.log_probabilities(PROMPTS, replica=replica)
 
     def pauses(self) -> tuple[int, int]:
         """How often it was paused and resumed."""
@@ -134,3 +134,17 @@ def test_requests_are_answered_while_a_version_arrives_beside(served: Served) ->
     assert all(answer == after for answer in answers[changed + 1 :])  # one has asked twice, before and after
     assert found[0]["send"] > 2
     assert longest < found[0]["send"] * 0.7
+
+
+def test_every_replica_of_a_server_gets_the_weights(served: Served, tmp_path: Path) -> None:
+    """They answer as a server without replicas does that was given the same."""
+    expected = {}
+    for seed in (1, 2):
+        served.push(seed, MemoryMode.BESIDE)
+        expected[seed] = served.answers()
+    assert expected[1] != expected[2]
+    with vllm_server(LLAMA, tmp_path, "--data-parallel-size", "2") as server:
+        replicated = Served(server, itertools.count(1))
+        for seed, memory in ((1, MemoryMode.BESIDE), (2, MemoryMode.IN_PLACE), (1, MemoryMode.BESIDE)):
+            replicated.push(seed, memory)
+            assert [replicated.answers(replica) for replica in (0, 1)] == [expected[seed]] * 2

@@ -30,18 +30,21 @@ class VllmServer:
     def __init__(self, url: str, log: Path) -> None:
         self.url, self._log = url, log
 
-    def log_probabilities(self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0) -> list[list[float]]:
+    def log_probabilities(
+        self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0, replica: int = 0
+    ) -> list[list[float]]:
         """Of each prompt's tokens after the first; waits while the server is paused."""
-        return [self._ask(list(prompt), timeout_s) for prompt in prompts]
+        return [self._ask(list(prompt), timeout_s, replica) for prompt in prompts]
 
     def was_asked(self, route: str) -> int:
         """How many requests for a route it has answered."""
         return self._log.read_text().count(f'"POST /{route} ') + self._log.read_text().count(f'"POST /{route}?')
 
-    def _ask(self, prompt: list[int], timeout_s: float) -> list[float]:
+    def _ask(self, prompt: list[int], timeout_s: float, replica: int) -> list[float]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
+        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(replica)}
         request = urllib.request.Request(  # noqa: S310 - this machine's own server
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/v1/completions", json.dumps(body).encode(), headers
         )
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
             found = json.load(answer)["choices"][0]["prompt_logprobs"]
@@ -49,12 +52,13 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_server(config: Mapping[str, object], folder: Path) -> Iterator[VllmServer]:
+def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str) -> Iterator[VllmServer]:
     """Starts a server of a model with random weights; it ends with the context.
 
     Args:
         config: content of the model's ``config.json``.
         folder: for the model and the log.
+        arguments: further ones of the command line.
     """
     (folder / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(folder, 255)
@@ -67,6 +71,7 @@ def vllm_server(config: Mapping[str, object], folder: Path) -> Iterator[VllmServ
         *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64"),
         *("--block-size", "32"),
         *("--weight-transfer-config", json.dumps({"backend": "etp"})),
+        *arguments,
     ]
     server = VllmServer(f"http://127.0.0.1:{port}", log)
     with log.open("w") as file:
