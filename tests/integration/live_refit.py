@@ -102,8 +102,7 @@ def session(
 def transport_of(case: Case) -> TransportName:
     """Another transport for some kinds of mesh, so that several meet a live engine.
 
-    NIXL for one model alone: its threads keep two processors busy, and everything else waits. c10d between processes is
-    tested in tests/unit/refit/test_transports.py.
+    c10d between processes is tested in tests/unit/refit/test_transports.py.
     """
     mesh, is_llama = case.mesh, "LlamaForCausalLM" in str(case.config["architectures"])
     if mesh.dp > 1 and is_llama and importlib.util.find_spec("nixl_cu12") is not None:
