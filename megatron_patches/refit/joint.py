@@ -27,8 +27,9 @@ from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.rendezvous import Assembly
 from megatron_patches.refit.staging import StagingPool, slot_bytes, useful_bytes
 from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
-from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
+from megatron_patches.refit.transports.receiving import ReceivingEnd
+from megatron_patches.refit.transports.sending import SendingEnd
 
 
 class Held(msgspec.Struct, frozen=True):

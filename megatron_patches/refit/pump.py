@@ -13,7 +13,8 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.packets import Packing, Sender, Unpacker
 from megatron_patches.refit.ports import Pending
 from megatron_patches.refit.transports.base import Check
-from megatron_patches.refit.transports.links import Incoming, ReceivingEnd, SendingEnd, Slot
+from megatron_patches.refit.transports.receiving import Incoming, ReceivingEnd
+from megatron_patches.refit.transports.sending import SendingEnd, Slot
 
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 _IMPATIENT_S = 0.0005  # how long to look without a pause at what takes a GPU less than that

@@ -2,8 +2,8 @@
 
 Each pair of a source and a destination that the plan connects has a *link*: a control connection, on which packets
 are announced and slots given back, and for the payload a pair of :class:`OutgoingWire` and :class:`IncomingWire` with
-:data:`megatron_patches.refit.staging.SLOTS` slots. :mod:`megatron_patches.refit.transports.links` does everything
-that is common; a module a transport makes the wires.
+:data:`megatron_patches.refit.staging.SLOTS` slots. The modules ``sending`` and ``receiving`` do everything that is
+common; a module a transport makes the wires.
 
 [Note: progress] Links depend on nothing of each other: each has its own slots on both sides, a source fills any slot
 that is free, and a destination takes any packet that has come. So whatever the layout and however small the slots, as
@@ -80,6 +80,11 @@ class Place:
     device: str
     pool: StagingPool
     timeout_s: float
+
+    @property
+    def memory(self) -> str:
+        """Kind of memory that the storages are in: ``cpu`` or ``cuda``."""
+        return self.device.partition(":")[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Offer, Place, Transport
-from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
+from megatron_patches.refit.transports.receiving import ReceivingEnd
+from megatron_patches.refit.transports.sending import SendingEnd
 from tests.support.refit_cases import Case
 from tests.unit.refit.test_joint import memory, values
 

@@ -26,8 +26,9 @@ from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Assembly, Rendezvous
 from megatron_patches.refit.staging import SLOTS, StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
-from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
+from megatron_patches.refit.transports.receiving import ReceivingEnd
+from megatron_patches.refit.transports.sending import SendingEnd
 from tests.support.refit_cases import Case, elements, random_case, region
 from tests.unit.refit.transport_cases import usable
 

@@ -17,8 +17,9 @@ from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
-from megatron_patches.refit.transports.links import ReceivingEnd, SendingEnd
 from megatron_patches.refit.transports.opening import open_transport
+from megatron_patches.refit.transports.receiving import ReceivingEnd
+from megatron_patches.refit.transports.sending import SendingEnd
 
 SPEC = TensorSpec("w", (1500, 16), "bfloat16")
 

@@ -1,0 +1,208 @@
+"""The end of a destination: takes packets that were announced, and gives slots back when they have been unpacked.
+
+How a payload travels is the wire's business; see :mod:`megatron_patches.refit.transports.base`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from megatron_patches.refit import frames
+from megatron_patches.refit.errors import PlanMismatchError, TransferError
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.loads import Load
+from megatron_patches.refit.packets import Packet, Part
+from megatron_patches.refit.ports import Payload, Pending, Spot
+from megatron_patches.refit.transports import messages
+from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
+
+LoadOf = Callable[[Packet], Load]
+PlacesOf = Callable[[Load], Sequence[Spot]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """A packet that has come.
+
+    Attributes:
+        packet: it; its payload is valid until it is released.
+        slot: number of its slot; of a direct load, a number that no slot has.
+        source: rank that sent it.
+    """
+
+    packet: Packet
+    slot: int
+    source: int
+
+
+class _Arriving:
+    """A packet that was announced."""
+
+    def __init__(self, source: int, packet: Packet, slot: int, payload: Pending[object]) -> None:
+        self._source, self._packet, self._slot, self._payload = source, packet, slot, payload
+
+    def done(self) -> bool:
+        return self._payload.done()
+
+    def result(self) -> Incoming:
+        payload = self._payload.result()
+        if self._slot == messages.NO_SLOT:
+            return Incoming(self._packet, self._slot, self._source)
+        return Incoming(replace(self._packet, payload=cast(Payload, payload)), self._slot, self._source)
+
+
+class ReceivingEnd:
+    """The links of one destination rank.
+
+    Args:
+        place: where it is.
+        transport: makes the wires.
+    """
+
+    def __init__(self, place: Place, transport: Transport) -> None:
+        self._place, self._transport = place, transport
+        self._links: dict[int, tuple[socket.socket, IncomingWire]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._arriving: deque[_Arriving] = deque()
+        if transport.one_host:
+            self._address = f"refit-{secrets.token_hex(12)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # A leading zero byte: a name that is no file and goes with the process.
+            self._listener.bind(f"\0{self._address}")
+            self._listener.listen(256)
+        else:
+            self._listener = socket.create_server((place.host, 0), backlog=256)
+            self._address = f"{place.host}:{self._listener.getsockname()[1]}"
+        frames.prepare(self._listener)
+
+    def offer(self, slot_bytes: int) -> Offer:
+        """What other parties must know; arguments as of a :class:`SendingEnd`, less the memory."""
+        return Offer(
+            address=self._address,
+            slot_bytes=slot_bytes,
+            memory=self._place.memory,
+            reach=self._transport.reach,
+            details=self._transport.details(),
+        )
+
+    def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
+        """Waits until every source that sends something has made its link; arguments as of a :class:`SendingEnd`.
+
+        Raises:
+            PlanMismatchError: if one follows another plan.
+            PartyFailedError: if one does not come in time.
+        """
+        self._transport.connect(offers, check)
+        waiting = set(slots)
+        while waiting:
+            patience = Patience(self._place.timeout_s, f"links from source ranks {sorted(waiting)[:8]}", check)
+            connection = self._accept(patience)
+            try:
+                hello = messages.decode_hello(frames.receive(connection, patience))
+                if hello.plan_digest != plan_digest or hello.source not in waiting:
+                    raise PlanMismatchError(
+                        f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {plan_digest[:12]}, "
+                        "or has a link already"
+                    )
+                size = slots[hello.source]
+                if hello.slot_bytes != size:
+                    raise PlanMismatchError(
+                        f"source rank {hello.source} has slots of {hello.slot_bytes} bytes for this link, not {size}"
+                    )
+                end = LinkEnd(connection=connection, peer=hello.source, slot_bytes=size, patience=patience)
+                self._links[hello.source] = connection, self._transport.incoming(end)
+            except BaseException:
+                connection.close()
+                raise
+            self._selector.register(connection, selectors.EVENT_READ, hello.source)
+            waiting.remove(hello.source)
+
+    def receive(self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float) -> Incoming | None:
+        """The next packet of any source.
+
+        Args:
+            load_of: gives what is planned, for a packet that was announced.
+            places_of: gives where the boxes of a direct load are to lie.
+            check: raises if another party has failed.
+            wait_s: how long to wait for one to be announced if none is; None is an answer.
+
+        Raises:
+            PartyFailedError: if a source has gone, or ``check`` raises.
+            TransferError: if a packet was announced that is not planned.
+        """
+        patience = Patience(self._place.timeout_s, f"a packet from source ranks {sorted(self._links)[:8]}", check)
+        self._begin_fetching(0.0 if self._arriving else wait_s, load_of, places_of, patience)
+        for arriving in self._arriving:
+            if arriving.done():
+                self._arriving.remove(arriving)
+                return arriving.result()
+        return None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was announced is still on its way."""
+        return not self._arriving
+
+    def release(self, incoming: Incoming, check: Check) -> None:
+        """Gives the packet's slot back to its source.
+
+        Raises:
+            PartyFailedError: if the source has gone.
+        """
+        patience = Patience(self._place.timeout_s, f"source rank {incoming.source} to take a slot back", check)
+        frames.send_all(self._links[incoming.source][0], messages.SLOT.pack(incoming.slot), patience)
+
+    def close(self) -> None:
+        """Ends all links."""
+        self._listener.close()
+        self._selector.close()
+        self._transport.stop()
+        self._arriving.clear()
+        for connection, wire in self._links.values():
+            wire.close()
+            connection.close()
+        self._links.clear()
+        self._transport.close()
+
+    def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, patience: Patience) -> None:
+        """Begins to take every packet that was announced; waits up to ``wait_s`` for the first."""
+        for key, _ in self._selector.select(wait_s):
+            connection, wire = self._links[key.data]
+            message = messages.decode_message(frames.receive(connection, patience))
+            if isinstance(message, messages.Told):
+                wire.begin(message.content)
+                continue
+            self._arriving.append(self._fetch(key.data, wire, message, load_of, places_of))
+
+    def _fetch(
+        self, source: int, wire: IncomingWire, head: messages.Head, load_of: LoadOf, places_of: PlacesOf
+    ) -> _Arriving:
+        """Begins to take one packet."""
+        packet = Packet(head.plan_digest, head.version, head.round, head.number, head.source, head.destination, (), b"")
+        load = load_of(packet)
+        planned = len(load.items), load.nbytes, load.direct
+        announced = len(head.digests), head.nbytes, head.slot == messages.NO_SLOT
+        if planned != announced:
+            raise TransferError(
+                f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
+                f"in round {head.round}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
+            )
+        parts = tuple(Part(item.box, item.dtype, digest) for item, digest in zip(load.items, head.digests, strict=True))
+        payload: Pending[object] = (
+            wire.fetch_direct(load, places_of(load)) if load.direct else wire.fetch(head.slot, head.nbytes)
+        )
+        return _Arriving(source, replace(packet, parts=parts), head.slot, payload)
+
+    def _accept(self, patience: Patience) -> socket.socket:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                return frames.prepare(connection)
+            except TimeoutError:
+                patience.tick()

@@ -1,0 +1,255 @@
+"""The end of a source: announces packets, in slots or to be taken from where their boxes lie, and gets slots back.
+
+How a payload travels is the wire's business; see :mod:`megatron_patches.refit.transports.base`.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_patches.refit import frames
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.packets import Packet
+from megatron_patches.refit.ports import Memory, Payload, Spot
+from megatron_patches.refit.staging import SLOTS
+from megatron_patches.refit.transports import messages
+from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, OutgoingWire, Place, Transport
+
+_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
+_DRIVE_S = 0.001  # how often a source calls its wires, some of which move nothing else while it waits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Memory of a link to pack into.
+
+    Attributes:
+        destination: where the link leads.
+        number: which of the link's slots it is.
+        payload: the memory.
+    """
+
+    destination: int
+    number: int
+    payload: Payload
+
+
+class _Outgoing:
+    """A link of a source."""
+
+    def __init__(self, connection: socket.socket, wire: OutgoingWire) -> None:
+        self.connection, self.wire = connection, wire
+        self.free = deque(range(SLOTS))
+        self.direct = 0  # loads under way
+
+    @property
+    def quiet(self) -> bool:
+        return not self.direct and len(self.free) == SLOTS
+
+    def close(self) -> None:
+        self.wire.close()
+        self.connection.close()
+
+
+class SendingEnd:
+    """The links of one source rank.
+
+    Args:
+        place: where it is.
+        transport: makes the wires.
+    """
+
+    def __init__(self, place: Place, transport: Transport) -> None:
+        self._place, self._transport = place, transport
+        self._links: dict[int, _Outgoing] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def offer(self, slot_bytes: int, memory: Memory) -> Offer:
+        """What other parties must know.
+
+        Args:
+            slot_bytes: the largest slots that it can have.
+            memory: its storages.
+        """
+        return Offer(
+            address="",
+            slot_bytes=slot_bytes,
+            memory=self._place.memory,
+            reach=self._transport.reach,
+            hidden=tuple(sorted(self._transport.hidden(memory))),
+            details=self._transport.details(),
+        )
+
+    def begin(self, memory: Memory, check: Check) -> None:
+        """Tells destinations where the storages are now, as far as they must know.
+
+        Raises:
+            PartyFailedError: if one has gone, or a storage can no longer be reached where it lies.
+        """
+        for destination, link in self._links.items():
+            told = link.wire.begin(memory)
+            if told is not None:
+                patience = self._patience(f"destination rank {destination} to listen", check)
+                frames.send(link.connection, messages.encode(messages.Told(told)), patience)
+
+    def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
+        """Makes a link to each destination to which the plan sends something.
+
+        Args:
+            offers: of all parties.
+            slots: size of a slot of each, by rank.
+            plan_digest: digest of the plan.
+            check: raises if another party has failed.
+
+        Raises:
+            PartyFailedError: if one cannot be reached in time.
+        """
+        self._transport.connect(offers, check)
+        for destination, size in sorted(slots.items()):
+            peer = self._place.sources + destination
+            patience = Patience(self._place.timeout_s, f"a link to destination rank {destination}", check)
+            connection = _dial(offers[peer].address, patience, local=self._transport.one_host)
+            try:
+                hello = messages.Hello(self._place.party, plan_digest, size)
+                frames.send(connection, messages.encode(hello), patience)
+                end = LinkEnd(connection=connection, peer=peer, slot_bytes=size, patience=patience)
+                self._links[destination] = _Outgoing(connection, self._transport.outgoing(end))
+            except BaseException:
+                connection.close()
+                raise
+            self._selector.register(connection, selectors.EVENT_READ, destination)
+
+    def free_slot(self, destinations: Collection[int], check: Check) -> Slot | None:
+        """A free slot of one of the links to ``destinations``, of the one with most of them; taken until it returns.
+
+        Args:
+            destinations: ranks for which something is left to pack.
+            check: raises if another party has failed.
+
+        Raises:
+            PartyFailedError: if a destination has gone, or ``check`` raises.
+        """
+        self._collect(0.0, Patience(self._place.timeout_s, "slots that were given back", check))
+        best = max(destinations, key=lambda destination: len(self._links[destination].free), default=None)
+        if best is None or not self._links[best].free:
+            return None
+        link = self._links[best]
+        number = link.free.popleft()
+        return Slot(best, number, link.wire.slots[number])
+
+    def send(self, packet: Packet, slot: Slot, check: Check) -> None:
+        """Sends a packet that was packed into ``slot``.
+
+        Raises:
+            PartyFailedError: if the destination has gone, or ``check`` raises.
+        """
+        self._announce(packet, len(packet.payload), slot.number, check)
+        self._links[packet.destination].wire.start(slot.number, packet.payload)
+
+    def send_direct(self, packet: Packet, nbytes: int, places: Sequence[Spot], check: Check) -> None:
+        """Sends a direct load, of ``nbytes`` bytes, whose boxes lie in ``places``; raises as :meth:`send` does."""
+        self._announce(packet, nbytes, messages.NO_SLOT, check)
+        link = self._links[packet.destination]
+        link.direct += 1
+        link.wire.start_direct(places)
+
+    def wait_for_news(self, check: Check, what: str) -> None:
+        """Waits until a slot has come back, or a direct load was received.
+
+        Raises:
+            PartyFailedError: if none does in time, a destination has gone, or ``check`` raises.
+        """
+        patience = Patience(self._place.timeout_s, what, check)
+        while not self._collect(_DRIVE_S, patience):
+            patience.tick()
+
+    def finish(self, check: Check) -> None:
+        """Waits until all packets have been unpacked.
+
+        Raises:
+            PartyFailedError: if a destination does not in time or has gone, or ``check`` raises.
+        """
+        while late := [rank for rank, link in self._links.items() if not link.quiet]:
+            self.wait_for_news(check, f"destination ranks {late[:8]} to take their packets")
+
+    def close(self) -> None:
+        """Ends all links."""
+        self._selector.close()
+        self._transport.stop()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._transport.close()
+
+    def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
+        patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
+        head = messages.Head(
+            packet.plan_digest,
+            packet.version,
+            packet.round,
+            packet.number,
+            packet.source,
+            packet.destination,
+            tuple(part.digest for part in packet.parts),
+            nbytes,
+            slot,
+        )
+        frames.send(self._links[packet.destination].connection, messages.encode(head), patience)
+
+    def _patience(self, what: str, check: Check) -> Patience:
+        """For a message to a destination, which may itself be waiting to give something back, and reads nothing then.
+
+        Both would wait for ever if what comes back were not taken meanwhile.
+        """
+
+        def look_after() -> None:
+            check()
+            self._collect(0.0, Patience(self._place.timeout_s, "slots that were given back", check))
+
+        return Patience(self._place.timeout_s, what, look_after)
+
+    def _collect(self, wait_s: float, patience: Patience) -> bool:
+        """Takes what was given back; waits up to ``wait_s`` for the first. Whether there was anything."""
+        for link in self._links.values():
+            link.wire.check()
+        found = self._selector.select(wait_s)
+        for key, _ in found:
+            link = self._links[key.data]
+            (number,) = messages.SLOT.unpack(frames.receive_exactly(link.connection, messages.SLOT.size, patience))
+            if number == messages.NO_SLOT:
+                link.direct -= 1
+            else:
+                link.free.append(number)
+        return bool(found)
+
+
+def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:
+    """A control connection to a destination."""
+    if not local:
+        return _dial_tcp(address, patience)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{address}")
+    except OSError as error:
+        connection.close()
+        raise PartyFailedError(
+            f"cannot reach {address} on this machine ({error}); this transport needs all parties on one host, "
+            "use the tcp transport otherwise"
+        ) from error
+    patience.tick()
+    return frames.prepare(connection)
+
+
+def _dial_tcp(address: str, patience: Patience) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=30.0)
+    except OSError as error:
+        raise PartyFailedError(f"cannot reach {address}: {error}") from error
+    patience.tick()
+    return frames.prepare(connection)
