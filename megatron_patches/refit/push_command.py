@@ -9,6 +9,7 @@ import sys
 from megatron_patches.refit import checkpoint_model
 from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.progress import Quiet
 from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
@@ -29,6 +30,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     push.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
     push.add_argument("--transport", choices=[name.value for name in TransportName], default=defaults.transport.value)
     push.add_argument("--pause", choices=[mode.value for mode in PauseMode], default=defaults.pause.value)
+    push.add_argument(
+        "--memory",
+        choices=[mode.value for mode in MemoryMode],
+        default=defaults.memory.value,
+        help="where servers receive: beside the weights that serve, or in_place, pausing from the first byte on",
+    )
+    push.add_argument(
+        "--staging-bytes",
+        type=int,
+        default=defaults.staging_bytes,
+        help="the most memory that packets take in a process",
+    )
     push.add_argument("--host", default=defaults.host, help="address of this machine that the servers reach")
     push.add_argument(
         "--allow-narrowing", action="store_true", help="push also where a server keeps a weight in a narrower type"
@@ -58,7 +71,9 @@ def _push(options: argparse.Namespace, first: bool) -> PushReport:
     timeout_s = options.timeout_minutes * 60
     settings = RefitOptions(
         transport=TransportName(options.transport),
+        staging_bytes=options.staging_bytes,
         pause=PauseMode(options.pause),
+        memory=MemoryMode(options.memory),
         host=options.host,
         timeout_s=timeout_s,
         allow_narrowing=options.allow_narrowing,

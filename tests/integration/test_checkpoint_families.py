@@ -172,8 +172,12 @@ def test_a_push_of_a_checkpoint_with_experts_leaves_the_bits_of_a_fresh_engine(r
     with VllmHost(root / "qwen3_moe-2" / "live", tmp_path) as host:
         engine = host.connect()
         fresh = engine.parameters(), engine.log_probabilities(PROMPTS)
-        for seed, mesh in ((1, TrainerMesh(ep=2, dp=2)), (2, TrainerMesh(etp=2, expert_etp=2))):
+        for seed, mesh, memory in (
+            (1, TrainerMesh(ep=2, dp=2), "beside"),
+            (2, TrainerMesh(etp=2, expert_etp=2), "in_place"),
+        ):
             words = f"push --load {root}/qwen3_moe-{seed}/saved --engines http://engine --version {seed}".split()
+            words += f"--memory {memory} --staging-bytes 65536".split()
             (results,) = run_commands(2, [[*words, *parallel_flags(mesh)]], host.address)
             assert [status for status, _ in results] == [0, 0], results
             assert f"version {seed} serves on 1 engine(s)" in results[0][1]
