@@ -73,7 +73,7 @@ def free_ports(count: int) -> list[int]:
     From below those that the system gives to whoever asks for any, as the commands before it do many times.
     """
     found: list[int] = []
-    for port in random.Random().sample(range(20_000, 32_000), 500):
+    for port in random.sample(range(20_000, 32_000), 500):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             found.append(port)
         if len(found) == count:
