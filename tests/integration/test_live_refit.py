@@ -245,8 +245,8 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
 
 
 @pytest.mark.parametrize(("model", "tp"), [(model, tp) for model in IN_PLACE for tp in (1, 2)])
-def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Callable[[str, int], Pushed]) -> None:
-    found = pushed(model, tp)
+def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Callable[[str, Engine], Pushed]) -> None:
+    found = pushed(model, Engine(tp=tp))
     other, same = found.in_place
     assert other == found.after[IN_PLACE[model][0]][0] != found.fresh
     assert same == found.fresh
