@@ -216,7 +216,7 @@ def push_all(model: str, engine: Engine, folder: Path) -> Pushed:
         if model in IN_PLACE:
             mesh, _ = IN_PLACE[model]
             again = (Case(mesh, (), config), host.address, next(versions), (1, 2))
-            in_place = run_distributed(in_place_body, mesh.size, args=again, timeout_s=180)[0]
+            in_place = run_distributed(in_place_body, mesh.size, args=again, timeout_s=420)[0]
     return Pushed(fresh, after, *in_place)
 
 
