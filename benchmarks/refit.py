@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import socket
 import statistics
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.refit_ranks import Outcome, Task, run_rank
+from benchmarks.spawned import run_ranks
 
 QWEN3_8B: Mapping[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -106,33 +106,6 @@ def make_task(options: argparse.Namespace) -> Task:
     )
 
 
-def run(task: Task) -> list[Outcome]:
-    """Runs all ranks, and gives what the first has found.
-
-    Raises:
-        RuntimeError: if a rank failed.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    processes = [context.Process(target=run_rank, args=(rank, task, sending)) for rank in range(sum(task.sizes))]
-    for process in processes:
-        process.start()
-    sending.close()
-    found: list[Outcome] = []
-    try:
-        while True:
-            found.append(receiving.recv())
-            print(line(found[-1]), flush=True)
-    except EOFError:
-        pass  # all ranks have ended
-    for process in processes:
-        process.join()
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-    if failed:
-        raise RuntimeError(f"ranks {failed} failed")
-    return found
-
-
 HEADINGS = ("way", "plan", "link", "push", "move", "verify", "commit", "pause", "GB/s", "of link", "trainer", "worker")
 
 
@@ -152,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table; returns 1 where a way failed."""
     options = parse(arguments)
     print(f"{HEADINGS[0]:20} {' '.join(f'{heading:>8}' for heading in HEADINGS[1:])}", flush=True)
-    found = run(make_task(options))
+    task = make_task(options)
+    found = run_ranks(run_rank, sum(task.sizes), task, line)
     if options.json is not None:
         content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
         content["outcomes"] = [asdict(item) for item in found]

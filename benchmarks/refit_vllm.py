@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import signal
 import socket
 import statistics
@@ -31,6 +30,7 @@ from typing import Any
 
 from benchmarks.refit import MODELS
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
+from benchmarks.spawned import run_ranks
 from benchmarks.vllm_server import ALPHABET, serve
 from examples.serving import write_byte_tokenizer
 from megatron_patches.refit.cluster import trainer_mesh
@@ -66,33 +66,6 @@ def write_model(config: Any, folder: Path) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
     write_byte_tokenizer(folder, ALPHABET - 1)
     return written
-
-
-def run(task: Task) -> list[Outcome]:
-    """Runs all trainer ranks, and gives what the first has found.
-
-    Raises:
-        RuntimeError: if a rank failed.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    processes = [context.Process(target=run_rank, args=(rank, task, sending)) for rank in range(task.mesh.size)]
-    for process in processes:
-        process.start()
-    sending.close()
-    found: list[Outcome] = []
-    try:
-        while True:
-            found.append(receiving.recv())
-            print(line(found[-1]), flush=True)
-    except EOFError:
-        pass  # all ranks have ended
-    for process in processes:
-        process.join()
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-    if failed:
-        raise RuntimeError(f"trainer ranks {failed} failed")
-    return found
 
 
 HEADINGS = ("way", *PARTS, "GB/s", "trainer", "engine", "KL", "KL before")
@@ -138,20 +111,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with serve(folder / "model", backend, engine_gpus, arguments, folder / f"{backend}.log") as server:
                 with socket.create_server(("127.0.0.1", 0)) as probe:
                     port = probe.getsockname()[1]
-                found += run(
-                    Task(
-                        config=written,
-                        mesh=mesh,
-                        gpus=tuple(options.trainer_gpus) if on_gpu else (),
-                        engine_gpus=engine_gpus,
-                        server_port=int(server.url.rpartition(":")[2]),
-                        port=port,
-                        ways=ways,
-                        repeats=options.repeats,
-                        staging_bytes=options.staging_mib << 20,
-                        timeout_s=options.timeout,
-                    )
+                task = Task(
+                    config=written,
+                    mesh=mesh,
+                    gpus=tuple(options.trainer_gpus) if on_gpu else (),
+                    engine_gpus=engine_gpus,
+                    server_port=int(server.url.rpartition(":")[2]),
+                    port=port,
+                    ways=ways,
+                    repeats=options.repeats,
+                    staging_bytes=options.staging_mib << 20,
+                    timeout_s=options.timeout,
                 )
+                found += run_ranks(run_rank, mesh.size, task, line)
     if options.json is not None:
         content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
         content["outcomes"] = [asdict(item) for item in found]

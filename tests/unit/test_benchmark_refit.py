@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.refit import main
+from benchmarks.refit_parts import main as main_parts
 from benchmarks.refit_report import main as report
 from benchmarks.refit_vllm import main as main_vllm
 
@@ -52,3 +54,9 @@ def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
 def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(arguments: list[str], message: str) -> None:
     with pytest.raises((ValueError, SystemExit), match=message):
         main_vllm(arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_parts_are_measured_on_gpus_alone() -> None:
+    with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
+        main_parts()

@@ -1,0 +1,115 @@
+"""What a refit between GPUs is bounded by: the kernel that packs and digests, and copies from one GPU to another.
+
+    python -m benchmarks.refit_parts
+
+Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; and, with
+two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+from unittest import mock
+
+import torch
+
+from megatron_patches.refit import device_kernels, device_tables
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.device_port import DevicePort
+from megatron_patches.refit.ports import Batch, Piece
+
+MATRICES, ROWS, COLUMNS = 24, 12288, 4096
+TILES = (
+    (4096, 1024, 8, 8),
+    (4096, 1024, 8, 4),
+    (4096, 1024, 16, 8),
+    (2048, 1024, 16, 4),
+    (4096, 1024, 32, 8),
+    (8192, 2048, 8, 8),
+    (2048, 512, 16, 4),
+    (4096, 512, 16, 8),
+    (2048, 2048, 32, 8),
+    (4096, 2048, 32, 8),
+)
+"""Elements and columns of a tile, groups of rows that it has, warps."""
+COPIED = 4 << 30
+
+
+def tiles() -> None:
+    """The kernel, for each shape of a tile."""
+    box = Box("w", (0, 0), (ROWS, COLUMNS))
+    size = (ROWS * COLUMNS,)
+    held = {f"s{i}": torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device="cuda") for i in range(MATRICES)}
+    view = {name: View(name, 0, box.shape, (COLUMNS, 1)) for name in held}
+    pieces = [Piece(view[name], "bfloat16", box, box.shape, i * box.volume * 2) for i, name in enumerate(held)]
+    batch, nbytes = Batch(tuple(pieces)), MATRICES * box.volume * 2
+    payload = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    for elements, columns, groups, warps in TILES:
+        with (
+            mock.patch.object(device_tables, "_ELEMENTS", elements),
+            mock.patch.object(device_tables, "_MOST_COLUMNS", columns),
+            mock.patch.object(device_tables, "LOOPS", groups),
+            mock.patch.object(device_kernels, "_WARPS", warps),
+        ):
+            port = DevicePort(held, "this GPU")
+            ways: dict[str, Callable[[], object]] = {
+                "digest": lambda port=port: port.digest(batch).result(),  # type: ignore[misc]
+                "pack": lambda port=port: port.pack(batch, payload).result(),  # type: ignore[misc]
+                "unpack": lambda port=port: port.unpack(batch, payload).result(),  # type: ignore[misc]
+            }
+            found = {name: f"{nbytes / seconds(way) / 1e9:.0f}" for name, way in ways.items()}
+        print(f"elements {elements} columns {columns} groups {groups} warps {warps}: {found} GB/s", flush=True)
+
+
+def copies() -> None:
+    """From the first GPU to the second."""
+    source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(COPIED, dtype=torch.uint8, device="cuda:1")
+    for chunk, count, side in product((8 << 20, 32 << 20, 128 << 20, 512 << 20), (1, 2, 4), (0, 1)):
+        streams = [torch.cuda.Stream(f"cuda:{side}") for _ in range(count)]
+
+        def copy(chunk: int = chunk, streams: list[torch.cuda.Stream] = streams) -> None:
+            for index, begin in enumerate(range(0, COPIED, chunk)):
+                with torch.cuda.stream(streams[index % len(streams)]):
+                    target[begin : begin + chunk].copy_(source[begin : begin + chunk], non_blocking=True)
+
+        taken = seconds(copy)
+        where = "source" if side == 0 else "target"
+        print(
+            f"pieces of {chunk >> 20} MiB, {count} streams of the {where}: {COPIED / taken / 1e9:.0f} GB/s", flush=True
+        )
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """What something takes until all GPUs have done it; the median."""
+    taken = []
+    for _ in range(repeats + 1):
+        _finish()
+        started = time.perf_counter()
+        work()
+        _finish()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def _finish() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def main() -> int:
+    """Prints all rows."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures GPUs, and there is none")
+    tiles()
+    if torch.cuda.device_count() > 1:
+        copies()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
