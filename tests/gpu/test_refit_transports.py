@@ -116,5 +116,5 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
     finally:
         server.close()
     assert all(0 < peak <= STAGING for peak, _ in peaks)
-    able = transport in (TransportName.C10D, TransportName.CUDA_IPC)
+    able = transport in (TransportName.C10D, TransportName.CUDA_IPC, TransportName.NIXL)
     assert [bool(direct) for _, direct in peaks] == [able] * (ranks // 2) + [False] * (ranks // 2)
