@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from etp.te import te_available
 from tests.support.launch import DEVICE_VARIABLE, TRANSPORT_VARIABLE, on_gpus, session_pool
 
 # A busy machine is no failure.
@@ -38,8 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--device cuda``, skip what is only true of gloo on the CPU."""
+    """With ``--device cuda``, skip what is only true of gloo on the CPU or of layers without Transformer Engine."""
     for item in items:
+        if item.get_closest_marker("plain_layers") is not None and on_gpus() and te_available():
+            item.add_marker(pytest.mark.skip(reason="Transformer Engine's own layers: tests/gpu/test_te.py"))
         marker = item.get_closest_marker("cpu_only")
         if marker is not None and on_gpus():
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))

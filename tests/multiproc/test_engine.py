@@ -160,6 +160,7 @@ def test_nothing_is_printed() -> None:
     assert run_distributed(bodies.prints_nothing, 2) == ["", ""]
 
 
+@pytest.mark.plain_layers
 def test_a_layer_of_its_own_can_be_used_anywhere() -> None:
     run_distributed(bodies.loose_layers_have_their_own_runtimes, 2)
 

@@ -29,6 +29,7 @@ class DistributedWeight(Protocol):
     def grad_buffer(self) -> torch.Tensor: ...
 
 
+@pytest.mark.plain_layers
 @pytest.mark.parametrize(
     ("world_size", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (3, torch.float64)], ids=str
 )
@@ -36,11 +37,13 @@ def test_linear_layers_match_plain_modules(world_size: int, dtype: torch.dtype) 
     run_distributed(bodies.linear_layers, world_size, args=(dtype,))
 
 
+@pytest.mark.plain_layers
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
 def test_grouped_layers_match_plain_modules(world_size: int, dtype: torch.dtype) -> None:
     run_distributed(bodies.grouped_layers, world_size, args=(dtype,))
 
 
+@pytest.mark.plain_layers
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_frozen_and_thawed_experts_match(world_size: int) -> None:
     run_distributed(bodies.frozen_experts, world_size)
@@ -50,6 +53,7 @@ def test_a_resident_weight_is_as_trained_as_its_parameter() -> None:
     run_distributed(bodies.frozen_while_resident, 2)
 
 
+@pytest.mark.plain_layers
 def test_splits_that_do_not_fit_are_refused() -> None:
     for messages in run_distributed(bodies.grouped_refusals, 2):
         assert len(messages) == 3

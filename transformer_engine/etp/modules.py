@@ -49,6 +49,10 @@ class _ShardedModule(nn.Module):
         del arguments
         return ["weight"]
 
+    @staticmethod
+    def refuse(arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for arguments that neither implementation can take, before anything is built."""
+
     def _add_linear(
         self, suffix: str, bias: bool, params_dtype: torch.dtype | None, device: torch.device | str | None
     ) -> None:
@@ -137,14 +141,20 @@ class LayerNormLinear(_ShardedModule):
         config: EtpConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features)
-        if normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"normalization is {normalization!r}; choose 'LayerNorm' or 'RMSNorm'")
+        self.refuse({"normalization": normalization})
         self.eps, self.normalization = eps, normalization
         where: dict[str, Any] = {"dtype": params_dtype, "device": device}
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, **where))
         self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, **where)) if normalization == "LayerNorm" else None
         self._add_linear("", bias, params_dtype, device)
         shard_weights(self, ["weight"], etp_group, config)
+
+    @staticmethod
+    def refuse(arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for an unknown ``normalization``."""
+        normalization = arguments.get("normalization", "LayerNorm")
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization is {normalization!r}; choose 'LayerNorm' or 'RMSNorm'")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
@@ -189,8 +199,7 @@ class GroupedLinear(_ShardedModule):
         config: EtpConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features)
-        if num_gemms < 1:
-            raise ValueError(f"num_gemms is {num_gemms}; a grouped linear needs at least one")
+        self.refuse({"num_gemms": num_gemms})
         self.num_gemms, self.use_bias = num_gemms, bias
         for index in range(num_gemms):
             self._add_linear(str(index), bias, params_dtype, device)
@@ -200,6 +209,12 @@ class GroupedLinear(_ShardedModule):
     def weight_names(arguments: Mapping[str, Any]) -> list[str]:
         """``weight0`` and so on, one for each expert."""
         return [f"weight{index}" for index in range(arguments["num_gemms"])]
+
+    @staticmethod
+    def refuse(arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError for a layer without experts."""
+        if arguments["num_gemms"] < 1:
+            raise ValueError(f"num_gemms is {arguments['num_gemms']}; a grouped linear needs at least one")
 
     def forward(self, x: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
         """``[sum(m_splits), in_features]`` to ``[sum(m_splits), out_features]``; ``m_splits[i]`` rows for expert i."""
@@ -249,6 +264,7 @@ def _build_te(cls: type[_ShardedModule], args: Sequence[Any], kwargs: dict[str, 
     bound.pop("self")
     group, config = bound.pop("etp_group"), bound.pop("config", None)
     given = {name: value for name, value in bound.items() if value is not None}
+    cls.refuse(given)
     module: nn.Module = getattr(te_pytorch(), cls.__name__)(**given)
     shard_weights(module, cls.weight_names(given), group, config)
     return module
