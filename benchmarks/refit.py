@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.refit_ranks import Outcome, Task, run_rank
-from benchmarks.spawned import run_ranks
+from benchmarks.spawned import free_port, run_ranks
 
 QWEN3_8B: Mapping[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,8 +90,6 @@ def make_task(options: argparse.Namespace) -> Task:
         config, trainer = MODELS[options.model]
     else:
         config, trainer = json.loads(Path(options.model).read_text(encoding="utf-8")), "etp=2"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     return Task(
         config=dict(config),
         trainer=options.trainer or trainer,
@@ -102,7 +99,7 @@ def make_task(options: argparse.Namespace) -> Task:
         repeats=options.repeats,
         staging_bytes=options.staging_mib << 20,
         timeout_s=options.timeout,
-        port=port,
+        port=free_port(),
     )
 
 

@@ -4,10 +4,10 @@
 
 A server is started with weights that mean nothing (``--load-format dummy``), with CUDA graphs. Trainer ranks hold the
 model of ``--from`` with random weights, change them, and push, ``--repeats`` times for each of ``--ways``: a
-transport, with ``+in_place`` for an engine that has no room for a second copy;
-``nccl`` is vLLM's own engine, for which another server is started: every tensor gathered on the trainer, broadcast
-whole, loaded by ``load_weights``. The two sides may share GPUs. Without GPUs it runs on ``--device cpu`` with a tiny
-model, as a test of itself.
+transport, with ``+in_place`` for an engine that has no room for a second copy; ``nccl``, vLLM's own engine, and
+``checkpoint_engine``, the package of that name, each with a server of its own, gather whole tensors on the trainer and
+end in ``load_weights`` (:mod:`benchmarks.refit_vllm_peers`). The two sides may share GPUs, and must for
+``checkpoint_engine``. Without GPUs it runs on ``--device cpu`` with a tiny model, as a test of itself.
 
 After the last push of each way the server draws tokens, and the trainer computes their log-probabilities: the KL is
 that of generation, k3 estimator, in nats a token; ``KL before`` is the same against weights of one version later, which
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -29,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.refit import MODELS
+from benchmarks.refit_vllm_peers import PEERS
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
-from benchmarks.spawned import run_ranks
-from benchmarks.vllm_server import ALPHABET, serve
+from benchmarks.spawned import free_port, run_ranks
+from benchmarks.vllm_server import ALPHABET, ServerError, serve
 from examples.serving import write_byte_tokenizer
 from megatron_patches.refit.cluster import trainer_mesh
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 
-UPSTREAM = "nccl"
 PARTS = ("prepare", "push", "send", "move", "verify", "commit", "paused")
 
 
@@ -49,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--trainer-gpus", type=int, nargs="+", default=[0], help="one for each rank of the trainer")
     parser.add_argument("--engine-gpus", type=int, nargs="+", default=[1], help="one for each worker of the engine")
-    parser.add_argument("--ways", nargs="+", default=["cuda_ipc", "c10d", "cuda_ipc+in_place", UPSTREAM])
+    parser.add_argument("--ways", nargs="+", default=["cuda_ipc", "c10d", "cuda_ipc+in_place", "nccl"])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one step may take")
@@ -94,40 +93,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = options.device == "cuda"
     if on_gpu and len(options.trainer_gpus) != mesh.size:
         raise SystemExit(f"--trainer-gpus names {len(options.trainer_gpus)} GPUs; --from has {mesh.size} ranks")
-    for name in options.ways:
-        if name != UPSTREAM:
-            way_of(name)  # refused before a server starts
+    ours = tuple(name for name in options.ways if name not in PEERS)
+    for name in options.ways:  # refused before a server starts
+        if name in ours:
+            way_of(name)
+        elif not on_gpu or (PEERS[name].shares_gpus and options.trainer_gpus != options.engine_gpus):
+            raise SystemExit(f"{name} needs GPUs, --trainer-gpus and --engine-gpus the same where it shares them")
+    servers: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [("etp", "etp", (), ours)] if ours else []
+    servers += [(name, PEERS[name].backend, PEERS[name].arguments, (name,)) for name in options.ways if name in PEERS]
     engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
     print(f"{HEADINGS[0]:17} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         written = write_model(config, folder / "model")
-        ours = tuple(name for name in options.ways if name != UPSTREAM)
-        for backend, ways in (("etp", ours), (UPSTREAM, tuple(set(options.ways) - set(ours)))):
-            if not ways:
-                continue
-            arguments = options.engine_arguments.split()
-            with serve(folder / "model", backend, engine_gpus, arguments, folder / f"{backend}.log") as server:
-                with socket.create_server(("127.0.0.1", 0)) as probe:
-                    port = probe.getsockname()[1]
-                task = Task(
-                    config=written,
-                    mesh=mesh,
-                    gpus=tuple(options.trainer_gpus) if on_gpu else (),
-                    engine_gpus=engine_gpus,
-                    server_port=int(server.url.rpartition(":")[2]),
-                    port=port,
-                    ways=ways,
-                    repeats=options.repeats,
-                    staging_bytes=options.staging_mib << 20,
-                    timeout_s=options.timeout,
-                )
-                found += run_ranks(run_rank, mesh.size, task, line)
-    if options.json is not None:
-        content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
-        content["outcomes"] = [asdict(item) for item in found]
-        options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        for log, backend, further, ways in servers:
+            given = [*options.engine_arguments.split(), *further]
+            try:
+                with serve(folder / "model", backend, engine_gpus, given, folder / f"{log}.log") as server:
+                    task = Task(
+                        config=written,
+                        mesh=mesh,
+                        gpus=tuple(options.trainer_gpus) if on_gpu else (),
+                        engine_gpus=engine_gpus,
+                        server_port=int(server.url.rpartition(":")[2]),
+                        port=free_port(),
+                        ways=ways,
+                        repeats=options.repeats,
+                        staging_bytes=options.staging_mib << 20,
+                        timeout_s=options.timeout,
+                    )
+                    found += run_ranks(run_rank, mesh.size, task, line)
+            except (ServerError, RuntimeError) as error:  # the other servers are measured all the same
+                found.append(Outcome(log, failure=str(error)))
+                print(line(found[-1]), flush=True)
+            if options.json is not None:
+                content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+                content["outcomes"] = [asdict(item) for item in found]
+                options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return int(any(item.failure for item in found))
 
 

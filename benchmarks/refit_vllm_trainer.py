@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.refit_vllm_model import TrainerModel
+from benchmarks.refit_vllm_peers import PEERS, PeerKind, Sides
 from benchmarks.vllm_server import ALPHABET, Sample, ServerError, VllmServer
 from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
@@ -37,7 +37,7 @@ class Task:
         server_port: of the server.
         port: where ranks meet.
         ways: what to measure: names of transports, followed by ``+in_place`` where versions replace the weights that
-            serve byte by byte; ``nccl`` is vLLM's own engine.
+            serve byte by byte, or of :data:`benchmarks.refit_vllm_peers.PEERS`.
         repeats: pushes a transport.
         staging_bytes: see RefitOptions.
         timeout_s: how long anything may take.
@@ -139,12 +139,12 @@ class Trainer:
         before = self._memory_in_use()
         found = Outcome(name)
         try:
-            if name == "nccl":
-                self._push_upstream(found)
+            if name in PEERS:
+                self._push_peer(found, PEERS[name])
             else:
                 self._push_session(found, *way_of(name))
             self._compare(found)
-        except (RefitError, ServerError) as error:
+        except (RefitError, ServerError, ImportError) as error:
             found.failure = str(error)[:400]
         after = self._memory_in_use()
         grown = {gpu: after[gpu] - before[gpu] for gpu in after}
@@ -183,60 +183,29 @@ class Trainer:
             session.close()
             engine.close()
 
-    def _push_upstream(self, found: Outcome) -> None:
-        """The way of vLLM's own engine: every tensor gathered on the trainer, broadcast whole, cut by each worker."""
-        from vllm.distributed.weight_transfer.nccl_engine import (
-            NCCLTrainerSendWeightsArgs,
-            NCCLWeightTransferEngine,
+    def _push_peer(self, found: Outcome, kind: PeerKind) -> None:
+        sides = Sides(
+            rank=self.rank,
+            size=self.task.mesh.size,
+            workers=max(1, len(self.task.engine_gpus)),
+            model=self.model,
+            server=self.server,
+            timeout_s=self.task.timeout_s,
         )
-        from vllm.utils.network_utils import get_open_port
-
-        workers = max(1, len(self.task.engine_gpus))
-        group: Any = None
-        started = time.perf_counter()
-        if self.rank == 0:
-            where = {"master_address": "127.0.0.1", "master_port": get_open_port()}
-            info = {**where, "rank_offset": 1, "world_size": 1 + workers}
-            joining = threading.Thread(
-                target=self.server.post, args=("init_weight_transfer_engine", {"init_info": info}), daemon=True
-            )
-            joining.start()
-            group = NCCLWeightTransferEngine.trainer_init({**where, "world_size": 1 + workers})
-            joining.join(self.task.timeout_s)
         self._all_ready()
-        found.prepare_s = time.perf_counter() - started
-        shapes = sorted(self.model.family.shapes().items())
-        found.nbytes = sum(2 * math.prod(shape) for _, shape in shapes) * workers
-        info = {
-            "names": [name for name, _ in shapes],
-            "dtype_names": ["bfloat16"] * len(shapes),
-            "shapes": [list(shape) for _, shape in shapes],
-            "packed": True,
-        }
+        started = time.perf_counter()
+        peer = kind.make(sides)
+        self._all_ready()
+        found.prepare_s, found.nbytes = time.perf_counter() - started, sides.nbytes()
         for push in range(self.task.repeats + 1):
             self._next()
             self._all_ready()
             started = time.perf_counter()
-            if self.rank == 0:
-                self.server.post("pause?mode=wait")
-                self.server.post("start_weight_update", {})
-                body = {"update_info": info}
-                taking = threading.Thread(target=self.server.post, args=("update_weights", body), daemon=True)
-                taking.start()
-                NCCLWeightTransferEngine.trainer_send_weights(
-                    self.model.gathered(), NCCLTrainerSendWeightsArgs(group=group, packed=True)
-                )
-                taking.join(self.task.timeout_s)
-                self.server.post("finish_weight_update", {})
-                self.server.post("reset_prefix_cache")
-                self.server.post("resume")
-            else:
-                for _ in self.model.gathered():
-                    pass
+            parts = peer.push()
             self._all_ready()
-            if push:
-                for part in ("push", "paused"):
-                    found.seconds.setdefault(part, []).append(time.perf_counter() - started)
+            if push:  # the first makes communicators and allocates
+                for part, seconds in {"push": time.perf_counter() - started, **parts}.items():
+                    found.seconds.setdefault(part, []).append(seconds)
 
     # Comparison --------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -40,3 +41,9 @@ def run_ranks[Task, Found](
     if failed:
         raise RuntimeError(f"ranks {failed} failed")
     return found
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
