@@ -9,7 +9,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from etp.te import te_available
-from tests.support.launch import DEVICE_VARIABLE, TRANSPORT_VARIABLE, on_gpus, session_pool
+from tests.support.launch import (
+    DEVICE_VARIABLE,
+    RANKS_PER_GPU_VARIABLE,
+    TRANSPORT_VARIABLE,
+    on_gpus,
+    session_pool,
+)
 
 # A busy machine is no failure.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,12 +36,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         help="the transport of bodies that name none (default: auto, which is copy_engine on the GPUs of one host)",
     )
+    parser.addoption(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        help="let GPUs take so many ranks in tests that need more GPUs than there are (default: 1, such are skipped)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pass ``--device`` and ``--transport`` on to the launcher."""
+    """Pass the options on to the launcher."""
     os.environ[DEVICE_VARIABLE] = config.getoption("--device")
     os.environ[TRANSPORT_VARIABLE] = config.getoption("--transport")
+    ranks = config.getoption("--ranks-per-gpu")
+    os.environ[RANKS_PER_GPU_VARIABLE] = str(ranks)
+    if ranks > 1:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

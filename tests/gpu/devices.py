@@ -7,10 +7,12 @@ import importlib.util
 import pytest
 import torch
 
+from tests.support.launch import rank_places
+
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
-    """Skip unless there are ``count`` CUDA devices."""
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
+    """Skip unless there are ``count`` CUDA devices, or ranks may share them."""
+    return pytest.mark.skipif(rank_places() < count, reason=f"needs {count} CUDA devices")
 
 
 def needs_te() -> pytest.MarkDecorator:

@@ -18,7 +18,8 @@ process (environment, patched modules, Megatron's global state) stays for the ne
 for ``fresh=True``, which runs the body in new processes that end with it.
 
 ``pytest --device cuda`` runs the same bodies over NCCL, rank r on GPU r; tests with more ranks than there are GPUs are
-skipped.
+skipped. ``--ranks-per-gpu 2`` lets GPUs take several ranks in such tests: NCCL refuses that, so their process groups
+are gloo's, with tensors on GPUs, and peers read each other's memory as ever.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import functools
 import itertools
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -52,6 +54,12 @@ START_TIMEOUT_S = 180.0
 
 DEVICE_VARIABLE = "ETP_TESTS_DEVICE"
 """Says to this process and to its workers which devices the session's bodies run on: "cpu" or "cuda"."""
+
+RANKS_PER_GPU_VARIABLE = "ETP_TESTS_RANKS_PER_GPU"
+"""Says to this process how many ranks a GPU may take."""
+
+SHARED_GPUS_BACKEND = "cpu:gloo,cuda:gloo"
+"""Of process groups some of whose ranks have one GPU."""
 
 TRANSPORT_VARIABLE = "ETP_TESTS_TRANSPORT"
 """Says to the workers which transport a body's :class:`etp.EtpConfig` has if the body names none."""
@@ -294,6 +302,8 @@ def run_distributed[T](
     over_nccl = backend is not None and "nccl" in backend
     if over_nccl:
         skip_without_gpus(world_size)
+        if world_size > torch.cuda.device_count():
+            backend = SHARED_GPUS_BACKEND
     pool = WorkerPool() if fresh else session_pool(world_size if over_nccl else None)
     try:
         return pool.run(fn, world_size, backend, timeout_s, args)
@@ -307,15 +317,20 @@ def run_distributed[T](
 
 
 def skip_without_gpus(count: int) -> None:
-    """Skip the test that calls this unless there are ``count`` CUDA devices."""
-    if torch.cuda.device_count() < count:
+    """Skip the test that calls this unless there are ``count`` CUDA devices, or ranks may share them."""
+    if rank_places() < count:
         import pytest
 
         pytest.skip(f"needs {count} CUDA devices")
 
 
+def rank_places() -> int:
+    """How many ranks with a CUDA device there may be."""
+    return torch.cuda.device_count() * int(os.environ.get(RANKS_PER_GPU_VARIABLE, "1"))
+
+
 def device() -> torch.device:
-    """The device of this rank's body: the current CUDA device under NCCL, else the CPU."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
+    """The device of this rank's body: the current CUDA device where bodies run on GPUs, else the CPU."""
+    if dist.is_initialized() and re.search("nccl|cuda", dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

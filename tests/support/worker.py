@@ -74,8 +74,8 @@ def _join_group(job: Job) -> None:
     torch.manual_seed(1234)
     if job.backend is None:
         return
-    if "nccl" in job.backend:
-        torch.cuda.set_device(job.rank)
+    if "nccl" in job.backend or "cuda" in job.backend:
+        torch.cuda.set_device(job.rank % torch.cuda.device_count())
     limit = timedelta(seconds=0.8 * job.timeout_s)
     store = dist.PrefixStore(job.call, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit))
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
