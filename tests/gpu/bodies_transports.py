@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
+from etp.collectives import select_transport
 from etp.collectives.base import GradSink, Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
+from etp.config import EtpConfig
 from etp.errors import StaleWeightError
 from tests.support.launch import device
 
@@ -57,6 +61,16 @@ def transports_agree(rank: int, world_size: int, dtype: torch.dtype, sink_dtype:
                 compared += 1
     torch.cuda.synchronize()
     return compared
+
+
+def agree_though_each_sees_one_gpu(rank: int, world_size: int, port: int) -> tuple[int, str]:
+    """:func:`transports_agree` where every process calls its GPU 0; what ``auto`` takes there. Needs a new process."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    assert torch.cuda.device_count() == 1
+    chosen = select_transport(EtpConfig(), dist.group.WORLD, device())
+    return transports_agree(rank, world_size, torch.bfloat16, torch.float32), type(chosen).__name__
 
 
 def unpublished_is_refused(rank: int, world_size: int) -> str:

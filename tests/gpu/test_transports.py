@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
 from tests.gpu import bodies_transports as bodies
 from tests.gpu.devices import needs_gpus
 from tests.gpu.launch import run_on_gpus
+from tests.support.launch import run_distributed
 
 WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 
@@ -20,6 +23,14 @@ WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 def test_copy_engine_equals_c10d(world_size: int, dtype: torch.dtype, sink_dtype: torch.dtype) -> None:
     counts = run_on_gpus(bodies.transports_agree, world_size, args=(dtype, sink_dtype))
     assert counts == [12 * 12] * world_size
+
+
+@needs_gpus(2)
+def test_processes_that_see_one_gpu_each_copy_from_each_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    body = bodies.agree_though_each_sees_one_gpu
+    assert run_distributed(body, 2, None, args=(port,), fresh=True) == [(12 * 12, "CopyEngineTransport")] * 2
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

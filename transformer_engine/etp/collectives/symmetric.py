@@ -5,7 +5,9 @@ Built on ``torch.distributed._symmetric_memory`` without multicast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,9 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from etp.collectives.driver import CudaDriver
+
+DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""With it torch accepts ranks whose devices have the same number, be it that each sees only its own."""
 
 _WORD = 4
 
@@ -33,7 +38,8 @@ class SymmetricBuffer:
         self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         self.local.zero_()
         torch.cuda.synchronize(device)
-        self._handle = symmetric_memory.rendezvous(self.local, group)
+        with _numbers_may_collide():
+            self._handle = symmetric_memory.rendezvous(self.local, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
         mapped = self.addresses[dist.get_rank(group)]
         if mapped != self.local.data_ptr():
@@ -50,6 +56,20 @@ class SymmetricBuffer:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Part of this rank's memory as ``[numel]`` elements of ``dtype``."""
         return self.local[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+@contextmanager
+def _numbers_may_collide() -> Iterator[None]:
+    """Keep torch from comparing device numbers: :mod:`etp.collectives.reach` has compared the devices themselves."""
+    before = os.environ.get(DEVICES_OVERLAP_VARIABLE)
+    os.environ[DEVICES_OVERLAP_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[DEVICES_OVERLAP_VARIABLE]
+        else:
+            os.environ[DEVICES_OVERLAP_VARIABLE] = before
 
 
 class Signals:
