@@ -18,8 +18,11 @@ import torch.distributed as dist
 from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Manifest, Placement
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Assembly, Rendezvous

@@ -16,9 +16,11 @@ from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.joint import Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Storage
 from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
 from megatron_patches.refit.source.describe import describe_model

@@ -1,20 +1,35 @@
-"""Every transport between processes whose weights lie on GPUs; on one GPU they share it."""
+"""Every transport between processes whose weights lie on GPUs, in memory of every kind; on one GPU they share it."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import StrEnum
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from megatron_patches.refit.boxes import TensorSpec, View
-from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.loads import Reach, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
+from megatron_patches.refit.transports import cuda_vmm
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport
+from megatron_patches.refit.transports.cuda_runtime import CudaRuntime, MappedHandle, decode_handle
+from megatron_patches.refit.transports.descriptors import DescriptorServer, take_descriptors
 from tests.gpu.devices import needs_gpus
-from tests.support.launch import run_distributed
+from tests.support.launch import RanksFailedError, WorkerPool, run_distributed
 
 SPECS = (
     TensorSpec("a", (1030, 700), "bfloat16"),
@@ -27,6 +42,15 @@ SPECS = (
 INTEGERS = {"bfloat16": torch.int16, "float32": torch.int32, "float8_e4m3fn": torch.int8, "int64": torch.int64}
 STAGING = 1 << 20  # less than half of what is moved
 VERSIONS = (1, 2, 3)
+UNTRANSPOSED = ("rows", "contiguous", "wide")
+PLACED = (
+    TensorSpec("a", (1030, 700), "bfloat16"),  # transposed on one side, so it is packed
+    TensorSpec("rows", (641, 1024), "bfloat16"),
+    TensorSpec("contiguous", (2500, 300), "float32"),
+    TensorSpec("wide", (6007, 4096), "bfloat16"),  # half of it is longer than a chunk of an expandable segment
+)
+CHUNK = 20 << 20
+POISON = 0x5A
 
 
 def content(spec: TensorSpec, version: int) -> torch.Tensor:
@@ -36,17 +60,17 @@ def content(spec: TensorSpec, version: int) -> torch.Tensor:
     return torch.from_numpy(flat).view(spec.shape)
 
 
-def manifest(rank: int, ranks: int, *, by_columns: bool) -> Manifest:
+def manifest(rank: int, ranks: int, *, by_columns: bool, specs: Sequence[TensorSpec] = SPECS) -> Manifest:
     """An equal share of every tensor, of its rows; or of its columns, which lie transposed behind a gap.
 
-    The columns of "rows" are not transposed, and "contiguous" is cut by rows, without gaps, on both sides.
+    The columns of "rows" and "wide" are not transposed, and "contiguous" is cut by rows, without gaps, on both sides.
     """
     storages, placements = [], []
-    for spec in SPECS:
+    for spec in specs:
         dim = len(spec.shape) - 1 if by_columns and spec.name != "contiguous" else 0
         extent = spec.shape[dim]
         box = spec.box.with_range(dim, extent * rank // ranks, extent * (rank + 1) // ranks)
-        transposed = by_columns and spec.name not in ("rows", "contiguous")
+        transposed = by_columns and spec.name not in UNTRANSPOSED
         order = range(len(box.shape)) if transposed else reversed(range(len(box.shape)))
         strides, step = [0] * len(box.shape), 1
         for at in order:
@@ -118,3 +142,243 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
     assert all(0 < peak <= STAGING for peak, _ in peaks)
     able = transport in (TransportName.C10D, TransportName.CUDA_IPC, TransportName.NIXL)
     assert [bool(direct) for _, direct in peaks] == [able] * (ranks // 2) + [False] * (ranks // 2)
+
+
+class Kind(StrEnum):
+    """Where weights lie."""
+
+    MALLOC = "malloc"
+    SYMMETRIC = "symmetric"
+    EXPANDABLE = "expandable"
+
+
+@functools.cache
+def cached_content(spec: TensorSpec, version: int) -> torch.Tensor:
+    return content(spec, version)
+
+
+def room_of_kind(kind: Kind, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes full of poison, in memory of this kind, which nothing else lies in."""
+    if kind is Kind.SYMMETRIC:
+        found = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    else:
+        expandable = kind is Kind.EXPANDABLE
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+        found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        held_by = [
+            segment["is_expandable"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["address"] <= found.data_ptr() < segment["address"] + segment["total_size"]
+        ]
+        assert held_by == [expandable]
+    return found.fill_(POISON)
+
+
+def placed(part: Manifest, kind: Kind, device: torch.device) -> dict[str, torch.Tensor]:
+    """Storages in memory of this kind; symmetric ones are parts of one buffer, as a trainer's parameters are."""
+    widths = {storage.name: INTEGERS[storage.dtype] for storage in part.storages}
+    sizes = {storage.name: -(-storage.numel * widths[storage.name].itemsize // 8) * 8 for storage in part.storages}
+    buffer = room_of_kind(kind, sum(sizes.values()), device) if kind is Kind.SYMMETRIC else None
+    found, at = {}, 0
+    for storage in part.storages:
+        size = sizes[storage.name]
+        raw = room_of_kind(kind, size, device) if buffer is None else buffer[at : at + size]
+        found[storage.name] = raw.view(widths[storage.name])[: storage.numel]
+        at += size
+    return found
+
+
+def write(part: Manifest, version: int, into: dict[str, torch.Tensor]) -> None:
+    for spec, placement in zip(PLACED, part.placements, strict=True):
+        box = placement.box
+        region = tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
+        placement.view.tensor(into[spec.name]).copy_(cached_content(spec, version)[region])
+
+
+def send_placed(
+    assembly: Assembly, options: LinkOptions, part: Manifest, kind: Kind, device: torch.device
+) -> tuple[int, int, set[str], int]:
+    """A source's part: versions 1 and 2 from the same memory, 3 from other; what it saw, as :func:`placed_body`."""
+    party = SourceParty(assembly, options, str(device))
+    try:
+        party.prepare(lambda: Held({}, {spec.name: spec.shape for spec in PLACED}, part))
+        held = placed(part, kind, device)
+        for version in VERSIONS:
+            if version == VERSIONS[-1]:
+                held.clear()
+                torch.cuda.empty_cache()
+                held.update(placed(part, kind, device))
+            write(part, version, held)
+            party.push(version, lambda: held)
+        assert party._sender is not None
+        assert party._end is not None
+        loads = party._sender.loads
+        open_to_all = {
+            link: replace(terms, hidden=frozenset(), reach=Reach.ROWS) for link, terms in party._terms.items()
+        }
+        transfers = [item for item in party.plan.transfers if item.source == assembly.party]
+        planned = cut_into_loads(transfers, open_to_all)
+        assert {destination: list(found) for destination, found in loads.items()} == {
+            link[1]: found for link, found in planned.items()
+        }
+        transport = party._end._transport
+        assert isinstance(transport, CudaIpcTransport)
+        assert set(transport._located) == set(held)
+        handles = [decode_handle(location.handle) for location in transport._located.values()]
+        chunks = max(len(handle.chunks) if isinstance(handle, MappedHandle) else 0 for handle in handles)
+        direct = sum(load.nbytes for found in loads.values() for load in found if load.direct)
+        packed = sum(load.nbytes for found in loads.values() for load in found if not load.direct)
+    finally:
+        party.close()
+    assert party.staging.leased_bytes == 0
+    return direct, packed, {type(handle).__name__ for handle in handles}, chunks
+
+
+def take_placed(assembly: Assembly, options: LinkOptions, part: Manifest, kind: Kind, device: torch.device) -> None:
+    """A destination's part: each version into fresh memory, whose every byte is compared."""
+    party = DestinationParty(assembly, options, str(device))
+    try:
+        party.prepare(lambda _: part)
+        for version in VERSIONS:
+            room = placed(part, kind, device)
+            received = party.receive(version, assembly.next_step, version > 1, lambda: room)  # noqa: B023 - at once
+            expected = placed(part, Kind.MALLOC, device)
+            write(part, version, expected)
+            for name, values in expected.items():
+                assert torch.equal(torch.as_tensor(received[name]), values), (version, name)
+    finally:
+        party.close()
+    assert party.staging.leased_bytes == 0
+
+
+def placed_body(
+    rank: int, world_size: int, invitation: Invitation, source_kind: Kind, destination_kind: Kind
+) -> tuple[int, int, set[str], int] | None:
+    """Versions from memory of one kind to memory of another.
+
+    Returns:
+        Of a source: bytes that went directly, bytes that were packed, kinds of handles, the most chunks of one.
+    """
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.empty_cache()
+    sources = world_size // 2
+    assembly = Assembly(invitation, rank, f"party {rank}")
+    options = LinkOptions(transport=TransportName.CUDA_IPC, staging_bytes=STAGING, sources=sources)
+    if rank < sources:
+        part = manifest(rank, sources, by_columns=False, specs=PLACED)
+        return send_placed(assembly, options, part, source_kind, device)
+    part = manifest(rank - sources, world_size - sources, by_columns=True, specs=PLACED)
+    take_placed(assembly, options, part, destination_kind, device)
+    return None
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[WorkerPool]:
+    """Processes of this module's own, as bodies change how torch allocates."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("destination", list(Kind))
+@pytest.mark.parametrize("source", list(Kind))
+def test_weights_go_directly_wherever_they_lie(source: Kind, destination: Kind, processes: WorkerPool) -> None:
+    """Two sources and two destinations: on two GPUs each link within one and between both is there."""
+    server = Rendezvous(4, 60.0)
+    try:
+        found = processes.run(placed_body, 4, None, 90.0, (server.invitation, source, destination))
+    except RanksFailedError:
+        processes.close()
+        raise
+    finally:
+        server.close()
+    small = sum(spec.nbytes for spec in PLACED if spec.name == "a")
+    seen = found[:2]
+    assert sum(direct for direct, *_ in seen) == sum(spec.nbytes for spec in PLACED) - small
+    assert sum(packed for _, packed, *_ in seen) == small
+    assert [handles for *_, handles, _ in seen] == [{"IpcHandle" if source is Kind.MALLOC else "MappedHandle"}] * 2
+    fewest = {Kind.MALLOC: 0, Kind.SYMMETRIC: 1, Kind.EXPANDABLE: 2}[source]
+    assert all(chunks >= fewest for *_, chunks in seen)
+
+
+def returning_body(rank: int, world_size: int, kind: Kind) -> int:
+    """Maps own memory once more; it is there until nobody maps it, then it is free. How many bytes are free then."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.cuda.empty_cache()
+    runtime = CudaRuntime(str(device))
+    nbytes = 3 * CHUNK + 12345
+    tensor = room_of_kind(kind, nbytes, device)
+    tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+    expected, target = tensor.cpu(), torch.zeros_like(tensor)
+    at = runtime.locate({"weights": tensor})["weights"]
+    server = DescriptorServer(runtime.descriptor)
+    opened = runtime.open(
+        at.handle, lambda numbers, use: take_descriptors(server.counter, numbers, use, Patience(10.0, "memory"))
+    )
+    server.close()
+    torch.cuda.synchronize()
+    for _ in range(2):
+        target.zero_()
+        torch.cuda.synchronize()
+        opened.copy(at.start, target).result()
+        assert torch.equal(target.cpu(), expected)
+        tensor = torch.empty(0)
+        torch.cuda.empty_cache()
+    runtime.close()
+    before, _ = torch.cuda.mem_get_info(device)
+    opened.close()
+    after, _ = torch.cuda.mem_get_info(device)
+    return after - before
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("kind", [Kind.SYMMETRIC, Kind.EXPANDABLE])
+def test_memory_lasts_as_long_as_it_is_mapped(kind: Kind, processes: WorkerPool) -> None:
+    (freed,) = processes.run(returning_body, 1, None, 60.0, (kind,))
+    assert freed >= 3 * CHUNK
+
+
+class Foreign:
+    """Memory that torch takes, but did not make."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        data = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = data
+
+
+def hidden_body(rank: int, world_size: int) -> list[str]:
+    """Which storages can be opened, of some of which one lies in memory that was made for no other process."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    nbytes = 2 << 20
+    driver = cuda_vmm.CudaDriver()
+    properties = cuda_vmm._Properties(type=1, location=cuda_vmm._Location(1, 0))
+    handle = ctypes.c_uint64()
+    flags = ctypes.c_ulonglong(0)
+    driver._call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), flags)
+    address = driver.reserve(nbytes)
+    driver.map(address, nbytes, handle.value)
+    driver.allow(address, nbytes, 0)
+    storages = {
+        "hidden": torch.as_tensor(Foreign(address, nbytes), device=device),
+        "plain": room_of_kind(Kind.MALLOC, 99, device),
+        "symmetric": room_of_kind(Kind.SYMMETRIC, 99, device),
+        "expandable": room_of_kind(Kind.EXPANDABLE, 99, device),
+    }
+    runtime = CudaRuntime(str(device))
+    found = runtime.locate(storages)
+    runtime.close()
+    driver.unmap(address, nbytes)
+    driver.free(address, nbytes)
+    driver.release(handle.value)
+    return sorted(found)
+
+
+@needs_gpus(1)
+def test_memory_that_was_made_for_no_other_process_is_left_out(processes: WorkerPool) -> None:
+    assert processes.run(hidden_body, 1, None, 60.0, ()) == [["expandable", "plain", "symmetric"]]

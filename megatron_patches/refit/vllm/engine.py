@@ -47,9 +47,11 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_patches.refit.errors import LostWeightsError, RefitError, StaleVersionError, TransferError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.joint import DestinationParty, LinkOptions, Model
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Model
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
@@ -82,7 +84,7 @@ class RefitCall(WeightTransferInitInfo):
         first_party: to join: number of this engine's worker 0 among all parties.
         sources: to join: number of trainer ranks.
         transport: to join: how packets travel.
-        staging_bytes: to join: see :class:`megatron_patches.refit.joint.LinkOptions`.
+        staging_bytes: to join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         memory: to join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
         version: to receive and commit: number of the weights.
         step: to receive: number of the step at which the trainer is.

@@ -18,7 +18,7 @@ from megatron_patches.refit.transports.base import Offer, Place, Transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
 from tests.support.refit_cases import Case
-from tests.unit.refit.test_joint import memory, values
+from tests.unit.refit.test_parties import memory, values
 
 SLOT = 64
 

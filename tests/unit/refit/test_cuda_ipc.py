@@ -18,7 +18,7 @@ from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory, Rows
 from megatron_patches.refit.transports.opening import open_transport
 from tests.unit.refit.link_ends import SLOT, Ends
-from tests.unit.refit.test_joint import coverable, memory, values
+from tests.unit.refit.test_parties import coverable, memory, values
 
 
 class HostGpu:

@@ -18,7 +18,7 @@ from megatron_patches.refit.transports.nixl import NixlTransport
 from megatron_patches.refit.transports.nixl_agent import NixlAgent, Region, region_of
 from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 from tests.unit.refit.link_ends import SLOT, Ends
-from tests.unit.refit.test_joint import coverable, memory, values
+from tests.unit.refit.test_parties import coverable, memory, values
 from tests.unit.refit.transport_cases import NEEDS
 
 needs_nixl = pytest.mark.skipif(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,11 @@ import pytest
 
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
 from megatron_patches.refit.transports.base import TransportName
@@ -75,16 +77,17 @@ def send(rank: int, party: SourceParty, victim: int | None) -> None:
     party.prepare(lambda: Held({}, shapes, part))
     party.push(1, lambda: memory(part, 1))
     if rank == victim:
-        kill_in_the_third(party, lambda: memory(part, 2))
+        kill_in_the_third(party)
     party.push(2, lambda: memory(part, 2))
     assert 0 < party.staging.peak_bytes <= STAGING
     party.close()
     assert party.staging.leased_bytes == 0
 
 
-def kill_in_the_third(party: SourceParty, look_up: Callable[[], dict[str, Bits]]) -> None:
+def kill_in_the_third(party: SourceParty) -> None:
     """Ends this process, as the kernel would, when it is about to send its third packet."""
-    end = party._linked(look_up)
+    end = party._end
+    assert end is not None
     original, left = end._announce, [3]
 
     def send_some(*args: Any) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_patches.refit.conversion import CONVERT, Rule, Step
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.joint import Held
 from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.transports.base import TransportName
-from tests.unit.refit.test_joint import coverable, scene
+from tests.unit.refit.test_parties import coverable, scene
 
 
 def rounding(manifest: Manifest) -> Manifest:
@@ -35,6 +35,6 @@ def test_what_loses_value_fails_the_preparation_of_all_parties_unless_allowed(al
             assert all("is float32 in the trainer" in str(answer) for answer in found)
             return
         count = sum(len(manifest.storages) for manifest in case.destinations)
-        for party in (*parties.sources, *parties.destinations):
+        for party in parties.everybody:
             assert len(party.plan.conversions) == count > 0
         parties.check(1, parties.move(1))

@@ -19,8 +19,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
-from megatron_patches.refit.joint import DestinationParty, Held, LinkOptions, SourceParty
 from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.party import Party
+from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Assembly, Rendezvous
@@ -65,6 +69,10 @@ class Scene:
     sources: list[SourceParty]
     destinations: list[DestinationParty]
     assemblies: list[Assembly]
+
+    @property
+    def everybody(self) -> list[Party[Any]]:
+        return [*self.sources, *self.destinations]
 
     def each(self, source: Callable[[int], Any], destination: Callable[[int], Any]) -> list[Any]:
         """Runs all parties at once; errors are returned."""
@@ -151,9 +159,9 @@ def test_versions_arrive_bit_for_bit(seed: int, transport: TransportName) -> Non
         parties.prepare()
         for version in (1, 2, 5):
             parties.check(version, parties.move(version))
-        for party in (*parties.sources, *parties.destinations):
+        for party in parties.everybody:
             assert party.staging.peak_bytes == party.staging.leased_bytes <= party.staging.limit_bytes
-    assert all(party.staging.leased_bytes == 0 for party in (*parties.sources, *parties.destinations))
+    assert all(party.staging.leased_bytes == 0 for party in parties.everybody)
 
 
 @settings(max_examples=40, deadline=None, phases=[Phase.generate])
@@ -164,7 +172,7 @@ def test_any_layout_passes_through_the_least_staging_memory(seed: int, room: int
     with scene(case, TransportName.SHM, staging=least_staging(case) + room) as parties:
         parties.prepare()
         parties.check(1, parties.move(1))
-        for party in (*parties.sources, *parties.destinations):
+        for party in parties.everybody:
             assert party.staging.peak_bytes <= least_staging(case) + room
 
 
@@ -182,9 +190,8 @@ def test_tensors_arrive_as_arrays_do(seed: int, transport: TransportName) -> Non
             lambda rank: parties.destinations[rank].receive(1, step, False, lambda: as_tensors(taken[rank])),
         )
         parties.check(1, taken)
-        everybody = (*parties.sources, *parties.destinations)
         for moved in answers[: len(case.sources)]:
-            assert moved.staged_bytes == max(party.staging.peak_bytes for party in everybody) > 0
+            assert moved.staged_bytes == max(party.staging.peak_bytes for party in parties.everybody) > 0
             assert set(moved.seconds) == {"allocate", "move", "verify"}
             for part, seconds in moved.seconds.items():
                 assert seconds == max(party.seconds[part] for party in parties.destinations) > 0

@@ -1,0 +1,115 @@
+"""An engine worker's part in a refit: agrees on a plan, receives versions and verifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.packets import Unpacker
+from megatron_patches.refit.parties.messages import Model, Moved, commit_topic
+from megatron_patches.refit.parties.party import Party
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.pump import receive_version
+from megatron_patches.refit.rendezvous import Assembly
+from megatron_patches.refit.transports.receiving import ReceivingEnd
+
+
+class DestinationParty(Party[ReceivingEnd]):
+    """One engine worker.
+
+    Args:
+        assembly: its place among the parties; its number less ``options.sources`` is its rank as a destination.
+        options: how to move bytes.
+        device: device of its storages: ``cpu``, or torch's name of a GPU.
+
+    Attributes:
+        beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by whoever makes the memory.
+        backup_bytes: likewise.
+    """
+
+    beside_bytes = 0
+    backup_bytes = 0
+
+    def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
+        super().__init__(assembly, options, device)
+        self.rank = assembly.party - options.sources
+        self._manifest: Manifest | None = None
+        self._unpacker: Unpacker | None = None
+
+    def prepare(self, wanted: Callable[[Model], Manifest]) -> Manifest:
+        """Agrees on a plan with all parties.
+
+        Args:
+            wanted: describes, given the model, what this worker wants and where.
+
+        Returns:
+            What ``wanted`` gave.
+
+        Raises:
+            RefitError: on all parties, if any failed.
+        """
+        found: list[Manifest] = []
+
+        def record(model: Model) -> Manifest:
+            found.append(wanted(model))
+            return found[0]
+
+        self._agree(lambda: None, record)
+        self._manifest = found[0]
+        return found[0]
+
+    def receive(self, version: int, step: int, linked: bool, make_memory: Callable[[], Memory]) -> Memory:
+        """Receives one version into fresh memory and compares every box with what was sent.
+
+        Args:
+            version: number of the weights.
+            step: number of the step at which the sources are; this party may have missed one that failed.
+            linked: whether the sources' links are up.
+            make_memory: makes the storages of the manifest; called before the first byte comes.
+
+        Returns:
+            The memory.
+
+        Raises:
+            PartyFailedError: on all parties, if any failed.
+        """
+        self._assembly.next_step = step
+        if not linked:
+            self._unlink()
+        try:
+            end, manifest = self._link(ReceivingEnd, lambda end: end.offer(self._slot_bytes())), self._manifest
+            if manifest is None:
+                raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
+            received: list[Memory] = []
+
+            def take() -> Moved:
+                with self._timed("allocate"):
+                    memory = make_memory()
+                if self._unpacker is None:
+                    self._unpacker = Unpacker(self.plan, manifest, self._terms, self.staging)
+                unpacker = self._unpacker
+                unpacker.begin(version, memory)
+                with closing(unpacker):
+                    with self._timed("move"):
+                        receive_version(unpacker, end, self._assembly.timeout_s, self._assembly.check)
+                    with self._timed("verify"):
+                        unpacker.verify()
+                received.append(memory)
+                return Moved(self.seconds, self.staging.peak_bytes, self.beside_bytes, self.backup_bytes)
+
+            self._assembly.gather(f"sending version {version}", Moved, take)
+            return received[0]
+        except BaseException:
+            self._unlink()
+            raise
+
+    def post_commit(self, version: int, reason: str | None) -> None:
+        """Tells the sources how a commit went; ``reason`` is why it failed, or None."""
+        self._assembly.post(commit_topic(version), reason)
+
+    def _unlink(self) -> None:
+        self._unpacker = None
+        super()._unlink()

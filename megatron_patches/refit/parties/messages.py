@@ -1,0 +1,100 @@
+"""What the parties tell each other at the rendezvous: what one holds, what one wants, and how a version was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.manifest import Manifest
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What a source holds.
+
+    Attributes:
+        config: content of the model's ``config.json``.
+        shapes: global shape of every tensor of the model, by Hugging Face name.
+        manifest: its own part.
+        allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`; what the first source says counts.
+    """
+
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    manifest: Manifest
+    allow_narrowing: bool = False
+
+
+class HeldAnswer(msgspec.Struct):
+    """What any party answers when all are asked what they hold.
+
+    Attributes:
+        held: None of a destination.
+    """
+
+    held: Held | None
+
+
+class WantedAnswer(msgspec.Struct):
+    """What any party answers when all are asked what they want.
+
+    Attributes:
+        manifest: None of a source.
+    """
+
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What destinations are told of the model; each makes it of what the sources have answered.
+
+    Attributes:
+        config: content of its ``config.json``.
+        tensors: its tensors, with the trainer's element types.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Sequence[TensorSpec]
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """How a party moved a version, or how all did.
+
+    Attributes:
+        seconds: what its parts took; of all, the longest on any destination. ``move`` (packing, the way and unpacking,
+            which overlap), and on a destination ``allocate`` before and ``verify`` after it.
+        staged_bytes: the most memory that packets took at a time; of all, on any party.
+        beside_bytes: memory that a destination made for the version beside what serves; of all, on any.
+        backup_bytes: memory of its host in which it keeps what serves; of all, on any.
+    """
+
+    seconds: dict[str, float]
+    staged_bytes: int
+    beside_bytes: int = 0
+    backup_bytes: int = 0
+
+
+def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
+    """How all parties moved a version.
+
+    Args:
+        moved: how each did, sources first.
+        sources: number of sources.
+    """
+    destinations = moved[sources:]
+    parts = {part for item in destinations for part in item.seconds}
+    return Moved(
+        seconds={part: max(item.seconds.get(part, 0.0) for item in destinations) for part in sorted(parts)},
+        staged_bytes=max(item.staged_bytes for item in moved),
+        beside_bytes=max(item.beside_bytes for item in moved),
+        backup_bytes=max(item.backup_bytes for item in moved),
+    )
+
+
+def commit_topic(version: int) -> str:
+    """Under which topic workers post how they have committed a version."""
+    return f"committing version {version}"

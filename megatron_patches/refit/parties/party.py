@@ -1,0 +1,127 @@
+"""What a source and a destination have in common: a place among all, the plan, memory for packets, and links."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.loads import Link, Terms
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.agreement import agree_on_plan
+from megatron_patches.refit.parties.messages import Held, Model
+from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
+from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.rendezvous import Assembly
+from megatron_patches.refit.staging import StagingPool, slot_bytes
+from megatron_patches.refit.transports.base import Offer, Place, Transport
+from megatron_patches.refit.transports.opening import open_transport
+from megatron_patches.refit.transports.receiving import ReceivingEnd
+from megatron_patches.refit.transports.sending import SendingEnd
+
+
+class Party[End: (SendingEnd, ReceivingEnd)]:
+    """One party.
+
+    Args:
+        assembly: its place among the parties.
+        options: how to move bytes.
+        device: device of its storages: ``cpu``, or torch's name of a GPU.
+
+    Attributes:
+        staging: memory of this party's packets.
+        seconds: what the parts of the last version took; see :class:`megatron_patches.refit.parties.messages.Moved`.
+    """
+
+    def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
+        self._assembly, self._options, self._device = assembly, options, device
+        self._plan: Plan | None = None
+        self._terms: dict[Link, Terms] = {}
+        self._end: End | None = None
+        self.staging = StagingPool(options.staging_bytes)
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that all parties follow.
+
+        Raises:
+            PartyFailedError: before :meth:`prepare` has succeeded.
+        """
+        if self._plan is None:
+            raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
+        return self._plan
+
+    @property
+    def linked(self) -> bool:
+        """Whether links are up; if not, the next version makes them."""
+        return self._end is not None
+
+    def close(self) -> None:
+        """Leaves."""
+        self._unlink()
+        self._assembly.close()
+
+    def _agree(self, held: Callable[[], Held | None], wanted: Callable[[Model], Manifest | None]) -> None:
+        self._plan = agree_on_plan(self._assembly, self._options.staging_bytes, held, wanted)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - started
+
+    def _links(self) -> list[Link]:
+        return links_of_party(self.plan, self._assembly.party, self._options.sources)
+
+    def _slot_bytes(self) -> int:
+        """The largest slots that this party can have. Where packets leave a GPU through the host, one more is used."""
+        return slot_bytes(self._options.staging_bytes, len(self._links()), extra=int(self._device != "cpu"))
+
+    def _link(self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer]) -> End:
+        """The links of this party; made together with all others', if they are not up.
+
+        Args:
+            make: makes this side's end of them.
+            offer_of: what an end offers to the other parties.
+        """
+        if self._end is not None:
+            return self._end
+        made: list[End] = []
+
+        def listen() -> Offer:
+            place = self._place()
+            made.append(make(place, open_transport(self._options.transport, place)))
+            return offer_of(made[0])
+
+        try:
+            offers = self._assembly.gather("listening", Offer, listen)
+            self._terms = terms_of(self.plan, self._links(), offers, self._options)
+            # A link names its source and its destination; its peer here is the other one.
+            peer = 1 if self._assembly.party < self._options.sources else 0
+            slots = {link[peer]: terms.packet_bytes or 0 for link, terms in self._terms.items()}
+            digest, check = self.plan.digest, self._assembly.check
+            self._assembly.gather("linking", type(None), lambda: made[0].connect(offers, slots, digest, check))
+        except BaseException:
+            for end in made:
+                end.close()
+            raise
+        self._end = made[0]
+        return made[0]
+
+    def _place(self) -> Place:
+        return Place(
+            party=self._assembly.party,
+            sources=self._options.sources,
+            host=self._assembly.local_host,
+            device=self._device,
+            pool=self.staging,
+            timeout_s=self._assembly.timeout_s,
+        )
+
+    def _unlink(self) -> None:
+        """Takes the links down."""
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()

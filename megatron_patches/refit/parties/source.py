@@ -1,0 +1,102 @@
+"""A trainer rank's part in a refit: agrees on a plan, sends versions, and hears how workers commit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+from megatron_patches.refit.packets import Sender
+from megatron_patches.refit.parties.messages import Held, Moved, commit_topic, moved_by_all
+from megatron_patches.refit.parties.party import Party
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.pump import send_version
+from megatron_patches.refit.rendezvous import Assembly
+from megatron_patches.refit.transports.sending import SendingEnd
+
+
+class SourceParty(Party[SendingEnd]):
+    """One trainer rank.
+
+    Args:
+        assembly: its place among the parties; its number is its rank as a source.
+        options: how to move bytes.
+        device: device of its storages: ``cpu``, or torch's name of a GPU.
+    """
+
+    def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
+        super().__init__(assembly, options, device)
+        self._sender: Sender | None = None
+
+    def prepare(self, held: Callable[[], Held]) -> None:
+        """Agrees on a plan with all parties.
+
+        Args:
+            held: describes what this rank holds.
+
+        Raises:
+            RefitError: on all parties, if any failed.
+        """
+        self._agree(held, lambda _: None)
+
+    def push(self, version: int, look_up: Callable[[], Memory]) -> Moved:
+        """Sends one version; when this returns, every destination has verified it.
+
+        Args:
+            version: number of the weights.
+            look_up: gives the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
+                integers. It is called inside the step, so that its failure is everybody's at once.
+
+        Returns:
+            How it went for all.
+
+        Raises:
+            PartyFailedError: on all parties, if any failed.
+        """
+        try:
+            end = self._link(SendingEnd, lambda end: end.offer(self._slot_bytes(), look_up()))
+
+            def send() -> Moved:
+                with self._timed("look_up"):
+                    memory = look_up()
+                    sender = self._ready(memory)
+                with closing(sender), self._timed("move"):
+                    end.begin(memory, self._assembly.check)
+                    send_version(sender, end, version, self._assembly.check)
+                return Moved(self.seconds, self.staging.peak_bytes)
+
+            moved = self._assembly.gather(f"sending version {version}", Moved, send)
+            return moved_by_all(moved, self._options.sources)
+        except BaseException:
+            # Packets of the failed version may still be on their way; the next one takes fresh links.
+            self._unlink()
+            raise
+
+    def collect_commits(self, version: int, destinations: int, timeout_s: float) -> list[str]:
+        """Why workers have not committed a version; nothing where all have.
+
+        Args:
+            version: number of the weights.
+            destinations: number of workers.
+            timeout_s: seconds to wait for them.
+        """
+        parties = range(self._options.sources, self._options.sources + destinations)
+        found = self._assembly.collect(commit_topic(version), parties, timeout_s)
+        reasons = {
+            f"engine worker {party - self._options.sources}: {reason}"
+            for party, reason in found.items()
+            if reason is not None
+        }
+        return sorted(reasons)
+
+    def _ready(self, memory: Memory) -> Sender:
+        """What packs; it lasts as long as the links do, whose terms it follows."""
+        if self._sender is None:
+            self._sender = Sender(self.plan, self._assembly.party, memory, self._terms, self.staging)
+        else:
+            self._sender.renew(memory)
+        return self._sender
+
+    def _unlink(self) -> None:
+        self._sender = None
+        super()._unlink()

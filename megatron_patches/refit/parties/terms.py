@@ -1,0 +1,62 @@
+"""On which terms a party's links carry the plan: sizes of slots, and what may travel unpacked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patches.refit.loads import DEFAULT_TERMS, Link, Reach, Terms, links_of
+from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.staging import useful_bytes
+from megatron_patches.refit.transports.base import Offer, TransportName
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """How the parties move bytes; the same for all.
+
+    Attributes:
+        transport: how packets travel.
+        staging_bytes: the most that all packets of one party take.
+        sources: number of source parties.
+        direct_bytes: the least that travels unpacked, where a transport can.
+    """
+
+    transport: TransportName
+    staging_bytes: int
+    sources: int
+    direct_bytes: int = DEFAULT_TERMS.direct_bytes
+
+
+def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:
+    """The links of one party, whose number counts sources first."""
+    if party < sources:
+        return [link for link in links_of(plan) if link[0] == party]
+    return [link for link in links_of(plan) if link[1] == party - sources]
+
+
+def terms_of(plan: Plan, links: Sequence[Link], offers: Sequence[Offer], options: LinkOptions) -> dict[Link, Terms]:
+    """What follows for some links from what both of their ends offer; both come to the same.
+
+    Args:
+        plan: what moves.
+        links: which.
+        offers: of all parties, sources first.
+        options: of all.
+    """
+    total: dict[Link, int] = defaultdict(int)
+    for item in plan.transfers:
+        total[item.source, item.destination] += item.nbytes
+    # Where some storages are on the host and others on GPUs, no transport moves all of them as they lie.
+    alike = len({offer.memory for offer in offers}) == 1
+    terms = {}
+    for link in links:
+        source, destination = offers[link[0]], offers[options.sources + link[1]]
+        terms[link] = Terms(
+            packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(total[link])),
+            reach=Reach(min(source.reach, destination.reach)) if alike else Reach.NONE,
+            hidden=frozenset(source.hidden),
+            direct_bytes=options.direct_bytes,
+        )
+    return terms
