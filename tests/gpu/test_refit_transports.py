@@ -206,8 +206,9 @@ def send_placed(
         held = placed(part, kind, device)
         for version in VERSIONS:
             if version == VERSIONS[-1]:
-                held.clear()
-                torch.cuda.empty_cache()
+                if kind is not Kind.MALLOC:  # what CUDA has allocated must not be freed while others have it open
+                    held.clear()
+                    torch.cuda.empty_cache()
                 held.update(placed(part, kind, device))
             write(part, version, held)
             party.push(version, lambda: held)

@@ -1,11 +1,14 @@
 """CUDA IPC on one host: the destination copies from the source's GPU to its own, over NVLink where there is one.
 
 A box that consists of rows on both sides is copied from the source's weights to its place by the GPU's copy engines,
-which takes no multiprocessor, no slot and no packing. That needs weights in memory that other processes can open: what
-torch allocates by default, but neither expandable segments nor symmetric memory; those are packed, like boxes that are
-no rows. A source's slots are device memory of their own, outside torch's allocator; the destination copies a slot when
-it was told that it is full, and then gives it back. Processes may number GPUs differently, and need
-not see each other's, so a GPU is known by its UUID alone. What CUDA does is behind :class:`DeviceRuntime`.
+which takes no multiprocessor, no slot and no packing. That needs weights in memory that other processes can open. What
+torch allocates by default is opened by a handle that is sent like any other bytes. Expandable segments and symmetric
+memory are opened by file descriptors, which the destination asks the source for. Weights in other memory, such as
+symmetric memory that was made for a fabric of many hosts alone, are packed, like boxes that are no rows.
+
+A source's slots are device memory of their own, outside torch's allocator; the destination copies a slot when it was
+told that it is full, and then gives it back. Processes may number GPUs differently, and need not see each other's, so a
+GPU is known by its UUID alone. What CUDA does is behind :class:`DeviceRuntime`.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from megatron_patches.refit import frames
 from megatron_patches.refit.boxes import pitch_of
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.plan import Transfer
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS, Lease
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.cuda_mapped import Fetch
+from megatron_patches.refit.transports.descriptors import Counter, DescriptorServer, take_descriptors
 
 
 class ExportedMemory(Protocol):
@@ -104,15 +110,29 @@ class DeviceRuntime(Protocol):
     def locate(self, memory: Memory) -> Mapping[str, Location]:
         """Where storages lie that others can open; those that they cannot are left out."""
 
-    def open(self, handle: bytes) -> OpenedMemory:
+    def open(self, handle: bytes, fetch: Fetch) -> OpenedMemory:
         """Opens what another process has exported.
 
+        Args:
+            handle: what it is opened by.
+            fetch: fetches descriptors from that process, if the handle takes some.
+
         Raises:
-            PartyFailedError: if CUDA refuses.
+            PartyFailedError: if CUDA refuses, or the other process does not hand them out.
+        """
+
+    def descriptor(self, number: int) -> int:
+        """A descriptor that another process asks for, as some handle says; to be closed. Called in any thread.
+
+        Raises:
+            PartyFailedError: if there is none of this number, or CUDA refuses.
         """
 
     def allocate(self, nbytes: int) -> Payload:
         """Memory that nobody else opens."""
+
+    def close(self) -> None:
+        """Forgets what was located."""
 
 
 class _Remote(msgspec.Struct):
@@ -122,8 +142,21 @@ class _Remote(msgspec.Struct):
     handle: bytes
 
 
+class _Told(msgspec.Struct, array_like=True):
+    """Where a source's storages lie.
+
+    Attributes:
+        handles: what allocations are opened by.
+        places: for each storage the number of its handle, and its first byte.
+    """
+
+    handles: list[bytes]
+    places: dict[str, tuple[int, int]]
+
+
 _decode_remote = msgspec.msgpack.Decoder(_Remote).decode
-_decode_told = msgspec.msgpack.Decoder(dict[str, Location]).decode
+_decode_told = msgspec.msgpack.Decoder(_Told).decode
+_decode_counter = msgspec.msgpack.Decoder(Counter).decode
 
 
 class CudaIpcTransport:
@@ -138,7 +171,10 @@ class CudaIpcTransport:
     reach = Reach.ROWS
 
     def __init__(self, place: Place, runtime: DeviceRuntime) -> None:
-        self._pool, self._runtime = place.pool, runtime
+        self._place, self._pool, self._runtime = place, place.pool, runtime
+        self._server: DescriptorServer | None = None
+        self._offers: Sequence[Offer] = ()
+        self._check: Check = lambda: None
         self._hidden: frozenset[str] = frozenset()
         self._located: Mapping[str, Location] = {}
         self._asked: set[object] = set()
@@ -149,11 +185,16 @@ class CudaIpcTransport:
         return self._hidden
 
     def details(self) -> bytes:
-        """Nothing; each link has metadata of its own."""
-        return b""
+        """Of a source, where others ask for descriptors."""
+        if self._place.party >= self._place.sources:
+            return b""
+        if self._server is None:
+            self._server = DescriptorServer(self._runtime.descriptor)
+        return msgspec.msgpack.encode(self._server.counter)
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Nothing is common to all links."""
+        """Keeps what sources have offered."""
+        self._offers, self._check = offers, check
 
     def outgoing(self, end: LinkEnd) -> CudaIpcOutgoing:
         """Makes slots and passes their handle on."""
@@ -172,15 +213,31 @@ class CudaIpcTransport:
     def incoming(self, end: LinkEnd) -> CudaIpcIncoming:
         """Opens the source's slots."""
         remote = _decode_remote(frames.receive(end.connection, end.patience))
+        counter = _decode_counter(self._offers[end.peer].details)
+
+        def fetch(numbers: Sequence[int], use: Callable[[int, int], None]) -> None:
+            patience = Patience(self._place.timeout_s, f"source rank {end.peer} to hand out its memory", self._check)
+            take_descriptors(counter, numbers, use, patience)
+
         try:
-            opened = self._runtime.open(remote.handle)
+            opened = self._runtime.open(remote.handle, fetch)
         except PartyFailedError as error:
             raise PartyFailedError(
                 f"GPU {self._runtime.uuid} cannot reach memory of GPU {remote.uuid}, of source rank {end.peer}: {error}"
             ) from error
         frames.send(end.connection, b"opened", end.patience)
         lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
-        return CudaIpcIncoming(opened, lease, end.slot_bytes, self._runtime)
+
+        def open_weights(handle: bytes) -> OpenedMemory:
+            try:
+                return self._runtime.open(handle, fetch)
+            except PartyFailedError as error:
+                raise PartyFailedError(
+                    f"GPU {self._runtime.uuid} cannot reach the weights of source rank {end.peer} on GPU {remote.uuid} "
+                    f"where they lie: {error}; another transport does not ask for that"
+                ) from error
+
+        return CudaIpcIncoming(opened, lease, end.slot_bytes, open_weights)
 
     def _locate(self, memory: Memory, link: object) -> Mapping[str, Location]:
         """Where the storages are now; found once for all links, each of which asks once a version.
@@ -204,7 +261,12 @@ class CudaIpcTransport:
         """Each wire ends what is under way."""
 
     def close(self) -> None:
-        """Nothing is common to all links."""
+        """Hands out nothing any longer."""
+        try:
+            if self._server is not None:
+                self._server.close()
+        finally:
+            self._runtime.close()
 
 
 class CudaIpcOutgoing:
@@ -229,7 +291,9 @@ class CudaIpcOutgoing:
         if found == self._told:
             return None
         self._told = found
-        return msgspec.msgpack.encode(found)
+        numbers: dict[bytes, int] = {}
+        places = {name: (numbers.setdefault(at.handle, len(numbers)), at.start) for name, at in found.items()}
+        return msgspec.msgpack.encode(_Told(list(numbers), places))
 
     def start(self, slot: int, payload: Payload) -> None:
         """The destination copies it when it was told; what packed it has ended by then."""
@@ -254,12 +318,18 @@ class CudaIpcIncoming:
         opened: the source's slots.
         lease: the own slots.
         slot_bytes: size of one.
-        runtime: the own GPU.
+        open_memory: opens memory of the source by its handle.
     """
 
-    def __init__(self, opened: OpenedMemory, lease: Lease[Payload], slot_bytes: int, runtime: DeviceRuntime) -> None:
+    def __init__(
+        self,
+        opened: OpenedMemory,
+        lease: Lease[Payload],
+        slot_bytes: int,
+        open_memory: Callable[[bytes], OpenedMemory],
+    ) -> None:
         self._opened, self._lease, self._slot_bytes = opened, lease, slot_bytes
-        self._runtime = runtime
+        self._open = open_memory
         self._allocations: dict[bytes, OpenedMemory] = {}
         self._locations: Mapping[str, Location] = {}
         self._rows: dict[tuple[int, int], list[Rows]] = {}
@@ -268,14 +338,17 @@ class CudaIpcIncoming:
         """Opens the allocations that the source's storages lie in, and forgets those that none lies in any longer.
 
         Raises:
-            PartyFailedError: if CUDA refuses.
+            PartyFailedError: if CUDA refuses, or the source does not hand its memory out.
         """
-        self._locations = _decode_told(told)
-        handles = {location.handle for location in self._locations.values()}
-        for handle in [handle for handle in self._allocations if handle not in handles]:
+        content = _decode_told(told)
+        self._locations = {
+            name: Location(content.handles[number], start) for name, (number, start) in content.places.items()
+        }
+        for handle in [handle for handle in self._allocations if handle not in content.handles]:
             self._allocations.pop(handle).close()
-        for handle in sorted(handles - set(self._allocations)):
-            self._allocations[handle] = self._runtime.open(handle)
+        for handle in content.handles:
+            if handle not in self._allocations:
+                self._allocations[handle] = self._open(handle)
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Copies into the own slot of the same number, which is free if the source's is."""

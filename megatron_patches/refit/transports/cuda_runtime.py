@@ -1,20 +1,26 @@
-"""The few functions of CUDA's run-time library that IPC takes, and that torch does not offer.
+"""One GPU, with the few functions of CUDA's run-time library that IPC takes, and that torch does not offer.
 
-The library is the one that torch has loaded. Memory that is exported is allocated by itself: torch's allocator would
-hand out parts of larger blocks, or of segments that cannot be exported this way.
+The library is the one that torch has loaded; what was mapped by hand takes the driver's. Memory that is exported is
+allocated by itself: torch's allocator would hand out parts of larger blocks, or of segments that cannot be exported
+this way.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.transports.cuda_ipc import Location, Rows
+from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
+from megatron_patches.refit.transports.cuda_vmm import CudaDriver
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -65,26 +71,28 @@ class _Library:
             raise PartyFailedError(f"{name}: {words.decode()}")
 
 
-class _Driver:
-    """The one function of the driver's library that the run-time library has no counterpart of."""
+class IpcHandle(msgspec.Struct, frozen=True, tag="ipc"):
+    """Opens what CUDA has allocated.
 
-    def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise PartyFailedError(f"CUDA's driver library libcuda.so.1 cannot be loaded: {error}") from error
+    Attributes:
+        content: ``cudaIpcMemHandle_t``.
+    """
 
-    def allocation_of(self, address: int) -> tuple[int, int]:
-        """Beginning and size of the allocation that an address lies in.
+    content: bytes
 
-        Raises:
-            PartyFailedError: if it lies in none.
-        """
-        base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        status = self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-        if status:
-            raise PartyFailedError(f"cuMemGetAddressRange: CUDA's error {status} for address {address:#x}")
-        return int(base.value), int(size.value)
+
+class MappedHandle(msgspec.Struct, frozen=True, tag="mapped"):
+    """Opens what was mapped by hand.
+
+    Attributes:
+        chunks: what it consists of.
+    """
+
+    chunks: tuple[Chunk, ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_handle = msgspec.msgpack.Decoder(IpcHandle | MappedHandle).decode
 
 
 class CudaRuntime:
@@ -103,7 +111,10 @@ class CudaRuntime:
             raise PartyFailedError(
                 f"the transport cuda_ipc moves memory of GPUs and this party's storages are on {device}; use shm"
             )
-        self._library, self._driver = _Library(), _Driver()
+        self._library, self._driver = _Library(), CudaDriver()
+        self._shelf = ChunkShelf(self._driver)
+        index = self._device.index
+        self._index = torch.cuda.current_device() if index is None else index
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
     def export(self, nbytes: int) -> CudaExport:
@@ -117,48 +128,83 @@ class CudaRuntime:
             except PartyFailedError:
                 self._library.call("cudaFree", address)
                 raise
-        return CudaExport(self._library, self._device, int(address.value or 0), nbytes, bytes(handle))
+        return CudaExport(self._library, self._device, int(address.value or 0), nbytes, _encode(_ipc(handle)))
 
-    def open(self, handle: bytes) -> CudaOpened:
+    def open(self, handle: bytes, fetch: Fetch) -> CudaOpened:
         """Opens what another process has exported."""
-        with torch.cuda.device(self._device):
+        how = decode_handle(handle)
+        with self._current():
+            if isinstance(how, MappedHandle):
+                row = MappedRow(self._driver, self._index, how.chunks, fetch)
+                return CudaOpened(self._library, self._device, row.address, row.close)
             address = ctypes.c_void_p()
             self._library.call(
                 "cudaIpcOpenMemHandle",
                 ctypes.byref(address),
-                _Handle.from_buffer_copy(handle),
+                _Handle.from_buffer_copy(how.content),
                 ctypes.c_uint(_ENABLE_PEER_ACCESS),
             )
-        return CudaOpened(self._library, self._device, int(address.value or 0))
+        close = partial(self._library.call, "cudaIpcCloseMemHandle", address)
+        return CudaOpened(self._library, self._device, int(address.value or 0), close)
 
     def locate(self, memory: Memory) -> Mapping[str, Location]:
-        """Where storages lie; left out are those in memory that CUDA cannot export this way."""
+        """Where storages lie; left out are those in memory that CUDA cannot export in either way."""
         found: dict[str, Location] = {}
         handles: dict[int, bytes | None] = {}
-        for name, storage in memory.items():
-            if not isinstance(storage, torch.Tensor) or not storage.is_cuda:
-                continue
-            base, size = self._driver.allocation_of(storage.data_ptr())
-            start = storage.data_ptr() - base
-            if base not in handles:
-                handles[base] = self._handle_of(base)
-            handle = handles[base]
-            if handle is not None and start + storage.numel() * storage.element_size() <= size:
-                found[name] = Location(handle, start)
+        mapped: dict[str, tuple[int, int]] = {}
+        with self._current():
+            for name, storage in memory.items():
+                if not isinstance(storage, torch.Tensor) or not storage.is_cuda:
+                    continue
+                start = storage.data_ptr()
+                stop = start + storage.numel() * storage.element_size()
+                base, size = self._driver.allocation_of(start)
+                if base not in handles:
+                    handles[base] = self._handle_of(base)
+                handle = handles[base]
+                if handle is None:
+                    mapped[name] = start, stop
+                elif stop <= base + size:
+                    found[name] = Location(handle, start - base)
+            rows: dict[int, bytes] = {}
+            for name, lying in self._shelf.locate(mapped).items():
+                key = id(lying.chunks)
+                if key not in rows:
+                    rows[key] = _encode(MappedHandle(lying.chunks))
+                found[name] = Location(rows[key], lying.start)
         return found
+
+    def descriptor(self, number: int) -> int:
+        """A descriptor of memory that was mapped by hand, for who asks for it."""
+        with self._current():
+            return self._shelf.export(number)
+
+    def close(self) -> None:
+        """Forgets what was located."""
+        self._shelf.close()
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Makes the GPU current, for the driver as well, whose functions know no other; in whatever thread this is."""
+        with torch.cuda.device(self._device):
+            self._library.call("cudaSetDevice", ctypes.c_int(self._index))
+            yield
 
     def _handle_of(self, base: int) -> bytes | None:
         handle = _Handle()
-        with torch.cuda.device(self._device):
-            try:
-                self._library.call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(base))
-            except PartyFailedError:
-                return None  # memory that is mapped by hand, as expandable segments and symmetric memory are
-        return bytes(handle)
+        try:
+            self._library.call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(base))
+        except PartyFailedError:
+            return None  # memory that is mapped by hand, as expandable segments and symmetric memory are
+        return _encode(_ipc(handle))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that nobody else opens."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+def _ipc(handle: _Handle) -> IpcHandle:
+    return IpcHandle(bytes(handle))
 
 
 class CudaExport:
@@ -209,10 +255,11 @@ class CudaOpened:
         library: CUDA.
         device: the own GPU.
         address: its first byte, in this process.
+        forget: undoes what has opened it.
     """
 
-    def __init__(self, library: _Library, device: torch.device, address: int) -> None:
-        self._library, self._device, self._address = library, device, address
+    def __init__(self, library: _Library, device: torch.device, address: int, forget: Callable[[], None]) -> None:
+        self._library, self._device, self._address, self._forget = library, device, address, forget
         self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
         self._handles = [stream.cuda_stream for stream in self._streams]
         self._turn, self._used = 0, set[int]()
@@ -261,7 +308,7 @@ class CudaOpened:
         with torch.cuda.device(self._device):
             for stream in self._streams:
                 stream.synchronize()
-            self._library.call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
+            self._forget()
 
 
 class _Copying:

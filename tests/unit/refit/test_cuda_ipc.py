@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,18 +17,39 @@ from megatron_patches.refit.ports import Bits, Bytes, Done, Memory, Payload, Pen
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory, Rows
+from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.opening import open_transport
+from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
 from tests.unit.refit.link_ends import SLOT, Ends
 from tests.unit.refit.test_parties import coverable, memory, values
 
 
 class HostGpu:
-    """A GPU's memory as files without a name, which other processes open by the descriptor of their maker."""
+    """A GPU's memory as files without a name, which others open by their maker's descriptor, or ask for in chunks."""
 
     def __init__(self, number: int, *, closed: bool = False) -> None:
         self.uuid, self._closed = f"GPU-{number}", closed
         self.out: list[str] = []
         self.arenas: list[Exported] = []
+        self.driver = HostDriver()
+        self.segments: list[tuple[int, int]] = []
+        self._shelf = ChunkShelf(self.driver)
+
+    def settle_in_chunks(self, storages: dict[str, Bits], leave_out: int) -> dict[str, Bits]:
+        """As :meth:`settle`, into one row of chunks of one page each, which many a storage lies across."""
+        sizes = {name: -(-bits.nbytes // 8) * 8 for name, bits in storages.items()}
+        start = PAGE - 24
+        count = -(-(start + sum(sizes.values())) // PAGE)
+        address = self.driver.segment([PAGE] * count)
+        self.segments.append((address, PAGE * count))
+        found = dict(storages)
+        for index, (name, bits) in enumerate(storages.items()):
+            if index % 3 != leave_out:
+                room = np.frombuffer(content_at(address + start, bits.nbytes), dtype=np.uint8)
+                found[name] = room.view(bits.dtype)
+                found[name][...] = bits
+            start += sizes[name]
+        return found
 
     def settle(self, storages: dict[str, Bits], leave_out: int) -> dict[str, Bits]:
         """Moves storages into memory that can be exported, one allocation for all; every third into other memory."""
@@ -49,15 +71,32 @@ class HostGpu:
                 start = bits.ctypes.data - arena.address  # type: ignore[union-attr]
                 if 0 <= start < arena.nbytes:
                     found[name] = Location(arena.handle, start)
+        spans = {}
+        for name, bits in storages.items():
+            at = bits.ctypes.data  # type: ignore[union-attr]
+            if any(0 <= at - address < nbytes for address, nbytes in self.segments):
+                spans[name] = at, at + bits.nbytes
+        for name, lying in self._shelf.locate(spans).items():
+            found[name] = Location(b"row" + msgspec.msgpack.encode(lying.chunks), lying.start)
         return found
+
+    def descriptor(self, number: int) -> int:
+        return self._shelf.export(number)
+
+    def close(self) -> None:
+        self._shelf.close()
 
     def export(self, nbytes: int) -> Exported:
         return Exported(nbytes, self.out)
 
-    def open(self, handle: bytes) -> OpenedMemory:
+    def open(self, handle: bytes, fetch: Fetch) -> OpenedMemory:
         if self._closed:
             raise PartyFailedError("cudaIpcOpenMemHandle: peer access is not supported between these two devices")
-        return Opened(handle, self.out)
+        if handle.startswith(b"row"):
+            chunks = msgspec.msgpack.decode(handle[3:], type=tuple[Chunk, ...])
+            return OpenedRow(MappedRow(self.driver, 7, chunks, fetch), sum(chunk.nbytes for chunk in chunks), self.out)
+        with open(handle.decode(), "rb") as file:  # noqa: PTH123 - not a path but a descriptor
+            return Opened(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.out)
 
     def allocate(self, nbytes: int) -> Payload:
         return np.zeros(nbytes, dtype=np.uint8)
@@ -84,19 +123,17 @@ class Exported:
 
 
 class Opened:
-    def __init__(self, handle: bytes, out: list[str]) -> None:
-        with open(handle.decode(), "rb") as file:  # noqa: PTH123 - not a path but a descriptor
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._out = out
+    def __init__(self, content: mmap.mmap | memoryview, out: list[str]) -> None:
+        self._content, self._out = content, out
         out.append("opened")
 
     def copy(self, start: int, target: Payload) -> Pending[None]:
         into = host_bytes(target)
-        into[...] = np.frombuffer(self._map, dtype=np.uint8)[start : start + into.size]
+        into[...] = np.frombuffer(self._content, dtype=np.uint8)[start : start + into.size]
         return Done(None)
 
     def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
-        theirs = np.frombuffer(self._map, dtype=np.uint8)[start:]
+        theirs = np.frombuffer(self._content, dtype=np.uint8)[start:]
         assert isinstance(target.storage, np.ndarray)
         ours = target.storage.view(np.uint8)[target.view.offset * target.storage.itemsize :]
         for row in range(rows.count):
@@ -107,23 +144,36 @@ class Opened:
         return Done(None)
 
     def close(self) -> None:
-        self._map.close()
+        if isinstance(self._content, mmap.mmap):
+            self._content.close()
         self._out.remove("opened")
+
+
+class OpenedRow(Opened):
+    def __init__(self, row: MappedRow, nbytes: int, out: list[str]) -> None:
+        super().__init__(content_at(row.address, nbytes), out)
+        self._row = row
+
+    def close(self) -> None:
+        super().close()
+        self._row.close()
 
 
 def ends_of(plan: Plan, held: list[dict[str, Bits]], destinations: int, gpus: list[HostGpu]) -> Ends:
     return Ends(plan, held, destinations, "cuda", lambda place: CudaIpcTransport(place, gpus[place.party]))
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_versions_arrive_and_every_handle_is_given_back(seed: int) -> None:
+def test_versions_arrive_and_every_handle_is_given_back(seed: int, in_chunks: bool) -> None:
     """Some storages can be opened by others, some cannot; between versions all move."""
     case = coverable(seed)
     plan = make_plan(*case.sides)
     gpus = [HostGpu(i) for i in range(len(case.sources) + len(case.destinations))]
 
     def settled(rank: int, version: int) -> dict[str, Bits]:
-        return gpus[rank].settle(memory(case.sources[rank], values(case, version)), seed % 4)
+        settle = gpus[rank].settle_in_chunks if in_chunks else gpus[rank].settle
+        return settle(memory(case.sources[rank], values(case, version)), seed % 4)
 
     held = [settled(rank, 1) for rank in range(len(case.sources))]
     ends = ends_of(plan, held, len(case.destinations), gpus)
@@ -137,6 +187,9 @@ def test_versions_arrive_and_every_handle_is_given_back(seed: int) -> None:
     for gpu in gpus:
         for arena in gpu.arenas:
             arena.close()
+        for address, _ in gpu.segments:
+            gpu.driver.drop(address)
+        assert gpu.driver.clean
     assert not any(gpu.out for gpu in gpus)
 
 
