@@ -214,15 +214,16 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
     When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,
     half done, in ``apply``; in place, half done in ``replace``.
     """
-    import megatron_patches.refit.vllm.engine as engine_module
     from megatron_patches.refit.packets import Unpacker
+    from megatron_patches.refit.vllm import worker_session
     from megatron_patches.refit.vllm.reload import Replacement
+    from megatron_patches.refit.vllm.version_memory import VersionMemory
 
     if worker.rank != rank:
         return
     places: dict[str, tuple[Any, str]] = {
-        "memory": (worker.weight_transfer_engine, "_make_memory"),
-        "convert": (engine_module, "finish"),
+        "memory": (VersionMemory, "make"),
+        "convert": (worker_session, "finish"),
         "verify": (Unpacker, "verify"),
     }
     owner, name = places.get(where, (Replacement, where))

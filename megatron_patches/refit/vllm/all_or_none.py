@@ -1,0 +1,95 @@
+"""Lets a version take effect on all workers of an engine or on none.
+
+Each worker tells the others that it can before any does, and that it has before any forgets the old weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
+
+from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.vllm.reload import Replacement
+
+_VOTE_S = 60.0
+
+
+@dataclass(frozen=True)
+class AllOrNone:
+    """One commit.
+
+    Attributes:
+        version: number of the weights that are to serve.
+        serving: number of those that serve.
+    """
+
+    version: int
+    serving: int
+
+    def decline(self) -> None:
+        """Tells the others, who wait for this worker, that it cannot."""
+        _all_can(False)
+
+    def exchange(self, replacement: Replacement) -> None:
+        """Lets staged weights and those that serve change places.
+
+        Raises:
+            TransferError: if a worker cannot; then the old ones serve.
+        """
+        failure: Exception | None = None
+        try:
+            replacement.build()
+        except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
+            failure = error
+        if not _all_can(failure is None):
+            raise self._refusal("cannot put it together") from failure
+        try:
+            replacement.apply()
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = error
+        if not _all_can(failure is None):
+            replacement.undo()
+            raise self._refusal("failed to replace its weights") from failure
+        replacement.forget()
+
+    def overwrite(self, replacement: Replacement, device: torch.device) -> None:
+        """Makes the weights that serve of what has been received in their place, and of what has been beside.
+
+        Args:
+            replacement: what has been received.
+            device: where the model is.
+
+        Raises:
+            TransferError: if a worker cannot; then the weights may be of no version, and the caller puts the old back.
+        """
+        failure: Exception | None = None
+        if not _all_can(True):
+            raise self._refusal("has not received it")
+        try:
+            replacement.replace()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)  # what failed there must be known before the vote
+        except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
+            failure = error
+        if not _all_can(failure is None):
+            raise self._refusal("failed to replace its weights") from failure
+
+    def _refusal(self, why: str) -> TransferError:
+        return TransferError(
+            f"version {self.version} was not taken: a worker of this engine {why}; version {self.serving} serves on"
+        )
+
+
+def _all_can(able: bool) -> bool:
+    """Whether all workers of this engine are able to go on."""
+    group = get_world_group()
+    if group.world_size == 1:
+        return able
+    votes = torch.tensor([int(able)], dtype=torch.int32)
+    work = dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
+    work.wait(timedelta(seconds=_VOTE_S))
+    return bool(votes.item())

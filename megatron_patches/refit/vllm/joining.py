@@ -1,0 +1,93 @@
+"""Joins a trainer's session: meets the other parties, tells them what this worker wants, and agrees on a plan."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Model
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.rendezvous import Assembly, Invitation
+from megatron_patches.refit.target.recorded import recorded_manifest
+from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.vllm.in_place import InPlace
+from megatron_patches.refit.vllm.layers import Layers
+from megatron_patches.refit.vllm.recording import record_loading
+from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.reload import loader_form
+from megatron_patches.refit.vllm.same_model import check_same_model
+from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
+
+
+def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
+    """Joins; all parties do so together.
+
+    Args:
+        call: which session.
+        serving: the model that serves.
+        version: number of its weights.
+
+    Raises:
+        RefitError: on all parties, if any failed.
+    """
+    parallel = serving.config.parallel_config
+    worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+    name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
+    invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
+    assembly = Assembly(invitation, call.first_party + worker, name)
+    transport, memory = TransportName(call.transport), MemoryMode(call.memory)
+    options = LinkOptions(
+        transport=transport,
+        staging_bytes=call.staging_bytes,
+        sources=call.sources,
+        direct_bytes=direct_bytes(memory, transport, serving.device.type),
+    )
+    party = DestinationParty(assembly, options, str(serving.device))
+    found: list[Layout] = []
+
+    def want(model: Model) -> Manifest:
+        layout = describe_layout(model, serving, party.rank, memory)
+        if layout.in_place is not None:
+            party.backup_bytes = layout.in_place.backup.nbytes
+        found.append(layout)
+        return layout.manifest
+
+    try:
+        party.prepare(want)
+        (layout,) = found
+        if layout.in_place is not None:
+            layout.in_place.backup.start()
+    except BaseException:
+        party.close()
+        raise
+    nccl = transport is TransportName.C10D and serving.device.type != "cpu"
+    may_go_on = memory is MemoryMode.BESIDE and not nccl
+    return WorkerSession(party, serving, layout, version=version, may_go_on=may_go_on, timeout_s=call.timeout_s)
+
+
+def describe_layout(model: Model, serving: ServingModel, rank: int, memory: MemoryMode) -> Layout:
+    """What a worker wants of a model, found by running the engine's own weight loaders.
+
+    Args:
+        model: what the trainer has.
+        serving: what serves here.
+        rank: of the worker, as a destination.
+        memory: where versions are to be received.
+
+    Raises:
+        ModelMismatchError: if these are two models.
+        UnsupportedModelError: if a loader does what cannot be recorded.
+    """
+    check_same_model(model.config, serving.config.model_config.hf_text_config)
+    with loader_form(serving.model) as parameters:
+        recording = record_loading(serving.model.load_weights, parameters, model.tensors)
+    by_name = {spec.name: spec for spec in model.tensors}
+    manifest = recorded_manifest(
+        rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
+    )
+    layers = Layers(serving.model)
+    in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
+    return Layout(manifest, recording.fills, layers, in_place)

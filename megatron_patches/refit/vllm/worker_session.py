@@ -1,0 +1,253 @@
+"""An engine worker's part in one session with a trainer: receives versions, and commits them or gives them up.
+
+[Note: meanwhile] vLLM carries out a call between two steps of its engine, so no request goes on during one. A version
+that is received beside the weights that serve therefore arrives in a thread of its own: ``receive`` only begins, and
+the next call waits for its end. With NCCL it does not: its kernels and those of the engine's own communication could
+wait for each other in a circle, across workers.
+
+[Note: in place] Between ``receive`` and ``commit`` the old version serves, or, where versions are received in place,
+nothing: the engine is paused, and what its model holds is of no version. A worker that has begun to receive in place
+therefore ends each call with the new version committed, with it complete but not committed, or with the old one put
+back; and every call but the commit puts it back first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from megatron_patches.refit.errors import RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.target.recorded import FillRecord
+from megatron_patches.refit.target.replay import finish
+from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.aside import Aside
+from megatron_patches.refit.vllm.in_place import InPlace
+from megatron_patches.refit.vllm.layers import Layers
+from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
+from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
+
+logger = logging.getLogger(__name__)
+
+_LEAVING_S = 30.0  # for a thread to notice that the session has ended
+
+
+@dataclass(frozen=True)
+class ServingModel:
+    """A model that serves, as vLLM gives it to a worker.
+
+    Attributes:
+        model: it.
+        config: vLLM's configuration.
+        device: where it is.
+    """
+
+    model: nn.Module
+    config: VllmConfig
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a worker wants of every version, and what becomes of it.
+
+    Attributes:
+        manifest: its storages, and which boxes lie where in them.
+        fills: constants that the model's loader puts where no tensor of the trainer's goes.
+        layers: of the model.
+        in_place: memory that serves, as far as versions are received in it; None for beside it.
+    """
+
+    manifest: Manifest
+    fills: Sequence[FillRecord]
+    layers: Layers
+    in_place: InPlace | None
+
+
+class WorkerSession:
+    """One session, from when the parties have agreed on a plan.
+
+    Args:
+        party: this worker among them.
+        serving: the model that is to be replaced.
+        layout: what the worker wants.
+        version: number of the weights that serve.
+        may_go_on: whether requests are answered while a version arrives; see [Note: meanwhile].
+        timeout_s: seconds that one step may take.
+
+    Attributes:
+        version: number of the weights that serve.
+    """
+
+    def __init__(
+        self,
+        party: DestinationParty,
+        serving: ServingModel,
+        layout: Layout,
+        *,
+        version: int,
+        may_go_on: bool,
+        timeout_s: float,
+    ) -> None:
+        self.version = version
+        self._party, self._serving, self._layout = party, serving, layout
+        self._may_go_on, self._timeout_s = may_go_on, timeout_s
+        self._in_place = layout.in_place
+        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
+        self._aside = Aside(serving.device)
+        self._latest = 0  # version that this session has committed: a new one may begin anywhere
+        self._staged: tuple[int, Replacement] | None = None
+        self._instead = "nothing has been received"  # why nothing is staged
+
+    def receive(self, version: int, step: int, linked: bool) -> None:
+        """Receives a version, or begins to; see [Note: meanwhile].
+
+        Args:
+            version: number of the weights.
+            step: number of the step at which the trainer is.
+            linked: whether the trainer's links are up.
+
+        Raises:
+            RefitError: if it could not be received; then the old weights are back.
+            LostWeightsError: if they cannot be put back.
+        """
+        self._come_to_rest()
+        self._staged, self._instead = None, "nothing has been received"
+        if self._may_go_on:
+            self._aside.start(f"receive-{version}", lambda: self._take(version, step, linked))
+        else:
+            self._take(version, step, linked)
+
+    def commit(self, version: int) -> None:
+        """Lets a version serve that has been received, and tells the trainer how that went if it is still there.
+
+        Raises:
+            RefitError: if a worker of this engine cannot; then the old weights are back.
+            LostWeightsError: if they cannot be put back.
+        """
+        reason: str | None = None
+        try:
+            self._commit(version)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {describe_error(error)}"
+            raise
+        finally:
+            self._party.post_commit(version, reason)
+
+    def abandon(self) -> None:
+        """Gives up what has been received.
+
+        Raises:
+            LostWeightsError: if the weights that served cannot be put back.
+        """
+        self._come_to_rest()
+        self._staged, self._instead = None, "what had been received was given up"
+
+    def end(self) -> None:
+        """Leaves the trainer; the weights that served are back, and nothing is under way.
+
+        Raises:
+            LostWeightsError: if they cannot be put back.
+            RefitError: if a version that is on its way does not end.
+        """
+        self._settle()
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the trainer, whatever the model holds.
+
+        Raises:
+            RefitError: if a version that is on its way does not end.
+        """
+        self._party.close()
+        self._aside.finish(_LEAVING_S)
+        self._staged = None
+
+    def _come_to_rest(self) -> None:
+        """Waits for a version that is on its way, and puts the weights that served back."""
+        self._aside.finish(self._timeout_s)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Puts the weights that served back if others are in their place."""
+        if self._in_place is not None and self._in_place.begun:
+            self._staged = None
+            self._in_place.put_back()
+            refresh_attention(self._serving.model, self._serving.config)
+            logger.info("refit: version %d has been put back", self.version)
+
+    def _take(self, version: int, step: int, linked: bool) -> None:
+        made: list[Arriving] = []
+
+        def make() -> Memory:
+            made.append(self._make(version))
+            return made[0].received_in
+
+        try:
+            self._party.receive(version, step, linked, make)
+            made[0].bits.clear()  # whoever received into them may keep the dictionary
+            parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
+            self._staged = version, self._put_together(parameters)
+        except Exception as error:
+            self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
+            self._settle()  # has nothing to do where requests go on
+            raise
+
+    def _make(self, version: int) -> Arriving:
+        if version <= self._latest:
+            raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
+        made = self._memory.make(self._timeout_s)
+        self._party.beside_bytes = made.beside_bytes
+        return made
+
+    def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
+        """New weights, as far as they can be made ready before the commit, for which requests wait."""
+        replacement = Replacement(self._serving.model, self._serving.config, parameters, self._layout.layers)
+        if self._may_go_on:
+            replacement.begin()
+        elif self._in_place is None:
+            replacement.build()
+        return replacement
+
+    def _commit(self, version: int) -> None:
+        workers = AllOrNone(version, self.version)
+        try:
+            replacement = self._take_staged(version, workers)
+            if self._in_place is not None:
+                workers.overwrite(replacement, self._serving.device)
+            else:
+                workers.exchange(replacement)
+        except Exception:
+            self._settle()
+            raise
+        self.version = self._latest = version
+        if self._in_place is not None:
+            self._in_place.done()
+        logger.info("refit: version %d serves", version)
+
+    def _take_staged(self, version: int, workers: AllOrNone) -> Replacement:
+        """What has been received of a version, which is then the caller's.
+
+        Raises:
+            TransferError: if that is nothing.
+        """
+        late: RefitError | None = None
+        try:
+            self._aside.finish(self._timeout_s)
+        except RefitError as error:
+            late = error
+        staged, self._staged = self._staged, None
+        if late is not None or staged is None or staged[0] != version:
+            found = self._instead if staged is None else f"version {staged[0]} has been received"
+            workers.decline()
+            raise TransferError(f"asked to commit version {version}, but {found}") from late
+        self._instead = f"version {version} has been taken"
+        return staged[1]
