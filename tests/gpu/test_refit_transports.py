@@ -157,14 +157,22 @@ def cached_content(spec: TensorSpec, version: int) -> torch.Tensor:
     return content(spec, version)
 
 
+@functools.cache
+def expandable_stream() -> torch.cuda.Stream:
+    """On which nothing else allocates, so that torch has no block of another kind at hand for it."""
+    return torch.cuda.Stream(priority=-1)
+
+
 def room_of_kind(kind: Kind, nbytes: int, device: torch.device) -> torch.Tensor:
     """Bytes full of poison, in memory of this kind, which nothing else lies in."""
     if kind is Kind.SYMMETRIC:
         found = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
     else:
         expandable = kind is Kind.EXPANDABLE
+        stream = expandable_stream() if expandable else torch.cuda.current_stream()
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
-        found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.cuda.stream(stream):
+            found = torch.empty(nbytes, dtype=torch.uint8, device=device)
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         held_by = [
             segment["is_expandable"]

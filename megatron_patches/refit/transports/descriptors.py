@@ -28,6 +28,8 @@ BATCH = 64
 
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<Q")
+_DESCRIPTOR = struct.Struct("=i")
+_EXTRA_BYTES = socket.CMSG_LEN(BATCH * _DESCRIPTOR.size)
 _GIVEN, _REFUSED = b"g", b"r"  # how an answer begins
 _ANSWER_BYTES = 4096
 _BACKLOG = 256
@@ -200,12 +202,19 @@ def _ask(connection: socket.socket, token: bytes, numbers: Sequence[int], patien
             raise patience.lost(str(error)) from error
     while True:
         try:
-            answer, found, flags, _ = socket.recv_fds(connection, _ANSWER_BYTES, BATCH, socket.MSG_CMSG_CLOEXEC)
+            # Not by recv_fds, which does not pass flags on (Python 3.12).
+            answer, extra, flags, _ = connection.recvmsg(_ANSWER_BYTES, _EXTRA_BYTES, socket.MSG_CMSG_CLOEXEC)
             break
         except TimeoutError:
             patience.tick()
         except OSError as error:
             raise patience.lost(str(error)) from error
+    found = [
+        descriptor
+        for level, kind, content in extra
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(content)
+    ]
     if answer == _GIVEN and len(found) == len(numbers) and not flags & socket.MSG_CTRUNC:
         return found
     for descriptor in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from typing import Never
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Locatio
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.opening import open_transport
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
-from tests.unit.refit.link_ends import SLOT, Ends
+from tests.unit.refit.link_ends import SLOT, Ends, check
 from tests.unit.refit.test_parties import coverable, memory, values
 
 
@@ -230,6 +231,40 @@ def test_gpus_that_cannot_reach_each_other_are_named() -> None:
     assert any(match is not None and int(match[1]) >= count > int(match[2]) for match in found)
     assert all(isinstance(failure, PartyFailedError) for failure in failures)
     assert not any(gpu.out for gpu in gpus)
+
+
+def test_weights_that_cannot_be_mapped_are_named_with_their_gpus() -> None:
+    case = coverable(1)
+    plan = make_plan(*case.sides)
+    count = len(case.sources)
+    gpus = [HostGpu(i) for i in range(count + len(case.destinations))]
+    held = [gpus[rank].settle_in_chunks(memory(part, values(case, 1)), 3) for rank, part in enumerate(case.sources)]
+    ends = ends_of(plan, held, len(case.destinations), gpus)
+    assert set(ends.connect()) == {None}
+    for gpu in gpus[count:]:
+        gpu.driver.refused = "cuMemImportFromShareableHandle: operation not supported"
+    failures = ends.all(
+        lambda rank: ends.senders[rank].begin(held[rank], check),
+        lambda rank: ends.receivers[rank].receive(never, never, check, wait_s=10.0),
+    )
+    ends.close()
+    linked = {link[1] for link in links_of(plan)}
+    words = r"GPU GPU-(\d+) cannot reach the weights of source rank (\d+) on GPU GPU-\2 where they lie: cuMemImport.*"
+    for rank in linked:
+        found = re.fullmatch(words, str(failures[count + rank]))
+        assert found is not None
+        assert int(found[1]) == count + rank
+        assert found[0].endswith("another transport does not ask for that")
+    assert linked
+    for gpu in gpus:
+        for address, _ in gpu.segments:
+            gpu.driver.drop(address)
+        assert gpu.driver.clean
+        assert not gpu.out
+
+
+def never(_: object) -> Never:
+    raise AssertionError("no packet was announced")
 
 
 def test_memory_on_the_host_is_refused() -> None:
