@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_patches.arguments import UnsupportedConfigurationError
-from megatron_patches.refit.engines import HttpEngine, PauseMode
-from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit import push_flags
+from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
-from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.registry import PatchRecord
 
-logger = logging.getLogger(__name__)
+_PREFIX = "refit-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags to ``parser`` and return it."""
-    defaults = RefitOptions()
     group = parser.add_argument_group(
         title="refit", description="Streams the weights into running vLLM servers while training goes on."
     )
@@ -34,61 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="URL",
-        help="Base URLs of vLLM servers that were started with the weight-transfer backend 'etp'. Default: none.",
+        help="base URLs of vLLM servers that were started with the weight-transfer backend 'etp'; none by default",
     )
     group.add_argument(
         "--refit-interval",
         type=int,
         default=1,
         metavar="N",
-        help="Push after every N steps. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--refit-transport",
-        choices=[name.value for name in TransportName],
-        default=defaults.transport.value,
-        help="How weights travel: shm is shared memory on one host, the others reach everywhere. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--refit-staging-bytes",
-        type=int,
-        default=defaults.staging_bytes,
-        metavar="BYTES",
-        help="The most memory that packets take in one process, on either side. Default: %(default)s.",
+        help="push after every N steps; %(default)s by default",
     )
     group.add_argument(
         "--refit-timeout",
         type=float,
-        default=defaults.timeout_s,
+        default=RefitOptions().timeout_s,
         metavar="SECONDS",
-        help="End a push with an error if a trainer rank or an engine worker lags this far behind the first to finish "
-        "a step of it. Default: %(default)s.",
+        help="end a push with an error if a trainer rank or an engine worker lags this far behind the first to finish "
+        "a step of it; %(default)s by default",
     )
-    group.add_argument(
-        "--refit-pause",
-        choices=[mode.value for mode in PauseMode],
-        default=defaults.pause.value,
-        help="What becomes of requests under way when new weights take effect: wait lets them end first, abort ends "
-        "them, keep lets them go on with the new weights. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--refit-memory",
-        choices=[mode.value for mode in MemoryMode],
-        default=defaults.memory.value,
-        help="Where engines receive new weights: beside those that serve, which takes memory for a second copy, or "
-        "in_place, which pauses the engines from before the first byte. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--refit-host",
-        default=defaults.host,
-        metavar="ADDRESS",
-        help="Address of this run's first machine that engines reach. Default: %(default)s.",
-    )
-    group.add_argument(
-        "--refit-allow-narrowing",
-        action="store_true",
-        help="Push also where an engine keeps a weight in a narrower type than this run, and rounds it.",
-    )
+    push_flags.add_flags(group, _PREFIX)
     return parser
 
 
@@ -104,6 +64,9 @@ def check(args: argparse.Namespace) -> None:
         raise UnsupportedConfigurationError(f"--refit-interval is {args.refit_interval}; it must be at least 1")
     try:
         options_from_args(args)
+    except ValueError as error:
+        raise UnsupportedConfigurationError(f"a flag that begins with --refit-: {error}") from error
+    try:
         for url in args.refit_engines:
             HttpEngine(url)
     except ValueError as error:
@@ -116,15 +79,7 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
     Raises:
         ValueError: on a value out of range.
     """
-    return RefitOptions(
-        transport=TransportName(args.refit_transport),
-        staging_bytes=args.refit_staging_bytes,
-        timeout_s=args.refit_timeout,
-        pause=PauseMode(args.refit_pause),
-        memory=MemoryMode(args.refit_memory),
-        host=args.refit_host,
-        allow_narrowing=args.refit_allow_narrowing,
-    )
+    return push_flags.options_from(args, args.refit_timeout, _PREFIX)
 
 
 class Pusher:

@@ -6,18 +6,15 @@ import argparse
 import os
 import sys
 
-from megatron_patches.refit import checkpoint_model
-from megatron_patches.refit.engines import HttpEngine, PauseMode
+from megatron_patches.refit import checkpoint_model, push_flags
+from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.progress import Quiet
-from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
-from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.session import PushReport, RefitSession
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``push``."""
-    defaults = RefitOptions()
     push = commands.add_parser(
         "push",
         help="stream a Megatron checkpoint into running vLLM servers",
@@ -28,24 +25,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     checkpoint_model.add_options(push, "pushing")
     push.add_argument("--engines", nargs="+", required=True, metavar="URL", help="base URLs of the servers")
     push.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
-    push.add_argument("--transport", choices=[name.value for name in TransportName], default=defaults.transport.value)
-    push.add_argument("--pause", choices=[mode.value for mode in PauseMode], default=defaults.pause.value)
-    push.add_argument(
-        "--memory",
-        choices=[mode.value for mode in MemoryMode],
-        default=defaults.memory.value,
-        help="where servers receive: beside the weights that serve, or in_place, pausing from the first byte on",
-    )
-    push.add_argument(
-        "--staging-bytes",
-        type=int,
-        default=defaults.staging_bytes,
-        help="the most memory that packets take in a process",
-    )
-    push.add_argument("--host", default=defaults.host, help="address of this machine that the servers reach")
-    push.add_argument(
-        "--allow-narrowing", action="store_true", help="push also where a server keeps a weight in a narrower type"
-    )
+    push_flags.add_flags(push)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -69,15 +49,7 @@ def main(options: argparse.Namespace) -> int:
 def _push(options: argparse.Namespace, first: bool) -> PushReport:
     directory = checkpoint_model.directory_of(options)
     timeout_s = options.timeout_minutes * 60
-    settings = RefitOptions(
-        transport=TransportName(options.transport),
-        staging_bytes=options.staging_bytes,
-        pause=PauseMode(options.pause),
-        memory=MemoryMode(options.memory),
-        host=options.host,
-        timeout_s=timeout_s,
-        allow_narrowing=options.allow_narrowing,
-    )
+    settings = push_flags.options_from(options, timeout_s)
     engines = [HttpEngine(url, timeout_s) for url in options.engines] if first else []
     with checkpoint_model.loaded(options, directory, Quiet()) as found:
         session = RefitSession(found.chunks, engines, vocab_size=found.vocab_size, options=settings)

@@ -37,7 +37,7 @@ class RefitOptions:
     """How to push.
 
     Attributes:
-        transport: how bytes travel; shared memory needs trainer and engines on one host.
+        transport: how bytes travel; ``shm`` and ``cuda_ipc`` need trainer and engines on one host.
         staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
         timeout_s: seconds that a step may take after its first party has finished.
         pause: what becomes of requests under way when the engines pause: for the commit alone, or in place for all.

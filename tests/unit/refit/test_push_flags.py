@@ -1,0 +1,73 @@
+"""One definition of the flags of a push: under both sets of names they have the same defaults and meaning."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_patches import refit_training
+from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.push_flags import add_flags, options_from
+from megatron_patches.refit.session import RefitOptions
+from megatron_patches.refit.transports.base import TransportName
+
+GIVEN = [
+    *("transport", "tcp"),
+    *("staging-bytes", "4096"),
+    *("pause", "keep"),
+    *("memory", "in_place"),
+    *("host", "10.0.0.7"),
+    "allow-narrowing",
+]
+MEANT = RefitOptions(
+    transport=TransportName.TCP,
+    staging_bytes=4096,
+    timeout_s=7.0,
+    pause=PauseMode.KEEP,
+    memory=MemoryMode.IN_PLACE,
+    host="10.0.0.7",
+    allow_narrowing=True,
+)
+NAMES = {"transport", "staging-bytes", "pause", "memory", "host", "allow-narrowing"}
+
+
+def flags(prefix: str) -> list[str]:
+    return [f"--{prefix}{word}" if word in NAMES else word for word in GIVEN]
+
+
+@pytest.mark.parametrize("prefix", ["", "refit-"])
+def test_flags_are_the_options(prefix: str) -> None:
+    parser = argparse.ArgumentParser()
+    if prefix:  # a script's own flags are none of ours
+        parser.add_argument("--host", default="elsewhere")
+        parser.add_argument("--memory", default="much")
+    add_flags(parser, prefix)
+    assert options_from(parser.parse_args([]), RefitOptions().timeout_s, prefix) == RefitOptions()
+    assert options_from(parser.parse_args(flags(prefix)), 7.0, prefix) == MEANT
+
+
+def test_a_training_script_takes_them_with_their_prefix() -> None:
+    parser = refit_training.add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args([*flags("refit-"), "--refit-timeout", "7"])
+    assert refit_training.options_from_args(args) == MEANT
+    assert refit_training.options_from_args(parser.parse_args([])) == RefitOptions()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--refit-staging-bytes 8", r"--refit-.*staging_bytes is 8"),
+        ("--refit-timeout 0", r"--refit-.*timeout_s is 0"),
+        ("--refit-interval 0", r"--refit-interval is 0"),
+        ("--refit-engines ftp://a", r"--refit-engines: engine URL 'ftp://a'"),
+    ],
+)
+def test_a_training_script_refuses_what_no_push_could_work_with(words: str, message: str) -> None:
+    parser = refit_training.add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--refit-engines", "http://a", *words.split()])
+    with pytest.raises(UnsupportedConfigurationError, match=message):
+        refit_training.check(args)
+    refit_training.check(parser.parse_args(words.split() if "engines" not in words else []))
