@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_patches.refit.commit import Commit, Pauses
+from megatron_patches.refit.engine_calls import EngineCalls
 from megatron_patches.refit.engines import EngineClient, PauseMode
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.manifest import Storage
@@ -110,9 +110,10 @@ class RefitSession:
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        self._chunks, self._engines, self._vocab_size = model_chunks, engines, vocab_size
+        self._chunks, self._vocab_size = model_chunks, vocab_size
         self._options, self._tp_group = options, tp_group
         self._exchange = default_exchange(group)
+        self._engines: Sequence[EngineClient] = engines if self._first else ()
         self._rendezvous: Rendezvous | None = None
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
@@ -126,6 +127,10 @@ class RefitSession:
     def _first(self) -> bool:
         return self._exchange.rank == 0
 
+    @property
+    def _in_place(self) -> bool:
+        return self._options.memory is MemoryMode.IN_PLACE
+
     def prepare(self) -> str:
         """Meets the engines and agrees with them on a plan. Call it again after an engine or a rank was lost.
 
@@ -138,30 +143,14 @@ class RefitSession:
         self.close()
         invitation, sizes = self._invite()
         self._workers = sum(sizes)
-        rank, sources = self._exchange.rank, self._exchange.size
-        name = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
-        self._assembly = Assembly(invitation, rank, name)
+        rank = self._exchange.rank
+        self._assembly = Assembly(invitation, rank, f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}")
         device = str(next(self._chunks[0].parameters()).device)
-        link = LinkOptions(
-            transport=self._options.transport,
-            staging_bytes=self._options.staging_bytes,
-            sources=sources,
-            direct_bytes=direct_bytes(self._options.memory, self._options.transport, device),
-        )
-        self._party = SourceParty(self._assembly, link, device)
-        calls = _Calls(self._assembly, "describing the trainer's weights")
-        first = sources
-        for engine, size in zip(self._engines if self._first else (), sizes, strict=False):
-            info = {
-                "call": "join",
-                **asdict(invitation),
-                "first_party": first,
-                "sources": sources,
-                "transport": self._options.transport.value,
-                "staging_bytes": self._options.staging_bytes,
-                "memory": self._options.memory.value,
-            }
-            calls.start(engine, lambda engine=engine, info=info: engine.call(info))  # type: ignore[misc]
+        self._party = SourceParty(self._assembly, self._link_options(device), device)
+        calls = EngineCalls(self._assembly, "describing the trainer's weights")
+        first = self._exchange.size
+        for engine, size in zip(self._engines, sizes, strict=False):
+            calls.start(engine, {"call": "join", **asdict(invitation), "first_party": first, **self._joining()})
             first += size
         self._party.prepare(self._describe)
         self._on_all(partial(calls.finish, self._options.timeout_s))
@@ -187,24 +176,15 @@ class RefitSession:
             raise RefitError("prepare() has not succeeded")
         if version <= self.version:
             raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
-        engines = self._engines if self._first else ()
-        if self._options.memory is MemoryMode.IN_PLACE:
-            self._on_all(partial(self._pauses.begin_all, engines))
+        if self._in_place:
+            self._on_all(partial(self._pauses.begin_all, self._engines))
         started = time.perf_counter()
-        calls = _Calls(assembly, f"sending version {version}")
-        commit = Commit(
-            version,
-            engines,
-            self._pauses,
-            received=partial(calls.finish, self._options.timeout_s),
-            confirm=partial(self._confirm, version),
-            in_place=self._options.memory is MemoryMode.IN_PLACE,
-            timeout_s=self._options.timeout_s,
-        )
+        calls = EngineCalls(assembly, f"sending version {version}")
+        commit = self._make_commit(version, calls)
+        receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
         try:
-            receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
-            for engine in engines:
-                calls.start(engine, lambda engine=engine: engine.call(receiving))  # type: ignore[misc]
+            for engine in self._engines:
+                calls.start(engine, receiving)
             moved = party.push(version, self._memory)
         except BaseException as error:
             # In place, workers have put the old weights back where they could not receive all.
@@ -213,8 +193,7 @@ class RefitSession:
                 raise RefitError("; ".join([str(error), *stuck])) from error
             raise
         seconds = {"send": time.perf_counter() - started, **moved.seconds}
-        self.version = version
-        self._commit = commit
+        self.version, self._commit = version, commit
         commit.start()
         if wait:
             started = time.perf_counter()
@@ -266,6 +245,35 @@ class RefitSession:
         found = self._exchange.gather(reason)[0]
         if found is not None:
             raise RefitError(found)
+
+    def _link_options(self, device: str) -> LinkOptions:
+        return LinkOptions(
+            transport=self._options.transport,
+            staging_bytes=self._options.staging_bytes,
+            sources=self._exchange.size,
+            direct_bytes=direct_bytes(self._options.memory, self._options.transport, device),
+        )
+
+    def _joining(self) -> dict[str, int | str]:
+        """What workers must know of the options, to come to the same as :meth:`_link_options`."""
+        return {
+            "sources": self._exchange.size,
+            "transport": self._options.transport.value,
+            "staging_bytes": self._options.staging_bytes,
+            "memory": self._options.memory.value,
+        }
+
+    def _make_commit(self, version: int, calls: EngineCalls) -> Commit:
+        """The commit of a version that engines receive in ``calls``."""
+        return Commit(
+            version,
+            self._engines,
+            self._pauses,
+            received=partial(calls.finish, self._options.timeout_s),
+            confirm=partial(self._confirm, version),
+            in_place=self._in_place,
+            timeout_s=self._options.timeout_s,
+        )
 
     def _confirm(self, version: int) -> None:
         """Waits for the workers' word that they serve a version.
@@ -319,45 +327,3 @@ class RefitSession:
         if tuple(storages) != self._storages:
             raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
         return tensors or arrays
-
-
-class _Calls:
-    """Calls of engines, each in a thread, whose failure fails the step that all parties take meanwhile."""
-
-    def __init__(self, assembly: Assembly, what: str) -> None:
-        self._assembly, self._step, self._what = assembly, assembly.next_step, what
-        self._threads: list[threading.Thread] = []
-        self._failures: list[str] = []
-
-    def start(self, engine: EngineClient, call: Callable[[], Any]) -> None:
-        """Starts one."""
-
-        def run() -> None:
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - carried to all parties
-                self._failures.append(f"{engine.name}: {describe_error(error)}")
-                self._report(self._failures[-1])
-
-        thread = threading.Thread(target=run, name=f"refit-{engine.name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _report(self, reason: str) -> None:
-        try:
-            self._assembly.fail(self._step, self._what, reason)
-        except PartyFailedError as error:
-            self._failures.append(str(error))  # the rendezvous is gone, which the main thread notices too
-
-    def finish(self, timeout_s: float) -> None:
-        """Waits for all.
-
-        Raises:
-            RefitError: if one failed or does not end.
-        """
-        for thread in self._threads:
-            thread.join(timeout_s)
-            if thread.is_alive():
-                raise RefitError(f"{thread.name} did not end within {timeout_s:.0f} s")
-        if self._failures:
-            raise RefitError("; ".join(self._failures))
