@@ -21,6 +21,12 @@ def needs_te() -> pytest.MarkDecorator:
     return pytest.mark.skipif(not present, reason="needs 1 CUDA device and Transformer Engine")
 
 
+def skip_what_gloo_cannot_capture(ranks: int) -> None:
+    """Skip the test that calls this where ranks share GPUs: their process groups are gloo's."""
+    if ranks > torch.cuda.device_count():
+        pytest.skip("collectives of gloo, which ranks that share a GPU use, cannot be captured")
+
+
 def _has_te() -> bool:
     try:
         return importlib.util.find_spec("transformer_engine.pytorch") is not None

@@ -39,7 +39,8 @@ def combined(parts: list[torch.Tensor], mean: bool) -> torch.Tensor:
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
-    return total / len(parts) if mean else total
+    # By a tensor: on CUDA a number of the host would become its reciprocal.
+    return total / torch.full((), len(parts), dtype=total.dtype, device=total.device) if mean else total
 
 
 def differentiate(model: nn.Module, scenario: Scenario, step: int, data_rank: int) -> Iterator[torch.Tensor]:

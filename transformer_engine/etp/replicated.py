@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.failures import reported
+from etp.collectives.sums import divide
 from etp.collectives.works import WorkLine, free_bytes
 from etp.config import GradReduction
 
@@ -115,7 +116,7 @@ class ReplicatedGrads:
             work = dist.all_reduce(flat, group=group, async_op=True)
             self._line.wait(work, timeout_s, keep=flat.device.type == "cpu")
         if self._reduction is GradReduction.MEAN:
-            flat.div_(dist.get_world_size(group))
+            divide(flat, dist.get_world_size(group))
 
 
 def _accumulates(param: nn.Parameter) -> bool:

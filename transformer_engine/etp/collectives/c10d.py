@@ -92,9 +92,10 @@ class C10dTransport:
     def _start_all(
         group: dist.ProcessGroup, calls: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]
     ) -> list[dist.Work]:
-        if len(calls) > 1 and calls[0][1].device.type == "cuda":
+        device = calls[0][1].device
+        if len(calls) > 1 and group._get_backend(device).supports_coalescing:
             # One NCCL launch for all experts of a group; gloo has no coalescing and runs them side by side.
-            with dist._coalescing_manager(group=group, device=calls[0][1].device, async_ops=True) as manager:
+            with dist._coalescing_manager(group=group, device=device, async_ops=True) as manager:
                 for collective, output, source in calls:
                     collective(output, source, group=group)
             return [manager]

@@ -41,13 +41,22 @@ def accumulate_parts(
     for row in rows[1:]:
         total.add_(row)
     if divisor != 1:
-        # A division, not a multiplication by 1/N, which rounds twice where N is no power of two.
-        total.div_(divisor)
+        divide(total, divisor)
     total = total.view(sink.tensor.shape)
     if sink.accumulate:
         sink.tensor.add_(total)
     else:
         sink.tensor.copy_(total)
+
+
+def divide(total: torch.Tensor, divisor: int) -> None:
+    """Divide in place, rounding once.
+
+    On CUDA, PyTorch multiplies by the reciprocal of a number of the host. Where that is no power of two it rounds
+    twice, so it gets a tensor instead.
+    """
+    exact = divisor & (divisor - 1) == 0 or total.device.type == "cpu"
+    total.div_(divisor if exact else torch.full((), divisor, dtype=total.dtype, device=total.device))
 
 
 def _kernel_applies(parts: torch.Tensor, sink: GradSink) -> bool:
