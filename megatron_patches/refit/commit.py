@@ -17,15 +17,22 @@ class Pauses:
 
     Args:
         mode: what becomes of requests under way.
-
-    Attributes:
-        longest_s: of the last push, the longest time from when no request of an engine went on until they did.
     """
 
     def __init__(self, mode: PauseMode) -> None:
         self._mode = mode
+        # By engine, each written by the one thread that is at work on it.
         self._since: dict[int, float] = {}
-        self.longest_s = 0.0
+        self._lasted: dict[int, float] = {}
+
+    @property
+    def longest_s(self) -> float:
+        """Of the last push, the longest time from when no request of an engine went on until they did."""
+        return max(self._lasted.values(), default=0.0)
+
+    def begin_push(self) -> None:
+        """A new version is on its way: forgets how long the pauses of the last one were."""
+        self._lasted.clear()
 
     def begin_all(self, engines: Sequence[EngineClient]) -> None:
         """Pauses all at once; none if one of them cannot be.
@@ -33,26 +40,16 @@ class Pauses:
         Raises:
             RefitError: then.
         """
-        failures: list[str] = []
 
         def begin(engine: EngineClient) -> None:
             try:
                 self.begin(engine)
-            except Exception as error:  # noqa: BLE001 - raised below, for all
-                failures.append(f"{engine.name} cannot be paused: {describe_error(error)}")
+            except Exception as error:
+                raise RefitError(f"{engine.name} cannot be paused: {describe_error(error)}") from error
 
-        self.longest_s = 0.0
-        threads = [threading.Thread(target=begin, args=(engine,), daemon=True) for engine in engines]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        failures = on_each(engines, begin)
         if failures:
-            for engine in engines:
-                try:
-                    self.end(engine, reset_cache=False)
-                except RefitError as error:
-                    failures.append(describe_error(error))
+            failures += on_each(engines, lambda engine: self.end(engine, reset_cache=False))
             raise RefitError("; ".join(failures))
 
     def begin(self, engine: EngineClient) -> None:
@@ -76,11 +73,34 @@ class Pauses:
             try:
                 engine.resume(reset_cache=reset_cache and self._mode is not PauseMode.KEEP)
             finally:
-                self.longest_s = max(self.longest_s, time.perf_counter() - since)
+                self._lasted[id(engine)] = time.perf_counter() - since
 
     def forget(self, engine: EngineClient) -> None:
         """Leaves one paused."""
         self._since.pop(id(engine), None)
+
+
+def on_each(engines: Sequence[EngineClient], work: Callable[[EngineClient], None]) -> list[str]:
+    """Does something to all engines at once, so that none waits, paused, for another; returns why it failed for some.
+
+    It ends because every call of an engine does, with an error if need be; see :class:`EngineClient`.
+    """
+    failures: list[str] = []
+
+    def run(engine: EngineClient) -> None:
+        try:
+            work(engine)
+        except Exception as error:  # noqa: BLE001 - the caller's to raise, for all engines together
+            failures.append(describe_error(error))
+
+    threads = [
+        threading.Thread(target=run, args=(engine,), name=f"refit-of-{engine.name}", daemon=True) for engine in engines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(dict.fromkeys(failures))
 
 
 class Commit:
@@ -117,9 +137,12 @@ class Commit:
 
     def start(self) -> None:
         """Begins it."""
-        if not self._in_place:
-            self._pauses.longest_s = 0.0
         self._thread.start()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it has begun and not ended: engines may still pause and resume because of it."""
+        return self._thread.is_alive()
 
     def give_up(self) -> list[str]:
         """Instead of committing: lets paused engines go on with the old weights; which stay paused, and why."""
@@ -127,55 +150,38 @@ class Commit:
             return []
         with suppress(RefitError):  # known already
             self._received()
-        stuck = []
-        for engine in self._engines:
-            try:
-                self._settle(engine)
-            except RefitError as error:
-                stuck.append(describe_error(error))
-        return stuck
+        return on_each(self._engines, lambda engine: self._settle(engine, reset_cache=False))
 
     def reason(self) -> str | None:
         """Once it has ended: why it failed, or None."""
         self._thread.join(self._timeout_s * (1 + len(self._engines)))
-        if self._thread.is_alive():
+        if self.under_way:
             return f"the engines did not commit within {self._timeout_s:.0f} s each"
         return "; ".join(self._failures) or None
 
     def _run(self) -> None:
-        """All engines at once: none waits, paused, for another one's commit."""
-
-        def commit(engine: EngineClient) -> None:
-            try:
-                self._commit(engine)
-            except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
-                reason = describe_error(error)
-                if reason not in self._failures:
-                    self._failures.append(reason)
-
-        threads = [threading.Thread(target=commit, args=(engine,), daemon=True) for engine in self._engines]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        self._failures = on_each(self._engines, self._commit)
         try:
             if self._engines and not self._failures:
                 self._confirm()
-        except RefitError as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
             self._failures.append(describe_error(error))
 
     def _commit(self, engine: EngineClient) -> None:
         # Workers still put the weights together, in the call in which they have received them, while requests end.
         self._pauses.begin(engine)
+        asked = False
         try:
             self._received()
+            asked = True
             engine.call({"call": "commit", "version": self.version})
         except BaseException:
-            self._settle(engine)
+            # If only the answer failed to come it serves the new weights: what the old ones left in its cache must go.
+            self._settle(engine, reset_cache=asked)
             raise
         self._pauses.end(engine, reset_cache=True)
 
-    def _settle(self, engine: EngineClient) -> None:
+    def _settle(self, engine: EngineClient, *, reset_cache: bool) -> None:
         """Resumes an engine that may not have committed.
 
         Raises:
@@ -190,4 +196,4 @@ class Commit:
                     f"{engine.name} stays paused, as it did not say that its old weights are back "
                     f"({describe_error(error)}); start it anew, or resume it if it was too slow to answer"
                 ) from error
-        self._pauses.end(engine, reset_cache=False)
+        self._pauses.end(engine, reset_cache=reset_cache)

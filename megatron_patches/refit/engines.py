@@ -26,7 +26,7 @@ class PauseMode(StrEnum):
 
 
 class EngineClient(Protocol):
-    """One engine. Calls block until all of its workers have done their part.
+    """One engine. Calls block until all of its workers have done their part, and raise where that takes too long.
 
     How that went is told at the rendezvous; what is raised here is that an engine could not be reached.
     """

@@ -118,7 +118,8 @@ class RefitSession:
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
         self._storages: tuple[Storage, ...] = ()
-        self._commit: Commit | None = None
+        self._commit: Commit | None = None  # of the version that was pushed last
+        self._left: Commit | None = None  # of an earlier meeting with the engines
         self._workers = 0
         self._pauses = Pauses(options.pause)
         self.version = 0
@@ -141,6 +142,7 @@ class RefitSession:
             RefitError: on every rank, if any rank or engine failed; the engines serve what they served.
         """
         self.close()
+        self._on_all(self._let_end)
         invitation, sizes = self._invite()
         self._workers = sum(sizes)
         rank = self._exchange.rank
@@ -176,6 +178,7 @@ class RefitSession:
             raise RefitError("prepare() has not succeeded")
         if version <= self.version:
             raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
+        self._pauses.begin_push()
         if self._in_place:
             self._on_all(partial(self._pauses.begin_all, self._engines))
         started = time.perf_counter()
@@ -222,15 +225,18 @@ class RefitSession:
             self._party.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous, self._party, self._assembly, self._commit = None, None, None, None
+        self._rendezvous, self._party, self._assembly = None, None, None
+        self._left, self._commit = self._commit or self._left, None
 
     def _wait(self) -> float:
         """:meth:`wait`; for how many seconds an engine was paused."""
-        commit, self._commit = self._commit, None
+        commit = self._commit
         if commit is None:
             return 0.0
-        found = (commit.reason(), self._pauses.longest_s) if self._first else (None, 0.0)
-        reason, paused_s = self._exchange.gather(found)[0]
+        found = (commit.reason(), commit.under_way, self._pauses.longest_s) if self._first else (None, False, 0.0)
+        reason, under_way, paused_s = self._exchange.gather(found)[0]
+        if not under_way:  # otherwise it would resume engines in the midst of the next push
+            self._commit = None
         if reason is not None:
             raise RefitError(f"committing version {commit.version} failed: {reason}")
         return paused_s
@@ -275,15 +281,28 @@ class RefitSession:
             timeout_s=self._options.timeout_s,
         )
 
+    def _let_end(self) -> None:
+        """Waits for a commit that :meth:`close` left under way: it still pauses and resumes engines.
+
+        Raises:
+            RefitError: if it does not end.
+        """
+        if self._left is not None:
+            reason = self._left.reason()
+            if self._left.under_way:
+                raise RefitError(f"version {self._left.version}, which was pushed before: {reason}")
+            self._left = None
+
     def _confirm(self, version: int) -> None:
         """Waits for the workers' word that they serve a version.
 
         Raises:
             RefitError: with the reasons of those that do not.
         """
-        if self._party is None:
+        party = self._party  # another thread may close the session meanwhile
+        if party is None:
             raise RefitError("the session was closed")
-        reasons = self._party.collect_commits(version, self._workers, self._options.timeout_s)
+        reasons = party.collect_commits(version, self._workers, self._options.timeout_s)
         if reasons:
             raise RefitError("; ".join(reasons))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.session import RefitOptions, RefitSession
 
 
 class Engine:
@@ -18,9 +20,14 @@ class Engine:
     def __init__(self, name: str, *refused: str) -> None:
         self.name, self._refused = name, refused
         self.asked: list[str] = []
+        self.may_answer = threading.Event()  # ... to what it is "slow" at
+        self.may_answer.set()
+        self.slow = ""
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
+        if what == self.slow:
+            self.may_answer.wait(30)
         if what.partition(" ")[0] in self._refused:
             raise RefitError(f"{self.name} refuses to {what}")
 
@@ -64,7 +71,7 @@ def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, resume: str, i
     assert 0 < pauses.longest_s < 5
 
 
-@pytest.mark.parametrize(("in_place", "after"), [(False, ["resume"]), (True, ["abandon", "resume"])])
+@pytest.mark.parametrize(("in_place", "after"), [(False, ["resume emptied"]), (True, ["abandon", "resume emptied"])])
 def test_an_engine_that_does_not_commit_is_resumed_and_the_others_commit(in_place: bool, after: list[str]) -> None:
     engines, pauses = [Engine("one", "commit"), Engine("two")], Pauses(PauseMode.WAIT)
     if in_place:
@@ -123,3 +130,54 @@ def test_where_one_engine_cannot_be_paused_none_is() -> None:
     with pytest.raises(RefitError, match=r"two cannot be paused.*two refuses to pause wait"):
         pauses.begin_all(engines)
     assert [engine.asked for engine in engines] == [["pause wait", "resume"], ["pause wait"]]
+
+
+def slow_engine(name: str, slow: str) -> Engine:
+    engine = Engine(name)
+    engine.slow = slow
+    engine.may_answer.clear()
+    return engine
+
+
+def test_an_engine_that_does_not_answer_keeps_no_other_one_paused() -> None:
+    """When a version that came in place is given up."""
+    engines, pauses = [slow_engine("one", "abandon"), Engine("two")], Pauses(PauseMode.WAIT)
+    pauses.begin_all(engines)
+    giving_up = threading.Thread(target=commit(*engines, in_place=True, pauses=pauses).give_up)
+    giving_up.start()
+    deadline = time.monotonic() + 10
+    while "resume" not in engines[1].asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engines[1].asked == ["pause wait", "abandon", "resume"]
+    assert engines[0].asked == ["pause wait", "abandon"]
+    engines[0].may_answer.set()
+    giving_up.join(30)
+    assert engines[0].asked == ["pause wait", "abandon", "resume"]
+
+
+def test_whatever_goes_wrong_while_workers_are_asked_is_a_failure() -> None:
+    def confirm() -> None:
+        raise OSError("the network is down")
+
+    under_test = commit(Engine("one"), in_place=False, pauses=Pauses(PauseMode.WAIT), confirm=confirm)
+    under_test.start()
+    assert under_test.reason() == "the network is down"
+
+
+def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would resume the engine while the next version is on its way."""
+    engine, pauses = slow_engine("one", "commit"), Pauses(PauseMode.WAIT)
+    session = RefitSession([], [engine], vocab_size=1, options=RefitOptions(timeout_s=0.2))
+    stuck = Commit(7, [engine], pauses, received=nothing, confirm=nothing, in_place=False, timeout_s=0.2)
+    session._commit = stuck
+    stuck.start()
+    for _ in range(2):
+        with pytest.raises(RefitError, match="committing version 7 failed: the engines did not commit within 0 s each"):
+            session.push(8)
+    with pytest.raises(RefitError, match="version 7, which was pushed before: the engines did not commit"):
+        session.prepare()
+    engine.may_answer.set()
+    monkeypatch.setattr(session, "_invite", refuse)
+    with pytest.raises(RefitError, match="it was not so"):
+        session.prepare()
+    assert engine.asked == ["pause wait", "commit", "resume emptied"]
