@@ -53,6 +53,7 @@ QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 1
     "max_position_embeddings": 40960,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
     "moe_intermediate_size": 768,
 }
 TINY: Mapping[str, object] = {

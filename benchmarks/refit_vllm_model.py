@@ -114,6 +114,8 @@ class TrainerModel:
                 "moe_ffn_hidden_size": int(self._config["moe_intermediate_size"]),
                 "moe_token_dispatcher_type": "alltoall",
                 "moe_router_load_balancing_type": "none",
+                # After the choice the scores of the chosen add up to one; before it they do not.
+                "moe_router_pre_softmax": not traits.norm_topk_prob,
                 "moe_grouped_gemm": self._on_gpu,
             }
         config = TransformerConfig(
