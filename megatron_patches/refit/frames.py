@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Buffer, Callable
+from contextlib import suppress
 
 from megatron_patches.refit.errors import PartyFailedError
 
@@ -50,6 +51,13 @@ def prepare(connection: socket.socket) -> socket.socket:
     return connection
 
 
+def end(connection: socket.socket) -> None:
+    """Closes a connection, or what listens for some, whichever thread waits at it: that one is woken at once."""
+    with suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def send(connection: socket.socket, message: Buffer, patience: Patience) -> None:
     """Sends one message.
 
@@ -72,13 +80,20 @@ def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> 
             raise patience.lost(str(error)) from error
 
 
-def receive(connection: socket.socket, patience: Patience) -> bytearray:
+def receive(connection: socket.socket, patience: Patience, *, most_bytes: int | None = None) -> bytearray:
     """The next message.
 
+    Args:
+        connection: from :func:`prepare`.
+        patience: how long to wait.
+        most_bytes: the longest message to take, from whoever is not known yet; None for any.
+
     Raises:
-        PartyFailedError: at the deadline, or if the peer has closed the connection.
+        PartyFailedError: at the deadline, if the peer has closed the connection, or if the message is longer.
     """
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size, patience))
+    if most_bytes is not None and length > most_bytes:
+        raise patience.lost(f"the peer announces a message of {length} bytes")
     return receive_exactly(connection, length, patience)
 
 

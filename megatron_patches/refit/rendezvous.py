@@ -32,6 +32,9 @@ _TICK_S = 0.2
 _GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
 _AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step has failed
 _REMEMBERED = 4  # steps that are kept for a party that is late
+_TOPICS = 16  # on which notices are kept for whoever collects them
+_TELLING_S = 30.0  # for a party to take a message; all others wait meanwhile
+_INTRODUCTION_BYTES = 1 << 16  # the most that somebody may send who has not shown the token
 _FOREVER_S = 10.0 * 365 * 86400
 
 
@@ -112,6 +115,9 @@ class Rendezvous:
         parties: how many will join, numbered from 0.
         timeout_s: seconds that a step may take after its first party has finished.
         host: address to listen on; other machines must reach it if parties run there.
+
+    Raises:
+        PartyFailedError: if the address is none of this machine.
     """
 
     def __init__(self, parties: int, timeout_s: float, host: str = "127.0.0.1") -> None:
@@ -121,7 +127,13 @@ class Rendezvous:
         self._gone: dict[int, str] = {}
         self._steps: dict[int, _Step] = {}
         self._closed = False
-        self._listener = socket.create_server((host, 0))
+        try:
+            self._listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise PartyFailedError(
+                f"cannot listen on {host} ({error.strerror or error}); host must be an address of this machine that "
+                "engines reach"
+            ) from error
         self._listener.settimeout(_TICK_S)
         self.invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16), parties, timeout_s)
         for target in (self._accept, self._watch):
@@ -132,29 +144,34 @@ class Rendezvous:
         with self._lock:
             self._closed = True
             for connection in self._connections.values():
-                connection.close()
-        self._listener.close()
+                frames.end(connection)
+        frames.end(self._listener)
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if not self._closed:  # such as too many open files, which may pass
+                    logger.warning("refit: cannot accept a connection: %s", error)
+                    time.sleep(_TICK_S)
+                continue
             frames.prepare(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="refit-party", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection, peer), name="refit-party", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, peer: object) -> None:
         """One party, from its introduction to its end."""
         party: int | None = None
         try:
-            joined = _ToServer.decode(frames.receive(connection, Patience(30, "a party's introduction")))
-            if not isinstance(joined, _Join) or not hmac.compare_digest(joined.token, self.invitation.token):
-                logger.warning("refit: refused a connection without the right token")
+            joined = self._introduced(connection)
+            if joined is None:
+                logger.warning("refit: refused a connection from %s, which did not show the token", peer)
                 return
             with self._lock:
+                if self._closed:
+                    return
                 if joined.party in self._connections or not 0 <= joined.party < self.invitation.parties:
                     logger.warning("refit: refused %s: there is no free place %d", joined.name, joined.party)
                     return
@@ -168,12 +185,24 @@ class Rendezvous:
                         self._report(party, message)
                     elif isinstance(message, _Notice):
                         self._tell_all(message)
-        except (PartyFailedError, msgspec.MsgspecError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens to this party any more
             if party is not None:
                 with self._lock:
                     self._leave(party, error)
         finally:
             connection.close()
+
+    def _introduced(self, connection: socket.socket) -> _Join | None:
+        """Who it is, or None for whoever does not know the token."""
+        patience = Patience(30, "a party's introduction")
+        try:
+            joined = _ToServer.decode(frames.receive(connection, patience, most_bytes=_INTRODUCTION_BYTES))
+        except (PartyFailedError, msgspec.MsgspecError):
+            return None
+        if not isinstance(joined, _Join):
+            return None
+        known = hmac.compare_digest(joined.token.encode(), self.invitation.token.encode())
+        return joined if known else None
 
     def _catch_up(self, party: int) -> None:
         """Tells a new party what others have been told before it came."""
@@ -212,7 +241,7 @@ class Rendezvous:
         before = step.outcomes.get(party)
         if before is None or before.reason is None:  # a failure that was reported for it already stands
             step.outcomes[party] = outcome
-        if outcome.reason is not None:
+        if outcome.reason is not None and step.verdict is None:
             step.fail()
             self._tell_all(_Alert(outcome.step, outcome.reason))
         self._settle(outcome.step)
@@ -237,12 +266,17 @@ class Rendezvous:
                 for number, step in list(self._steps.items()):
                     if step.verdict is None and time.monotonic() > step.deadline:
                         for party in set(range(self.invitation.parties)) - set(step.outcomes):
-                            name = self._names.get(party, f"party {party}, which never joined,")
-                            reason = f"{name} gave no answer to {step.what!r} in time"
+                            reason = self._silence(party, step.what)
                             # Where somebody has failed, that others are still at work is no reason.
                             known = reason if not step.failed else None
                             step.outcomes[party] = _Outcome(number, step.what, reason=known)
                         self._settle(number)
+
+    def _silence(self, party: int, what: str) -> str:
+        if party in self._names:
+            return f"{self._names[party]} gave no answer to {what!r} in time"
+        here = f"{self.invitation.host}:{self.invitation.port}"
+        return f"party {party}, which never joined, gave no answer to {what!r} in time; it must reach {here}"
 
     def _tell_all(self, message: _Results | _Failure | _Alert | _Notice) -> None:
         encoded = _encode(message)
@@ -252,10 +286,12 @@ class Rendezvous:
 
     def _tell(self, party: int, encoded: bytes) -> None:
         try:
-            frames.send(self._connections[party], encoded, Patience(30, self._names[party]))
+            frames.send(self._connections[party], encoded, Patience(_TELLING_S, self._names[party]))
         except PartyFailedError as error:
-            # Its own thread notices the end of the connection and reports it.
             logger.debug("refit: cannot reach %s: %s", self._names[party], error)
+            # Part of the message may be on its way, after which it could read nothing more. Its own thread notices the
+            # end of the connection and reports it.
+            frames.end(self._connections[party])
 
 
 class _Step:
@@ -340,7 +376,10 @@ class Assembly:
         Raises:
             PartyFailedError: with its reason.
         """
-        reason = self._alerts.get(self.next_step - 1)
+        step = self.next_step - 1
+        reason, verdict = self._alerts.get(step), self._answers.get(step)
+        if isinstance(verdict, _Failure):  # such as that this party has taken too long
+            reason = "; ".join(verdict.reasons)
         if reason is not None or self._lost is not None:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
 
@@ -377,12 +416,16 @@ class Assembly:
         return {party: found.get(party, missing) for party in wanted}
 
     def close(self) -> None:
-        """Leaves; steps that others still take will fail."""
-        self._connection.close()
+        """Leaves; steps that others still take will fail, and so does what another thread of this party waits for."""
+        frames.end(self._connection)
 
     def _send(self, message: _Join | _Outcome | _Notice) -> None:
         with self._sending:
-            frames.send(self._connection, _encode(message), Patience(self.timeout_s, "the rendezvous"))
+            try:
+                frames.send(self._connection, _encode(message), Patience(self.timeout_s, "the rendezvous"))
+            except BaseException:
+                frames.end(self._connection)  # after a part of a message the rendezvous could read nothing more
+                raise
 
     def _answer(self, step: int, what: str) -> _Results | _Failure:
         deadline = time.monotonic() + self.timeout_s + _GRACE_S
@@ -393,8 +436,11 @@ class Assembly:
                 if time.monotonic() > deadline:
                     raise PartyFailedError(f"{what}: {self.name} got no answer from the rendezvous in time")
                 self._condition.wait(_TICK_S)
-            self._alerts.pop(step, None)
-            return self._answers.pop(step)
+            answer = self._answers.pop(step)
+            for kept in (self._alerts, self._answers):  # of steps that this party has not taken as well
+                for old in [number for number in kept if number <= step]:
+                    del kept[old]
+            return answer
 
     def _listen(self) -> None:
         try:
@@ -405,21 +451,34 @@ class Assembly:
                     if isinstance(message, _Alert):
                         self._alerts.setdefault(message.step, message.reason)
                     elif isinstance(message, _Notice):
-                        self._notices.setdefault(message.topic, {})[message.party] = message.reason
+                        self._note(message)
                     else:
                         self._answers[message.step] = message
                     self._condition.notify_all()
-        except (PartyFailedError, msgspec.MsgspecError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens any more
             with self._condition:
-                self._lost = str(error)
+                self._lost = describe_error(error)
                 self._condition.notify_all()
+
+    def _note(self, notice: _Notice) -> None:
+        """Keeps a notice for :meth:`collect`, which most parties never call."""
+        if notice.topic not in self._notices:
+            topics = [topic for topic in self._notices if topic]
+            for old in topics[: len(topics) - _TOPICS + 1]:
+                del self._notices[old]
+        self._notices.setdefault(notice.topic, {})[notice.party] = notice.reason
 
 
 def _connect(invitation: Invitation) -> socket.socket:
-    patience = Patience(invitation.timeout_s, f"the rendezvous at {invitation.host}:{invitation.port}")
+    deadline = time.monotonic() + invitation.timeout_s
     while True:
         try:
             return socket.create_connection((invitation.host, invitation.port), timeout=5.0)
-        except OSError:
-            patience.tick()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PartyFailedError(
+                    f"cannot reach the rendezvous at {invitation.host}:{invitation.port} within "
+                    f"{invitation.timeout_s:.0f} s ({error.strerror or error}); the trainer's option host must be an "
+                    "address of its machine that engines reach"
+                ) from error
             time.sleep(_TICK_S)

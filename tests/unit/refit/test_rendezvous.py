@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from megatron_patches.refit import frames, rendezvous
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.rendezvous import Assembly, Rendezvous
 
 TIMEOUT_S = 3.0
@@ -181,3 +186,174 @@ def test_a_step_can_be_failed_before_it_is_begun() -> None:
         with pytest.raises(PartyFailedError, match=r"^work failed: the engine cannot be reached$"):
             members[0].gather("work", int, lambda: 0)
         assert time.monotonic() - started < 20
+
+
+def connected(server: Rendezvous) -> socket.socket:
+    """To a server, without an introduction."""
+    invitation = server.invitation
+    return frames.prepare(socket.create_connection((invitation.host, invitation.port), timeout=5.0))
+
+
+def introduce(connection: socket.socket, server: Rendezvous, party: int) -> None:
+    join = {"type": "_Join", "token": server.invitation.token, "party": party, "name": f"party {party}"}
+    frames.send(connection, msgspec.msgpack.encode(join), Patience(5, "the server"))
+
+
+def ended(connection: socket.socket, within_s: float) -> bool:
+    """Whether the other side closes a connection soon."""
+    connection.settimeout(within_s)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def test_who_introduces_himself_after_the_end_is_turned_away() -> None:
+    server = Rendezvous(2, 60.0)
+    with connected(server) as late:
+        time.sleep(0.5)  # accepted by now
+        server.close()
+        introduce(late, server, 0)
+        assert ended(late, 5.0)
+
+
+@pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x00\x01\x00\x00\x00"])
+def test_a_stranger_cannot_take_memory(content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """His first eight bytes would be the length of a message: of 6 EB, or of 4 GiB."""
+    server = Rendezvous(1, TIMEOUT_S)
+    with caplog.at_level(logging.WARNING), connected(server) as stranger:
+        stranger.sendall(content)
+        assert ended(stranger, 5.0)
+        assert "did not show the token" in caplog.text
+    server.close()
+
+
+def test_a_token_may_be_anything() -> None:
+    server = Rendezvous(1, TIMEOUT_S)
+    stranger = Assembly(replace(server.invitation, token="ключ"), 0, "a stranger")  # noqa: S106 - none
+    with pytest.raises(PartyFailedError, match=r"lost the (rendezvous|connection)"):
+        stranger.gather("work", int, lambda: 0)
+    stranger.close()
+    server.close()
+
+
+class NoRoom:
+    """A listener that fails once, as where too many files are open."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._failed = listener, False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not self._failed:
+            self._failed = True
+            raise OSError(24, "Too many open files")
+        return self._listener.accept()
+
+    def shutdown(self, how: int) -> None:
+        self._listener.shutdown(how)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_connection_that_cannot_be_accepted_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server = Rendezvous(1, 5.0)
+    broken = NoRoom(server._listener)
+    server._listener = broken  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        while not broken._failed:
+            time.sleep(0.01)
+        member = Assembly(server.invitation, 0, "party 0")
+        assert member.gather("work", int, lambda: 3) == [3]
+    assert "cannot accept a connection: [Errno 24] Too many open files" in caplog.text
+    member.close()
+    server.close()
+
+
+def test_a_party_that_takes_no_messages_is_cut_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that hangs. What it missed a part of, it could make no sense of later."""
+    monkeypatch.setattr(rendezvous, "_TELLING_S", 0.5)
+    server = Rendezvous(3, 30.0)
+    with connected(server) as deaf:
+        introduce(deaf, server, 2)
+        members = [Assembly(server.invitation, party, f"party {party}") for party in range(2)]
+        time.sleep(0.5)
+
+        def say(member: Assembly) -> list[bytes]:
+            if member.party == 0:
+                frames.send(deaf, outcome(0, b"x"), Patience(5, "the server"))
+            return member.gather("work", bytes, lambda: bytes(32 << 20))
+
+        assert all(len(parts) == 3 for parts in on_all(members, say) if isinstance(parts, list))
+        started = time.monotonic()
+        for error in on_all(members, lambda m: m.gather("more", int, lambda: 0)):
+            assert "party 2 has ended or closed its connection" in str(error)
+        assert time.monotonic() - started < 20
+        assert ended(deaf, 5.0)
+    for member in members:
+        member.close()
+    server.close()
+
+
+def outcome(step: int, payload: bytes) -> bytes:
+    content = {"type": "_Outcome", "step": step, "what": "work", "payload": msgspec.msgpack.encode(payload)}
+    return msgspec.msgpack.encode(content)
+
+
+def test_a_party_that_takes_too_long_learns_of_it_in_its_work() -> None:
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            deadline = time.monotonic() + 15
+            while member.party == 1 and time.monotonic() < deadline:
+                member.check()
+                time.sleep(0.01)
+            return 0
+
+        return member.gather("work", int, part)
+
+    with meeting(2, timeout_s=0.5) as (_, members):
+        started = time.monotonic()
+        for error in on_all(members, work):
+            assert str(error) == "work failed: party 1 gave no answer to 'work' in time"
+        assert time.monotonic() - started < 10
+        assert on_all(members, lambda m: m.gather("next", int, lambda: 1)) == [[1, 1]] * 2
+
+
+def test_what_nobody_collects_is_not_kept_for_ever() -> None:
+    with meeting(3) as (_, members):
+        for version in range(100):
+            members[1].post(f"commit {version}", None)
+        members[2].close()
+        assert members[0].collect("commit 99", [1, 2], 20.0)[1] is None
+        members[0].fail(0, "missed", "party 1 was not called")
+        on_all([members[0]], lambda m: m.gather("missed", int, lambda: 0))
+        members[1].next_step = 1
+        on_all(members[:2], lambda m: m.gather("work", int, lambda: 0))
+        for member in members[:2]:
+            assert len(member._notices) < 20
+            assert "" in member._notices
+            assert not member._answers
+            assert not member._alerts
+
+
+def test_a_rendezvous_that_cannot_be_reached_names_the_way_out() -> None:
+    server = Rendezvous(1, 0.3)
+    server.close()
+    here = f"127.0.0.1:{server.invitation.port}"
+    with pytest.raises(PartyFailedError, match=rf"{here} within 0 s \(Connection refused\); .* option host must be"):
+        Assembly(server.invitation, 0, "party 0")
+    with pytest.raises(PartyFailedError, match=r"cannot listen on 192\.0\.2\.1 \(.*\); host must be an address"):
+        Rendezvous(1, 1.0, host="192.0.2.1")
+
+
+def test_a_party_that_never_joined_is_told_where_to() -> None:
+    server = Rendezvous(2, 0.3)
+    member = Assembly(server.invitation, 0, "party 0")
+    with pytest.raises(PartyFailedError, match=rf"it must reach 127\.0\.0\.1:{server.invitation.port}"):
+        member.gather("work", int, lambda: 0)
+    member.close()
+    server.close()
