@@ -1,14 +1,19 @@
 """Ends the pause of a server whose trainer died before it could.
 
 A small process of its own, which imports nothing of this package, reads from a pipe whether the trainer has the
-server paused. The system closes the pipe when the trainer ends, however that happens. If the server is paused then, the
-process has its workers give up the version under way, which puts the old weights back where a new version has been
-received in their place; empties its prefix cache, as the commit may have gone through; and resumes it.
+server paused. When the trainer ends, however that happens, the system closes the pipe, or, where a process that it has
+forked still has it open, gives this one another parent. If the server is paused then, the process has its workers give
+up the version under way, which puts the old weights back where a new version has been received in their place; empties
+its prefix cache, as the commit may have gone through; and resumes it.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
+import logging
+import os
+import select
 import subprocess
 import sys
 import time
@@ -16,7 +21,11 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 
+logger = logging.getLogger(__name__)
+
 _PAUSED, _PAUSED_KEEPING, _RESUMED = b"p", b"k", b"r"
+_END = b"e"  # of the trainer's interest, in whatever state
+_LOOK_AROUND_S = 1.0  # how often it looks whether the trainer is still there
 _PERSISTENCE_S = 120.0  # how long a server is tried that does not answer
 _ANSWER_S = 600.0  # it first ends the call that it is in
 _RETRY_S = 1.0
@@ -43,9 +52,12 @@ class Resumer:
             OSError: if the process cannot be started.
         """
         if self._process is None or self._process.poll() is not None:
+            self.close()
             self._process = subprocess.Popen(  # noqa: S603 - this file, by this interpreter
-                [sys.executable, "-P", __file__, self._url],  # -P: this package's modules hide none of Python's
+                # -P: this package's modules hide none of Python's
+                [sys.executable, "-P", __file__, self._url, str(os.getpid())],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # what could not be told is not told again
                 start_new_session=True,  # what ends the trainer, such as torchrun, ends its whole group
             )
         self._tell(_PAUSED_KEEPING if keep_cache else _PAUSED)
@@ -55,32 +67,59 @@ class Resumer:
         self._tell(_RESUMED)
 
     def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
+        """Ends the process; if the server is paused still, once that has resumed it."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        self._tell(_END)
+        self._process = None
+        process.stdin.close()
+        try:
             process.wait(_PERSISTENCE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("refit: process %d still tries to resume %s, and goes on", process.pid, self._url)
 
     def _tell(self, state: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with suppress(BrokenPipeError):
+            with suppress(BrokenPipeError):  # it was killed; the next pause starts another one
                 self._process.stdin.write(state)
-                self._process.stdin.flush()
 
 
-def watch(url: str) -> None:
-    """What the process does."""
-    state = _RESUMED
-    while news := sys.stdin.buffer.read(1):
-        state = news
+def watch(url: str, trainer: int) -> None:
+    """What the process does.
+
+    Args:
+        url: base of the server.
+        trainer: number of the process that it watches over, its parent.
+    """
+    state = _last_state(trainer)
     if state == _RESUMED:
         return
     if not _post(f"{url}/init_weight_transfer_engine", {"init_info": {"call": "abandon"}}):
-        sys.stderr.write(f"refit: {url} stays paused: its weights could not be put back; start it anew\n")
+        _say(f"{url} stays paused: it did not say that its weights are back; start it anew")
         return
-    if state == _PAUSED:
-        _post(f"{url}/reset_prefix_cache")
-    _post(f"{url}/resume")
+    if state == _PAUSED and not _post(f"{url}/reset_prefix_cache"):
+        _say(f"the prefix cache of {url} may be of older weights: it could not be emptied")
+    if not _post(f"{url}/resume"):
+        _say(f"{url} stays paused: it did not answer; POST {url}/resume")
+
+
+def _last_state(trainer: int) -> bytes:
+    """What the trainer has said last, once it says no more."""
+    state = _RESUMED
+    while True:
+        there = os.getppid() == trainer  # looked at first, so that its last words are read after it has gone
+        if select.select([sys.stdin.fileno()], [], [], _LOOK_AROUND_S)[0]:
+            news = os.read(sys.stdin.fileno(), 1)
+            if news in (b"", _END):
+                return state
+            state = news
+        elif not there:
+            return state
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"refit: {text}\n")
 
 
 def _post(url: str, body: dict[str, object] | None = None) -> bool:
@@ -94,7 +133,7 @@ def _post(url: str, body: dict[str, object] | None = None) -> bool:
             urllib.request.urlopen(request, timeout=_ANSWER_S).close()  # noqa: S310 - as above
         except urllib.error.HTTPError:
             return False
-        except OSError:
+        except (OSError, http.client.HTTPException):  # such as half an answer
             time.sleep(_RETRY_S)
         else:
             return True
@@ -102,4 +141,4 @@ def _post(url: str, body: dict[str, object] | None = None) -> bool:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
+    watch(sys.argv[1], int(sys.argv[2]))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from megatron_patches.refit import resumer
 from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
 from tests.support.launch import RanksFailedError, run_distributed
@@ -21,11 +25,11 @@ COMMIT = {"call": "commit", "version": 1}
 
 
 class Server(ThreadingHTTPServer):
-    """Answers everything; ``refused`` routes with an error, ``deaf`` ones only once the client has gone."""
+    """Answers everything; ``refused`` routes with an error, ``deaf`` ones not, and the first time in ``odd`` words."""
 
-    def __init__(self, refused: str = "", deaf: str = "") -> None:
+    def __init__(self, refused: str = "", deaf: str = "", odd: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.refused, self.deaf = refused, deaf
+        self.refused, self.deaf, self.odd = refused, deaf, odd
         self.asked: list[str] = []
 
     @property
@@ -43,6 +47,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(asked)
         if route == self.server.deaf:
             return  # closes the connection
+        if asked == self.server.odd:
+            self.server.odd = ""
+            self.wfile.write(b"what?\r\n\r\n")
+            self.close_connection = True
+            return
         self.send_response(500 if asked == self.server.refused else 200)
         self.end_headers()
         self.wfile.write(b"{}")
@@ -52,8 +61,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(refused: str = "", deaf: str = "") -> Iterator[Server]:
-    with Server(refused, deaf) as server:
+def serving(refused: str = "", deaf: str = "", odd: str = "") -> Iterator[Server]:
+    with Server(refused, deaf, odd) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server
@@ -73,6 +82,36 @@ def commit_and_die(rank: int, world_size: int, url: str, pause: PauseMode) -> No
     engine = Killed(url)
     engine.pause(pause)
     engine.call(COMMIT)
+
+
+def fork(engine: HttpEngine) -> int:
+    """A process that has the pipe open for a while, as a data loader's worker has; its number."""
+    stdin = watcher(engine).stdin
+    assert stdin is not None
+    pipe = stdin.fileno()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads
+        child = os.fork()
+    if not child:
+        os.setsid()  # whoever ends the trainer's group leaves it
+        os.closerange(0, pipe)
+        os.closerange(pipe + 1, 1 << 16)
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def fork_and_die(rank: int, world_size: int, url: str, children: str) -> None:
+    engine = Killed(url)
+    engine.pause(PauseMode.KEEP)
+    Path(children).write_text(str(fork(engine)), encoding="utf-8")
+    engine.call(COMMIT)
+
+
+def watcher(engine: HttpEngine) -> subprocess.Popen[bytes]:
+    process = engine._resumer._process
+    assert process is not None
+    return process
 
 
 def settled(server: Server, count: int) -> list[str]:
@@ -130,3 +169,67 @@ def test_a_server_that_could_not_be_resumed_is_tried_again_at_the_end() -> None:
         server.deaf = ""
         engine.close()
         assert settled(server, 4) == ["pause?mode=keep", "resume", "abandon", "resume"]
+
+
+def test_processes_that_the_trainer_has_forked_hide_its_end_from_nobody(tmp_path: Path) -> None:
+    """They have the pipe open as well."""
+    expected = ["pause?mode=keep", "commit", "abandon", "resume"]
+    children = tmp_path / "child"
+    try:
+        with serving() as server:
+            with pytest.raises(RanksFailedError):
+                run_distributed(fork_and_die, 1, None, args=(server.url, str(children)), fresh=True)
+            assert settled(server, len(expected)) == expected
+    finally:
+        os.kill(int(children.read_text(encoding="utf-8")), signal.SIGKILL)
+
+
+def test_closing_waits_for_no_process_that_was_forked() -> None:
+    with serving() as server:
+        engine = HttpEngine(server.url)
+        engine.pause(PauseMode.KEEP)
+        child = fork(engine)
+        try:
+            engine.resume(reset_cache=False)
+            started = time.monotonic()
+            engine.close()
+            assert time.monotonic() - started < 20
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert settled(server, 2) == ["pause?mode=keep", "resume"]
+
+
+def test_a_watcher_that_was_killed_disturbs_nothing_and_is_replaced() -> None:
+    with serving() as server:
+        engine = HttpEngine(server.url)
+        for _ in range(2):
+            engine.pause(PauseMode.KEEP)
+            watcher(engine).kill()
+            watcher(engine).wait(30)
+            engine.resume(reset_cache=False)
+        engine.pause(PauseMode.KEEP)
+        first = watcher(engine)
+        engine.close()
+        assert first.returncode == 0
+        assert settled(server, 7) == ["pause?mode=keep", "resume"] * 2 + ["pause?mode=keep", "abandon", "resume"]
+        engine.close()
+
+
+def test_half_an_answer_is_none() -> None:
+    with serving(odd="abandon") as server:
+        engine = HttpEngine(server.url)
+        engine.pause(PauseMode.KEEP)
+        engine.close()
+        assert settled(server, 4) == ["pause?mode=keep", "abandon", "abandon", "resume"]
+
+
+def test_a_server_that_keeps_silent_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(odd="abandon") as server:
+        engine = HttpEngine(server.url)
+        engine.pause(PauseMode.KEEP)
+        process = watcher(engine)
+        monkeypatch.setattr(resumer, "_PERSISTENCE_S", 0.1)
+        engine.close()
+        assert process.wait(30) == 0
+        assert settled(server, 4)[-1] == "resume"
