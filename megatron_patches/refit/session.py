@@ -16,15 +16,13 @@ from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.manifest import Storage
 from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Bits, Memory
+from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
-from megatron_patches.refit.source.describe import describe_model
-from megatron_patches.refit.source.live import bits_of, describe_rank, finish_parameter_gather
+from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
 from megatron_patches.refit.transports.base import TransportName
 
 if TYPE_CHECKING:
@@ -117,7 +115,7 @@ class RefitSession:
         self._rendezvous: Rendezvous | None = None
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
-        self._storages: tuple[Storage, ...] = ()
+        self._live: LiveMemory | None = None
         self._commit: Commit | None = None  # of the version that was pushed last
         self._left: Commit | None = None  # of an earlier meeting with the engines
         self._workers = 0
@@ -327,22 +325,13 @@ class RefitSession:
     def _describe(self) -> Held:
         """What this rank holds."""
         held = describe_rank(self._chunks, self._vocab_size, self._exchange.rank, self._tp_group)
-        self._storages = held.manifest.storages
+        self._live = LiveMemory(self._chunks, self._tp_group)
         config = build_config(held.family, held.manifest.storages[0].dtype)
         return Held(dict(config), dict(held.family.shapes()), held.manifest, self._options.allow_narrowing)
 
     def _memory(self) -> Memory:
         """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""
         finish_parameter_gather(self._chunks)
-        arrays: dict[str, Bits] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        storages = []
-        for live in describe_model(self._chunks, self._tp_group):
-            storages.append(live.shard.as_storage())
-            if live.memory.device.type == "cpu":
-                arrays[live.shard.storage] = bits_of(live.memory)
-            else:
-                tensors[live.shard.storage] = live.memory.detach()
-        if tuple(storages) != self._storages:
-            raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
-        return tensors or arrays
+        if self._live is None:
+            raise RefitError("prepare() has not succeeded")
+        return self._live.look_up()

@@ -7,7 +7,7 @@ Needs of a weight sharded by extended tensor parallelism only that it has ``layo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -52,11 +52,18 @@ class LiveShard:
 
     Attributes:
         shard: the description.
-        memory: the parameter's elements, padding included, as a tensor of one dimension that shares its memory.
+        tensor: the parameter or buffer itself.
+        dtype: its element type.
     """
 
     shard: ParamShard
-    memory: torch.Tensor
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Its elements as they lie now, padding included: a tensor of one dimension that shares their memory."""
+        return self.tensor.data.view(-1)
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -94,19 +101,38 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
 
 
 def _kept_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers.
-
-    The bias of a router is such a buffer. Converting the model to bfloat16 converts it too, until the router puts it
-    back to float32 before its next forward pass or checkpoint; it is asked to do so here as well.
-    """
+    """Parameters and persistent buffers."""
+    for restore in float32_keepers(model):
+        restore()
     yield from model.named_parameters()
     for path, module in model.named_modules():
-        restore = getattr(module, "_maintain_float32_expert_bias", None)
-        if restore is not None:
-            restore()
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def float32_keepers(model: torch.nn.Module) -> list[Callable[[], None]]:
+    """What puts the biases of routers, which are buffers, back to float32.
+
+    Converting the model to bfloat16 converts them too, until the router is asked, before its next forward pass or
+    checkpoint, to put them back.
+    """
+    asked = (getattr(module, "_maintain_float32_expert_bias", None) for module in model.modules())
+    return [restore for restore in asked if restore is not None]
+
+
+def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    """Every parameter and persistent buffer, again for each module that has it; in one order, and fast."""
+    found: list[torch.Tensor | None] = []
+    left = [model]
+    while left:
+        module = left.pop()
+        found.extend(module._parameters.values())
+        found.extend(
+            buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        )
+        left.extend(child for child in module._modules.values() if child is not None)
+    return found
 
 
 def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGroup | None) -> LiveShard:
@@ -139,7 +165,7 @@ def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGro
         tp_size=tp_group.size() if tp_group is not None else 1,
         partition_dim=int(getattr(param, "partition_dim", -1)) if cut else None,
     )
-    return LiveShard(shard, param.data.view(-1))
+    return LiveShard(shard, param, param.dtype)
 
 
 def _global_name(model: torch.nn.Module, name: str) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.hf_config import family_for, read_traits
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.source.describe import describe_model, unwrapped
+from megatron_patches.refit.ports import Bits, Memory
+from megatron_patches.refit.source.describe import (
+    describe_model,
+    float32_keepers,
+    held_tensors,
+    unwrapped,
+)
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.shard import placements
 
@@ -57,6 +65,72 @@ def describe_rank(
         held.extend(placements(live.shard, family.pieces(live.shard)))
         memory[live.shard.storage] = live.memory
     return Holdings(family, Manifest(rank, socket.gethostname(), tuple(storages), tuple(held)), memory)
+
+
+class LiveMemory:
+    """Where a model's parameters lie, push after push.
+
+    Describing thousands of experts takes longer than moving them. A later look takes the description for granted
+    where the model consists of the same tensors, of the same shapes and types; their memory may be another.
+
+    Args:
+        chunks: as for :func:`describe_rank`.
+        tp_group: as there.
+
+    Raises:
+        RefitError: as :func:`megatron_patches.refit.source.describe.describe_model`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | None) -> None:
+        self._chunks, self._tp_group = chunks, tp_group
+        self._describe()
+        self._storages = self._described()
+
+    def look_up(self) -> Memory:
+        """The storages of the description, by name; flat arrays on the CPU, else flat tensors on one device.
+
+        Raises:
+            RefitError: if the model has other parameters than it had.
+        """
+        for restore in self._restores:
+            restore()
+        if not self._same():
+            self._describe()
+            if self._described() != self._storages:
+                self._held.clear()  # or the next look would take it for the model that it was
+                raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
+        arrays: dict[str, Bits] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for live in self._shards:
+            memory = live.tensor.data.view(-1)
+            if memory.is_cpu:
+                arrays[live.shard.storage] = bits_of(memory)
+            else:
+                tensors[live.shard.storage] = memory
+        return tensors or arrays
+
+    def _describe(self) -> None:
+        models = [unwrapped(chunk) for chunk in self._chunks]
+        self._restores = [restore for model in models for restore in float32_keepers(model)]
+        self._shards = list(describe_model(self._chunks, self._tp_group))
+        self._held = [held_tensors(model) for model in models]
+
+    def _described(self) -> tuple[Storage, ...]:
+        return tuple(live.shard.as_storage() for live in self._shards)
+
+    def _same(self) -> bool:
+        """Whether the description holds still."""
+        found = [held_tensors(unwrapped(chunk)) for chunk in self._chunks]
+        if list(map(len, found)) != list(map(len, self._held)):
+            return False
+        if not all(map(operator.is_, chain.from_iterable(found), chain.from_iterable(self._held))):
+            return False
+        return all(
+            live.tensor.shape == live.shard.held_shape
+            and live.tensor.dtype == live.dtype
+            and live.tensor.is_contiguous()
+            for live in self._shards
+        )
 
 
 def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:

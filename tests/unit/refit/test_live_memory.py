@@ -1,0 +1,153 @@
+"""A model's memory, looked up version after version while the model changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.source import live
+from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.live import LiveMemory, bits_of
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_number = number
+        self.linear = nn.Linear(6, 4, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("bias", torch.randn(4))
+        self.register_buffer("counts", torch.randn(4), persistent=False)
+
+    def _maintain_float32_expert_bias(self) -> None:
+        if "bias" in self._buffers:
+            self.bias.data = self.bias.data.float()
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(1), Layer(2)])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder()
+        self.output = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
+        self.tied = self.output.weight
+
+    @property
+    def first(self) -> Layer:
+        layer = self.decoder.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each description of the whole model."""
+    calls: list[int] = []
+
+    def count(*args: object) -> object:
+        calls.append(1)
+        return describe_model(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(live, "describe_model", count)
+    return calls
+
+
+def check(found: Memory, model: nn.Module) -> None:
+    """It is what a description of the model as it is now says."""
+    expected = {item.shard.storage: bits_of(item.memory) for item in describe_model([model])}
+    assert {name: bits.tolist() for name, bits in found.items()} == {n: bits.tolist() for n, bits in expected.items()}
+    assert {name: bits.ctypes.data for name, bits in found.items()} == {  # type: ignore[union-attr]
+        name: bits.ctypes.data for name, bits in expected.items()
+    }
+
+
+def test_values_and_memory_may_change(described: list[int]) -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    check(memory.look_up(), model)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1)
+    check(memory.look_up(), model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = torch.randn(tensor.shape).to(tensor.dtype)
+    check(memory.look_up(), model)
+    assert len(described) == 1
+
+
+def test_biases_of_routers_are_put_back_to_float32_each_time() -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    for _ in range(3):
+        model.bfloat16()
+        assert model.first.bias.dtype == torch.bfloat16
+        found = memory.look_up()
+        assert model.first.bias.dtype == torch.float32
+        check(found, model)
+
+
+def _another_parameter(model: Model) -> None:
+    model.first.linear.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.bfloat16))
+
+
+def _another_module(model: Model) -> None:
+    model.first.linear = nn.Linear(6, 4, bias=False, dtype=torch.bfloat16)
+
+
+def _another_buffer(model: Model) -> None:
+    model.first.bias = torch.randn(4)
+
+
+@pytest.mark.parametrize("change", [_another_parameter, _another_module, _another_buffer])
+def test_other_tensors_of_the_same_form_are_found(change: Callable[[Model], None], described: list[int]) -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    change(model)
+    check(memory.look_up(), model)
+    assert len(described) == 2
+    check(memory.look_up(), model)
+    assert len(described) == 2
+
+
+def _another_shape(model: Model) -> None:
+    model.first.linear.weight.data = torch.randn(8, 6, dtype=torch.bfloat16)
+
+
+def _another_type(model: Model) -> None:
+    model.first.linear.weight.data = torch.randn(4, 6)
+
+
+def _one_more(model: Model) -> None:
+    model.first.register_parameter("added", nn.Parameter(torch.randn(3)))
+
+
+def _one_less(model: Model) -> None:
+    del model.first.bias
+
+
+@pytest.mark.parametrize("change", [_another_shape, _another_type, _one_more, _one_less])
+def test_another_model_is_refused(change: Callable[[Model], None]) -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    memory.look_up()
+    change(model)
+    for _ in range(2):
+        with pytest.raises(RefitError, match=r"others than at prepare\(\)"):
+            memory.look_up()
+
+
+def test_memory_that_is_no_longer_contiguous_is_refused() -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    model.first.linear.weight.data = torch.randn(6, 4, dtype=torch.bfloat16).t()
+    with pytest.raises(RefitError, match="not contiguous"):
+        memory.look_up()
