@@ -152,13 +152,15 @@ class CudaRuntime:
         found: dict[str, Location] = {}
         handles: dict[int, bytes | None] = {}
         mapped: dict[str, tuple[int, int]] = {}
+        base = size = 0
         with self._current():
             for name, storage in memory.items():
                 if not isinstance(storage, torch.Tensor) or not storage.is_cuda:
                     continue
                 start = storage.data_ptr()
                 stop = start + storage.numel() * storage.element_size()
-                base, size = self._driver.allocation_of(start)
+                if not base <= start < base + size:  # parameters often lie next to each other in one allocation
+                    base, size = self._driver.allocation_of(start)
                 if base not in handles:
                     handles[base] = self._handle_of(base)
                 handle = handles[base]
