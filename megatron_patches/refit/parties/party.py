@@ -58,10 +58,14 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         """Whether links are up; if not, the next version makes them."""
         return self._end is not None
 
-    def close(self) -> None:
-        """Leaves."""
-        self._unlink()
+    def leave(self) -> None:
+        """Leaves the others: what is under way here, in whichever thread, fails, and takes its links down."""
         self._assembly.close()
+
+    def close(self) -> None:
+        """Leaves and takes the links down, which no other thread may be using; see :meth:`leave`."""
+        self.leave()
+        self._unlink()
 
     def _agree(self, held: Callable[[], Held | None], wanted: Callable[[Model], Manifest | None]) -> None:
         self._plan = agree_on_plan(self._assembly, self._options.staging_bytes, held, wanted)

@@ -5,6 +5,7 @@ Each worker tells the others that it can before any does, and that it has before
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from vllm.distributed.parallel_state import get_world_group
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.reload import Replacement
 
-_VOTE_S = 60.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,16 @@ class AllOrNone:
     Attributes:
         version: number of the weights that are to serve.
         serving: number of those that serve.
+        timeout_s: seconds that the slowest worker may take to come to a vote.
     """
 
     version: int
     serving: int
+    timeout_s: float
 
     def decline(self) -> None:
         """Tells the others, who wait for this worker, that it cannot."""
-        _all_can(False)
+        self._all_can(False)
 
     def exchange(self, replacement: Replacement) -> None:
         """Lets staged weights and those that serve change places.
@@ -45,13 +48,13 @@ class AllOrNone:
             replacement.build()
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
             failure = error
-        if not _all_can(failure is None):
+        if not self._all_can(failure is None):
             raise self._refusal("cannot put it together") from failure
         try:
             replacement.apply()
         except Exception as error:  # noqa: BLE001 - as above
             failure = error
-        if not _all_can(failure is None):
+        if not self._all_can(failure is None):
             replacement.undo()
             raise self._refusal("failed to replace its weights") from failure
         replacement.forget()
@@ -67,7 +70,7 @@ class AllOrNone:
             TransferError: if a worker cannot; then the weights may be of no version, and the caller puts the old back.
         """
         failure: Exception | None = None
-        if not _all_can(True):
+        if not self._all_can(True):
             raise self._refusal("has not received it")
         try:
             replacement.replace()
@@ -75,7 +78,7 @@ class AllOrNone:
                 torch.accelerator.synchronize(device)  # what failed there must be known before the vote
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
             failure = error
-        if not _all_can(failure is None):
+        if not self._all_can(failure is None):
             raise self._refusal("failed to replace its weights") from failure
 
     def _refusal(self, why: str) -> TransferError:
@@ -83,13 +86,16 @@ class AllOrNone:
             f"version {self.version} was not taken: a worker of this engine {why}; version {self.serving} serves on"
         )
 
-
-def _all_can(able: bool) -> bool:
-    """Whether all workers of this engine are able to go on."""
-    group = get_world_group()
-    if group.world_size == 1:
-        return able
-    votes = torch.tensor([int(able)], dtype=torch.int32)
-    work = dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
-    work.wait(timedelta(seconds=_VOTE_S))
-    return bool(votes.item())
+    def _all_can(self, able: bool) -> bool:
+        """Whether all workers of this engine are able to go on; a vote that fails counts as no."""
+        group = get_world_group()
+        if group.world_size == 1:
+            return able
+        votes = torch.tensor([int(able)], dtype=torch.int32)
+        try:
+            work = dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError:
+            logger.exception("refit: the workers of this engine cannot agree on version %d", self.version)
+            return False
+        return bool(votes.item())

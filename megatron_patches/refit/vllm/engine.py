@@ -30,6 +30,8 @@ from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSessi
 
 logger = logging.getLogger(__name__)
 
+_VOTE_S = 60.0  # for the other workers to come to the vote that this one cannot win
+
 
 @dataclass
 class NoUpdate(WeightTransferUpdateInfo):
@@ -117,7 +119,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def _commit(self, call: RefitCall) -> None:
         if self._session is None:
-            AllOrNone(call.version, self.version).decline()
+            AllOrNone(call.version, self.version, _VOTE_S).decline()
             raise TransferError(f"asked to commit version {call.version}, but this engine has joined no session")
         try:
             self._session.commit(call.version)

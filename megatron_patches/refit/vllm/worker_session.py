@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from megatron_patches.refit.errors import RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.errors import PartyFailedError, RefitError, StaleVersionError, TransferError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -38,6 +38,7 @@ from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
 logger = logging.getLogger(__name__)
 
 _LEAVING_S = 30.0  # for a thread to notice that the session has ended
+_VOTE_S = 60.0  # for workers that have received a version to put it together
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,12 @@ class WorkerSession:
             RefitError: if a worker of this engine cannot; then the old weights are back.
             LostWeightsError: if they cannot be put back.
         """
-        reason: str | None = None
         try:
             self._commit(version)
         except Exception as error:
-            reason = f"{type(error).__name__}: {describe_error(error)}"
+            self._tell(version, f"{type(error).__name__}: {describe_error(error)}")
             raise
-        finally:
-            self._party.post_commit(version, reason)
+        self._tell(version, None)
 
     def abandon(self) -> None:
         """Gives up what has been received.
@@ -167,9 +166,16 @@ class WorkerSession:
         Raises:
             RefitError: if a version that is on its way does not end.
         """
-        self._party.close()
+        self._party.leave()  # so that a version that is on its way ends, in its own thread
         self._aside.finish(_LEAVING_S)
+        self._party.close()
         self._staged = None
+
+    def _tell(self, version: int, reason: str | None) -> None:
+        try:
+            self._party.post_commit(version, reason)
+        except PartyFailedError as error:
+            logger.warning("refit: nobody hears how the commit of version %d went: %s", version, error)
 
     def _come_to_rest(self) -> None:
         """Waits for a version that is on its way, and puts the weights that served back."""
@@ -218,7 +224,8 @@ class WorkerSession:
         return replacement
 
     def _commit(self, version: int) -> None:
-        workers = AllOrNone(version, self.version)
+        # The slowest of them may first wait for the version to arrive.
+        workers = AllOrNone(version, self.version, self._timeout_s + _VOTE_S)
         try:
             replacement = self._take_staged(version, workers)
             if self._in_place is not None:
@@ -247,6 +254,8 @@ class WorkerSession:
         staged, self._staged = self._staged, None
         if late is not None or staged is None or staged[0] != version:
             found = self._instead if staged is None else f"version {staged[0]} has been received"
+            if staged is not None:
+                self._instead = f"version {staged[0]} was given up for version {version}"
             workers.decline()
             raise TransferError(f"asked to commit version {version}, but {found}") from late
         self._instead = f"version {version} has been taken"

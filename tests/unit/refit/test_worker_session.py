@@ -1,0 +1,272 @@
+"""An engine worker's states, with a party that is not there: what may follow what, and in which thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_patches.refit.errors import LostWeightsError, PartyFailedError, RefitError, TransferError
+from megatron_patches.refit.manifest import Manifest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from megatron_patches.refit.vllm import all_or_none, worker_session
+from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
+
+
+class Party:
+    """Gets what it is told to get, once it may; notes what it is asked, and who disturbs whom."""
+
+    def __init__(self) -> None:
+        self.may_receive, self.left = threading.Event(), threading.Event()
+        self.may_receive.set()
+        self.receiving, self.asked, self.failure = False, list[str](), ""
+        self.beside_bytes = -1
+
+    def receive(self, version: int, step: int, linked: bool, make_memory: Callable[[], object]) -> object:
+        self.receiving = True
+        try:
+            memory = make_memory()
+            while not self.may_receive.wait(0.01):
+                if self.left.is_set():
+                    raise PartyFailedError("it has left")
+            if self.failure:
+                raise PartyFailedError(self.failure)
+            self.asked.append(f"received {version} at {step}, linked: {linked}")
+            return memory
+        finally:
+            self.receiving = False
+
+    def leave(self) -> None:
+        self.asked.append("leave")
+        self.left.set()
+
+    def close(self) -> None:
+        self.asked.append("close" + " while receiving" * self.receiving)
+
+    def post_commit(self, version: int, reason: str | None) -> None:
+        if self.left.is_set():
+            raise PartyFailedError("the trainer has gone")
+        self.asked.append(f"commit of {version}: {reason}")
+
+
+class Replacement:
+    """New weights that note what is done to them, and refuse ``refused``."""
+
+    done: list[str]
+    refused = ""
+
+    def __init__(self, *_: object) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        def do() -> None:
+            type(self).done.append(name)
+            if name == type(self).refused:
+                raise MemoryError(f"no room to {name}")
+
+        return do
+
+
+class InPlace:
+    """Memory that serves, and the way back."""
+
+    def __init__(self) -> None:
+        self.begun, self.done_with, self.is_lost = False, 0, False
+
+    def begin(self, timeout_s: float) -> dict[str, torch.Tensor]:
+        assert timeout_s > 0
+        self.begun = True
+        return {}
+
+    def put_back(self) -> None:
+        if self.is_lost:
+            raise LostWeightsError("gone")
+        self.begun = False
+
+    def done(self) -> None:
+        self.begun, self.done_with = False, self.done_with + 1
+
+
+class Votes:
+    """A world of two workers, of which the other one answers as told, or not at all."""
+
+    def __init__(self, *answers: bool | None) -> None:
+        self._answers = list(answers)
+        self.own: list[bool] = []
+
+    def all_reduce(self, votes: torch.Tensor, **_: object) -> object:
+        self.own.append(bool(votes.item()))
+        answer = self._answers.pop(0)
+
+        def wait(timeout: object) -> None:
+            if answer is None:
+                raise RuntimeError(f"timed out after {timeout}")
+            votes.clamp_(max=int(answer))
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker, and weights that are none."""
+    monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(worker_session, "Replacement", Replacement)
+    monkeypatch.setattr(worker_session, "refresh_attention", lambda *_: None)
+    Replacement.done, Replacement.refused = [], ""
+
+
+def two(monkeypatch: pytest.MonkeyPatch, *answers: bool | None) -> Votes:
+    votes = Votes(*answers)
+    monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+    monkeypatch.setattr(dist, "all_reduce", votes.all_reduce)
+    return votes
+
+
+def session(party: Party, *, aside: bool = False, in_place: InPlace | None = None) -> WorkerSession:
+    serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cpu"))
+    layout = Layout(Manifest(0, "here", (), ()), (), cast(Any, None), cast(Any, in_place))
+    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_version_is_received_and_committed(aside: bool) -> None:
+    party = Party()
+    under_test = session(party, aside=aside)
+    under_test.receive(7, 3, True)
+    under_test.commit(7)
+    assert under_test.version == 7
+    assert party.asked == ["received 7 at 3, linked: True", "commit of 7: None"]
+    assert Replacement.done == [*(["begin"] if aside else ["build"]), "build", "apply", "forget"]
+    assert party.beside_bytes == 0
+
+
+def test_only_what_was_received_last_is_committed() -> None:
+    party = Party()
+    under_test = session(party)
+    with pytest.raises(TransferError, match="asked to commit version 7, but nothing has been received"):
+        under_test.commit(7)
+    under_test.receive(7, 0, True)
+    with pytest.raises(TransferError, match="asked to commit version 8, but version 7 has been received"):
+        under_test.commit(8)
+    with pytest.raises(TransferError, match="asked to commit version 7, but version 7 was given up for version 8"):
+        under_test.commit(7)
+    under_test.receive(7, 0, True)
+    under_test.abandon()
+    with pytest.raises(TransferError, match="asked to commit version 7, but what had been received was given up"):
+        under_test.commit(7)
+    party.failure = "the source has ended"
+    with pytest.raises(PartyFailedError):
+        under_test.receive(9, 0, True)
+    with pytest.raises(TransferError, match=r"what came of version 9 was given up .*the source has ended"):
+        under_test.commit(9)
+    assert under_test.version == 2
+    assert "commit of 8: TransferError: asked to commit version 8, but version 7 has been received" in party.asked
+
+
+def test_an_older_version_than_the_committed_one_is_refused() -> None:
+    under_test = session(Party())
+    under_test.receive(7, 0, True)
+    under_test.commit(7)
+    for version in (7, 6):
+        with pytest.raises(RefitError, match=f"asked to receive version {version} after version 7"):
+            under_test.receive(version, 0, True)
+
+
+def test_links_are_taken_down_by_no_other_thread_than_the_one_that_receives() -> None:
+    party = Party()
+    party.may_receive.clear()
+    under_test = session(party, aside=True)
+    under_test.receive(7, 0, True)
+    while not party.receiving:
+        pass
+    under_test.close()
+    assert party.asked == ["leave", "close"]
+
+
+def test_a_commit_that_nobody_hears_of_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    party = Party()
+    under_test = session(party)
+    under_test.receive(7, 0, True)
+    party.left.set()
+    with caplog.at_level(logging.WARNING):
+        under_test.commit(7)
+    assert under_test.version == 7
+    assert "nobody hears how the commit of version 7 went: the trainer has gone" in caplog.text
+    under_test.receive(8, 0, True)
+    Replacement.refused = "apply"
+    with pytest.raises(TransferError, match=r"version 8 was not taken.*failed to replace its weights; version 7"):
+        under_test.commit(8)
+
+
+@pytest.mark.parametrize(
+    ("answers", "refused", "done"),
+    [
+        ([False], "", ["build"]),
+        ([None], "", ["build"]),
+        ([True, False], "", ["build", "apply", "undo"]),
+        ([True, None], "", ["build", "apply", "undo"]),
+        ([True, True], "apply", ["build", "apply", "undo"]),
+        ([True, True], "", ["build", "apply", "forget"]),
+    ],
+)
+def test_all_workers_take_a_version_or_none(
+    answers: list[bool | None], refused: str, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None for a vote that fails, as when the other worker has ended."""
+    under_test = session(Party(), aside=True)
+    under_test.receive(7, 0, True)
+    under_test.abandon()  # waits
+    under_test.receive(7, 0, True)
+    Replacement.done, Replacement.refused = [], refused
+    votes = two(monkeypatch, *answers)
+    if done[-1] == "forget":
+        under_test.commit(7)
+    else:
+        with pytest.raises(TransferError, match="version 7 was not taken"):
+            under_test.commit(7)
+    assert [name for name in Replacement.done if name != "begin"] == done
+    assert votes.own == [True] + [not refused] * (len(answers) - 1)
+
+
+def test_a_worker_without_the_version_votes_no_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    votes = two(monkeypatch, True)
+    with pytest.raises(TransferError, match="nothing has been received"):
+        session(Party()).commit(7)
+    assert votes.own == [False]
+
+
+def test_in_place_every_call_ends_with_a_whole_version() -> None:
+    party, in_place = Party(), InPlace()
+    under_test = session(party, in_place=in_place)
+    under_test.receive(7, 0, True)
+    assert in_place.begun
+    assert Replacement.done == []
+    under_test.abandon()
+    assert not in_place.begun
+    under_test.receive(7, 0, True)
+    under_test.commit(7)
+    assert (in_place.begun, in_place.done_with, Replacement.done) == (False, 1, ["replace"])
+    party.failure = "the source has ended"
+    with pytest.raises(PartyFailedError):
+        under_test.receive(8, 0, True)
+    assert not in_place.begun
+    party.failure, Replacement.refused = "", "replace"
+    under_test.receive(8, 0, True)
+    with pytest.raises(TransferError, match="version 7 serves on"):
+        under_test.commit(8)
+    assert not in_place.begun
+    under_test.receive(9, 0, True)
+    in_place.is_lost = True
+    with pytest.raises(LostWeightsError):
+        under_test.end()
