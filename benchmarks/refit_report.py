@@ -17,7 +17,11 @@ from typing import Any
 PARTS = ("move", "verify", "commit")
 """What a push into a server consists of, as far as it is told apart; the rest is talk."""
 
-WAYS = {"nccl": "vLLM's own: gathered, broadcast whole, load_weights", "gather+broadcast": "gathered, broadcast whole"}
+WAYS = {
+    "nccl": "vLLM's own: gathered, broadcast whole, load_weights",
+    "checkpoint_engine": "checkpoint-engine: gathered, over the host, load_weights",
+    "gather+broadcast": "gathered, broadcast whole",
+}
 
 
 @dataclass(frozen=True)

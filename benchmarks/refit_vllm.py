@@ -37,6 +37,7 @@ from megatron_patches.refit.cluster import trainer_mesh
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 
+_PATHS = ("folder", "json")
 PARTS = ("prepare", "push", "send", "move", "verify", "commit", "paused")
 
 
@@ -128,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found.append(Outcome(log, failure=str(error)))
                 print(line(found[-1]), flush=True)
             if options.json is not None:
-                content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+                given_options = {key: str(value) for key, value in vars(options).items() if key not in _PATHS}
+                content: dict[str, Any] = {"options": given_options}
                 content["outcomes"] = [asdict(item) for item in found]
                 options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return int(any(item.failure for item in found))

@@ -39,7 +39,7 @@ def test_a_way_that_fails_says_why_and_the_next_goes_on(capsys: pytest.CaptureFi
 
 def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
     kept = Path(__file__).parents[2] / "docs" / "performance"
-    servers = ["refit-vllm-qwen3-8b.json", "refit-vllm-qwen3-8b-upstream.json", "refit-vllm-qwen3-8b-colocated.json"]
+    servers = ["refit-vllm-qwen3-8b.json", "refit-vllm-qwen3-8b-colocated.json"]
     found, drawn = tmp_path / "table.md", tmp_path / "plot.svg"
     files = ["--links", str(kept / "refit-h200x2.json"), "--servers", *[str(kept / name) for name in servers]]
     assert report([*files, "--table", str(found), "--plot", str(drawn)]) == 0
@@ -49,7 +49,12 @@ def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--ways", "pigeon"], "pigeon"), (["--from", "etp=2"], "names 1 GPUs; --from has 2 ranks")],
+    [
+        (["--ways", "pigeon"], "pigeon"),
+        (["--from", "etp=2"], "names 1 GPUs; --from has 2 ranks"),
+        (["--ways", "checkpoint_engine"], "the same where it shares them"),
+        (["--device", "cpu"], "nccl needs GPUs"),
+    ],
 )
 def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(arguments: list[str], message: str) -> None:
     with pytest.raises((ValueError, SystemExit), match=message):
