@@ -9,8 +9,8 @@ import pytest
 
 from tests.gpu.devices import needs_gpus, needs_te
 from tests.integration.cases import GPU, UNFUSED_ACCUMULATION
-from tests.integration.megatron_run import ENVIRONMENT
 from tests.integration.test_lost_peer import LOST, SURVIVOR, await_loss, training
+from tests.support.prepared import MEGATRON
 
 pytestmark = [needs_te(), needs_gpus(2)]
 
@@ -39,7 +39,7 @@ MESSAGES = {
 def test_the_peer_of_a_lost_rank_says_what_it_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, where: str, how: str
 ) -> None:
-    for name, value in ENVIRONMENT.items():
+    for name, value in MEGATRON.items():
         monkeypatch.setenv(name, value)
     flags = f"{GPU} {UNFUSED_ACCUMULATION} --etp-transport {transport} --etp-timeout {TIMEOUT_S}"
     flags += f" --distributed-timeout-minutes {GROUP_TIMEOUT_MIN}"

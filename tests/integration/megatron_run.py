@@ -25,6 +25,7 @@ import megatron_patches
 from megatron_patches import cpu, registry
 from megatron_patches.fixes import dataset_build
 from tests.support.launch import RanksFailedError, WorkerPool, on_gpus, session_backend, skip_without_gpus
+from tests.support.prepared import patched_megatron
 
 T = TypeVar("T")
 
@@ -51,18 +52,17 @@ class Trajectory:
     log: str = ""
 
 
-# Megatron compiles its fused element-wise functions otherwise, for tens of seconds; with tensor parallelism it demands
-# that kernels start in the order in which they are given to the device.
-ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-
-
 class MegatronPool:
     """Worker processes that keep Megatron loaded, and the trajectories of command lines that they have run.
 
     Their backend is the session's (``pytest --device``).
+
+    Args:
+        prepare: what the processes have run before; one of :mod:`tests.support.prepared`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = patched_megatron) -> None:
+        self._prepare = prepare
         # One pool for each number of ranks on GPUs: see tests.support.launch.session_pool.
         self._workers: dict[int, WorkerPool] = {}
         self._known: dict[tuple[int, tuple[str, ...], Path], list[Trajectory]] = {}
@@ -80,7 +80,7 @@ class MegatronPool:
         """Run ``body(rank, world_size, *args)`` on every rank, with Megatron loaded or to be loaded."""
         if on_gpus():
             skip_without_gpus(ranks)
-        workers = self._workers.setdefault(ranks if on_gpus() else 0, WorkerPool(ENVIRONMENT))
+        workers = self._workers.setdefault(ranks if on_gpus() else 0, WorkerPool(self._prepare))
         try:
             return workers.run(body, ranks, session_backend(), timeout_s, args)
         except RanksFailedError:

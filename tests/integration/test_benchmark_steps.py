@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.integration import benchmark_steps as bodies
-from tests.integration.megatron_run import ENVIRONMENT
 from tests.support.launch import WorkerPool
+from tests.support.prepared import patched_megatron
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc, pytest.mark.cpu_only("its models have no CUDA layers")]
 
@@ -19,7 +19,7 @@ NAMES = ("none", "dp", "tp", "etp_c10d")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[dict[str, dict[str, Any]]]]:
     # Processes of its own: the body leaves Megatron patched for models that other tests do not build.
-    pool = WorkerPool(ENVIRONMENT)
+    pool = WorkerPool(patched_megatron)
     yield pool.run(bodies.gradients_of_steps, 2, "gloo", 120.0, (NAMES,))
     pool.close()
 

@@ -19,7 +19,7 @@ from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.checkpoint_families import CONFIGS, command_body, parallel_flags, save_body
 from tests.integration.live_refit import PROMPTS, value
-from tests.support.launch import run_distributed
+from tests.support.launch import run_megatron
 from tests.support.vllm_host import VllmHost
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
@@ -84,7 +84,7 @@ def free_ports(count: int) -> list[int]:
 def run_commands(ranks: int, commands: Sequence[Sequence[str]], address: str = "") -> list[list[tuple[int, str]]]:
     """Status and output of each command, by rank."""
     numbered = list(zip(free_ports(len(commands)), commands, strict=True))
-    found = run_distributed(command_body, ranks, None, 240.0, (numbered, address))
+    found = run_megatron(command_body, ranks, None, 240.0, (numbered, address))
     return [[rank[number] for rank in found] for number in range(len(commands))]
 
 
@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     models = [(name, mesh, 1) for name, mesh in SAVED.items()]
     models += [("qwen3_moe", SAVED["qwen3_moe"], 2), *((name, TrainerMesh(etp=2), 3) for name in OTHER_NAMES)]
-    run_distributed(save_body, 2, timeout_s=240.0, args=(models, str(folder)))
+    run_megatron(save_body, 2, timeout_s=240.0, args=(models, str(folder)))
     return folder
 
 

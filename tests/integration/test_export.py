@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.support.exported import open_export
-from tests.support.launch import run_distributed
+from tests.support.launch import run_megatron
 from tests.support.live_parallel import mesh_settings, stage_arguments, start_parallel_state
 
 VOCABULARY = 251  # odd; Megatron pads it to 256
@@ -222,7 +222,7 @@ def assert_transformers_agrees(path: Path, expected: torch.Tensor, architecture:
 @pytest.mark.parametrize("cases", [ON_1_RANK, ON_2_RANKS, ON_4_RANKS], ids=["1_rank", "2_ranks", "4_ranks"])
 def test_logits_of_the_export_equal_megatrons(tmp_path: Path, cases: tuple[Case, ...]) -> None:
     ranks = {ON_1_RANK: 1, ON_2_RANKS: 2, ON_4_RANKS: 4}[cases]
-    results = run_distributed(export_cases, ranks, timeout_s=240, args=(cases, str(tmp_path)), fresh=True)
+    results = run_megatron(export_cases, ranks, timeout_s=240, args=(cases, str(tmp_path)), fresh=True)
     for case in cases:
         per_rank = [result[case.name] for result in results]
         logits = next(logits for logits, _, _ in per_rank if logits is not None)
@@ -268,7 +268,7 @@ def fail_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
 @pytest.mark.integration
 @pytest.mark.multiproc
 def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
-    first, second = run_distributed(fail_on_one_rank, 2, args=(str(tmp_path),), fresh=True)
+    first, second = run_megatron(fail_on_one_rank, 2, args=(str(tmp_path),), fresh=True)
     assert first == second
     assert len(first) == 4
     assert "failed on rank 1" in first[0]

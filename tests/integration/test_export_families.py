@@ -11,7 +11,7 @@ import torch
 
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.support.exported import open_export
-from tests.support.launch import run_distributed
+from tests.support.launch import run_megatron
 from tests.support.live_models import Case, build_chunk
 from tests.support.live_parallel import start_parallel_state
 
@@ -118,7 +118,7 @@ def export(rank: int, world_size: int, folder: str, architecture: str) -> list[t
 @pytest.mark.parametrize("ranks", MESHES)
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_logits_of_the_export_equal_megatrons(tmp_path: Path, architecture: str, ranks: int) -> None:
-    results = run_distributed(export, ranks, timeout_s=240, args=(str(tmp_path), architecture), fresh=True)
+    results = run_megatron(export, ranks, timeout_s=240, args=(str(tmp_path), architecture), fresh=True)
     for number, expected in enumerate(results[0]):
         model = open_export(tmp_path / str(number), architecture)
         with torch.no_grad():

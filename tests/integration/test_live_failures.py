@@ -21,7 +21,7 @@ from tests.integration.live_refit import (
     unreachable_body,
 )
 from tests.integration.test_live_refit import QWEN3
-from tests.support.launch import RanksFailedError, run_distributed
+from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmConnection, VllmHost
 
@@ -44,15 +44,16 @@ class Engine:
 
     def push(self, seed: int) -> None:
         args = ([(CASE, next(self.versions))], self.address, (seed,))
-        run_distributed(push_body, 2, args=args, timeout_s=120)
+        run_megatron(push_body, 2, args=args, timeout_s=120)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("engine")
     args = (Case(TrainerMesh(), (), QWEN3), 2, str(folder / "checkpoint"))
-    run_distributed(export_body, 1, args=args, timeout_s=180)
-    with VllmHost(folder / "checkpoint", folder, tensor_parallel_size=2) as host:
+    run_megatron(export_body, 1, args=args, timeout_s=180)
+    # As it is for users: the other live tests have workers that are copies of one another.
+    with VllmHost(folder / "checkpoint", folder, spawned=True, tensor_parallel_size=2) as host:
         yield Engine(host.address, host.connect(), itertools.count(1))
 
 
@@ -66,7 +67,7 @@ def test_a_killed_trainer_leaves_the_old_weights_and_no_wait(engine: Engine, vic
     args = (CASE, engine.address, next(engine.versions), victim, phase)
     started = time.monotonic()
     with pytest.raises(RanksFailedError) as raised:
-        run_distributed(killed_body, 2, args=args, timeout_s=120, fresh=True)
+        run_megatron(killed_body, 2, args=args, timeout_s=120, fresh=True)
     assert time.monotonic() - started < 90
     kinds = {failure.rank: failure.kind for failure in raised.value.failures}
     assert kinds[victim] == "exit"
@@ -101,7 +102,7 @@ def test_a_trainer_killed_while_it_pushes_in_place_leaves_the_old_weights(
     before = engine.state()
     args = (CASE, engine.address, next(engine.versions), victim, phase, MemoryMode.IN_PLACE)
     with pytest.raises(RanksFailedError):
-        run_distributed(killed_body, 2, args=args, timeout_s=120, fresh=True)
+        run_megatron(killed_body, 2, args=args, timeout_s=120, fresh=True)
     if phase == "committing":
         # All is received, and nobody has said what to do with it. A server is told by the trainer's resumer.
         assert engine.connection.parameters() != before[0]
@@ -114,7 +115,7 @@ def test_a_push_in_place_that_fails_puts_the_version_back_that_was_pushed_before
     before = engine.state()
     sabotages = ((0, "memory"), (1, "verify"), (0, "convert"), (1, "replace"))
     args = (CASE, engine.address, next(engine.versions), sabotages)
-    held, reasons = run_distributed(failing_in_place_body, 2, args=args, timeout_s=240)[0]
+    held, reasons = run_megatron(failing_in_place_body, 2, args=args, timeout_s=240)[0]
     assert len(reasons) == len(sabotages)
     assert all("sabotaged" in reason or "was not taken" in reason for reason in reasons)
     assert held[0] != before[0]
@@ -124,6 +125,6 @@ def test_a_push_in_place_that_fails_puts_the_version_back_that_was_pushed_before
 
 
 def test_an_engine_that_cannot_be_reached_ends_the_preparation_of_all_ranks_at_once() -> None:
-    for seconds, reason in run_distributed(unreachable_body, 2, args=(CASE,), timeout_s=120):
+    for seconds, reason in run_megatron(unreachable_body, 2, args=(CASE,), timeout_s=120):
         assert seconds < 60  # the time-out of a step is 300
         assert "cannot reach http://127.0.0.1:" in reason

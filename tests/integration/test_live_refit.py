@@ -20,7 +20,7 @@ import pytest
 from megatron_patches.refit.session import PushReport
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import PROMPTS, export_body, in_place_body, narrowing_body, push_body, train_body
-from tests.support.launch import run_distributed
+from tests.support.launch import run_megatron
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmHost
 
@@ -114,7 +114,7 @@ CONFIGS = {
     "nemotron_h": NEMOTRON_H,
     "qwen3_in_float32": QWEN3,
 }
-ENGINE_OPTIONS = {
+ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"worker_extension_cls": "tests.support.vllm_mamba.CpuKernels"},
     "qwen3_in_float32": {"dtype": "float32"},  # the trainer has bfloat16
 }
@@ -201,7 +201,7 @@ def push_all(model: str, engine: Engine, folder: Path) -> Pushed:
     """Pushes from all meshes of one model into one engine."""
     config, all_meshes = CONFIGS[model], engine.meshes(model)
     args = (Case(TrainerMesh(), (), config), 2, str(folder / "checkpoint"))
-    run_distributed(export_body, 1, args=args, timeout_s=180)
+    run_megatron(export_body, 1, args=args, timeout_s=180)
     after: dict[TrainerMesh, list[Answer]] = {}
     with VllmHost(folder / "checkpoint", folder, **engine.options(model)) as host:
         connection = host.connect()
@@ -210,13 +210,13 @@ def push_all(model: str, engine: Engine, folder: Path) -> Pushed:
         for size in sorted({mesh.size for mesh in all_meshes}):
             meshes = [mesh for mesh in all_meshes if mesh.size == size]
             cases = [(Case(mesh, (), config), next(versions)) for mesh in meshes]
-            found = run_distributed(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=420)[0]
+            found = run_megatron(push_body, size, args=(cases, host.address, (1, 2)), timeout_s=420)[0]
             after |= dict(zip(meshes, found, strict=True))
         in_place: tuple[list[Answer], list[PushReport]] = [], []
         if model in IN_PLACE:
             mesh, _ = IN_PLACE[model]
             again = (Case(mesh, (), config), host.address, next(versions), (1, 2))
-            in_place = run_distributed(in_place_body, mesh.size, args=again, timeout_s=420)[0]
+            in_place = run_megatron(in_place_body, mesh.size, args=again, timeout_s=420)[0]
     return Pushed(fresh, after, *in_place)
 
 
@@ -271,11 +271,11 @@ def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
 ) -> None:
     case, options = Case(mesh, (), CONFIGS[model]), engine.options(model)
     checkpoint = tmp_path / "first"
-    run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), CONFIGS[model]), 2, str(checkpoint)))
+    run_megatron(export_body, 1, args=(Case(TrainerMesh(), (), CONFIGS[model]), 2, str(checkpoint)))
     with VllmHost(checkpoint, tmp_path, load_format="dummy", **options) as host:
         host.connect()
         args = (case, host.address, 1, str(tmp_path / "trained"))
-        losses, parameters, answers = run_distributed(train_body, mesh.size, args=args, timeout_s=300)[0]
+        losses, parameters, answers = run_megatron(train_body, mesh.size, args=args, timeout_s=300)[0]
     assert losses[-1] < losses[0]
     (folder := tmp_path / "fresh").mkdir()
     with VllmHost(tmp_path / "trained", folder, **options) as host:
@@ -287,11 +287,11 @@ def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
 def test_rounding_to_the_engines_type_is_refused_unless_allowed(tmp_path: Path) -> None:
     """Then the engine has the bits of one that rounds a checkpoint in float32 while it loads."""
     checkpoint, options = tmp_path / "first", ENGINE_OPTIONS["nemotron_h"]
-    run_distributed(export_body, 1, args=(Case(TrainerMesh(), (), NEMOTRON_H), 2, str(checkpoint)))
+    run_megatron(export_body, 1, args=(Case(TrainerMesh(), (), NEMOTRON_H), 2, str(checkpoint)))
     with VllmHost(checkpoint, tmp_path, **options) as host:
         before = host.connect().parameters()
         args = (Case(TrainerMesh(etp=2), (), NEMOTRON_H), host.address, 1, str(tmp_path / "wide"))
-        reason, parameters = run_distributed(narrowing_body, 2, args=args, timeout_s=180)[0]
+        reason, parameters = run_megatron(narrowing_body, 2, args=args, timeout_s=180)[0]
     assert "is float32 in the trainer" in reason
     assert "makes bfloat16 of it (to bfloat16)" in reason
     assert parameters != before

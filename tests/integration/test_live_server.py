@@ -21,7 +21,7 @@ from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import PROMPTS, STAGING, fill, kill_in, start
 from tests.integration.test_live_refit import LLAMA
-from tests.support.launch import RanksFailedError, run_distributed
+from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
 from tests.support.vllm_server import VllmServer, vllm_server
 
@@ -76,7 +76,7 @@ class Served:
 
     def push(self, seed: int, memory: MemoryMode, killed: str = "") -> dict[str, float]:
         args = (self.server.url, next(self.versions), seed, memory, killed)
-        seconds: dict[str, float] = run_distributed(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
+        seconds: dict[str, float] = run_megatron(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
         return seconds
 
     def answers(self, replica: int = 0) -> list[list[float]]:

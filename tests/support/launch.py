@@ -15,7 +15,8 @@
 Importing torch costs seconds and running a body milliseconds, so the workers are started once and kept. A call
 gives its ranks a process group of their own, and takes it down afterwards. Whatever else a body changes in its
 process (environment, patched modules, Megatron's global state) stays for the next body: undo it there, or ask
-for ``fresh=True``, which runs the body in new processes that end with it.
+for ``fresh=True``, which runs the body in new processes that end with it. :func:`run_megatron` is for bodies that build
+Megatron's models: they find it imported and patched.
 
 ``pytest --device cuda`` runs the same bodies over NCCL, rank r on GPU r; tests with more ranks than there are GPUs are
 skipped. ``--ranks-per-gpu 2`` lets GPUs take several ranks in such tests: NCCL refuses that, so their process groups
@@ -37,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -46,7 +47,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.prepared import patched_megatron, template_of, torch_alone, variables_of
 from tests.support.protocol import BodyReference, Done, Failed, Job
+from tests.support.template import Process
+from tests.support.worker import answer_jobs
 
 WORKER = Path(__file__).with_name("worker.py")
 START_TIMEOUT_S = 180.0
@@ -99,19 +103,26 @@ class RanksHungError(RanksFailedError):
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: Process
     connection: Connection
     stacks: Path
 
     @classmethod
-    def start(cls, folder: Path, number: int, variables: Mapping[str, str]) -> _Worker:
+    def start(cls, folder: Path, number: int, prepare: Callable[[], None]) -> _Worker:
         """Start a process; it is usable once :meth:`await_start` has returned."""
         ours, theirs = socket.socketpair()
         stacks = folder / f"stacks-{number}.txt"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+        template, variables = template_of(prepare), variables_of(prepare)
+        process: Process
         with theirs:
-            command = [sys.executable, str(WORKER), str(theirs.fileno()), str(stacks), str(os.getpid())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+            if template is not None:
+                handed = [theirs.fileno()]
+                process = template.start(answer_jobs, (str(stacks),), variables=variables, descriptors=handed)
+            else:
+                command = [sys.executable, str(WORKER), str(theirs.fileno()), str(stacks), str(os.getpid())]
+                process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | variables
+                )
         connection = Connection(ours.detach())
         connection.send([entry or str(Path.cwd()) for entry in sys.path])
         return cls(process, connection, stacks)
@@ -146,10 +157,10 @@ class WorkerPool:
     """Worker processes, the first N of which run a body with N ranks.
 
     Args:
-        variables: environment variables of theirs, on top of this process's.
+        prepare: what they have run before; one of :mod:`tests.support.prepared`.
     """
 
-    variables: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[], None] = torch_alone
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] | None = None
     _store: dist.TCPStore | None = None
@@ -195,7 +206,7 @@ class WorkerPool:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
         new = [
-            _Worker.start(Path(self._folder.name), number, self.variables)
+            _Worker.start(Path(self._folder.name), number, self.prepare)
             for number in range(len(self._workers), world_size)
         ]
         self._workers += new
@@ -245,16 +256,17 @@ def _receive(worker: _Worker) -> Done | Failed:
 
 
 @functools.cache
-def session_pool(only_ranks: int | None = None) -> WorkerPool:
+def session_pool(only_ranks: int | None = None, prepare: Callable[[], None] = torch_alone) -> WorkerPool:
     """A pool that all tests of a session share; it ends with the session.
 
     Args:
         only_ranks: a pool that runs bodies with this number of ranks only. torch numbers exchanges of symmetric memory
             in each process, so workers that shared a body of two ranks cannot run one of four with workers that did
             not.
+        prepare: what its workers have run before.
     """
     del only_ranks
-    pool = WorkerPool()
+    pool = WorkerPool(prepare)
     atexit.register(pool.close)
     return pool
 
@@ -277,6 +289,7 @@ def run_distributed[T](
     args: tuple[Any, ...] = (),
     *,
     fresh: bool = False,
+    prepared: Callable[[], None] = torch_alone,
 ) -> list[T]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` processes and return what each rank returned.
 
@@ -290,6 +303,7 @@ def run_distributed[T](
             traceback of its own.
         args: further arguments; pickled once, so every rank gets a copy of the same. Tensors must be on the CPU.
         fresh: run in new processes instead of the session's.
+        prepared: what the processes have run before, one of :mod:`tests.support.prepared`.
 
     Returns:
         One value per rank, in rank order, pickled across; keep tensors on the CPU.
@@ -304,7 +318,7 @@ def run_distributed[T](
         skip_without_gpus(world_size)
         if world_size > torch.cuda.device_count():
             backend = SHARED_GPUS_BACKEND
-    pool = WorkerPool() if fresh else session_pool(world_size if over_nccl else None)
+    pool = WorkerPool(prepared) if fresh else session_pool(world_size if over_nccl else None, prepared)
     try:
         return pool.run(fn, world_size, backend, timeout_s, args)
     except RanksFailedError:
@@ -314,6 +328,19 @@ def run_distributed[T](
     finally:
         if fresh:
             pool.close()
+
+
+def run_megatron[T](
+    fn: Callable[..., T],
+    world_size: int,
+    backend: str | None = "session",
+    timeout_s: float = 120.0,
+    args: tuple[Any, ...] = (),
+    *,
+    fresh: bool = False,
+) -> list[T]:
+    """:func:`run_distributed` in processes that have imported and patched Megatron, apart from all others."""
+    return run_distributed(fn, world_size, backend, timeout_s, args, fresh=fresh, prepared=patched_megatron)
 
 
 def skip_without_gpus(count: int) -> None:

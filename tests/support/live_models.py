@@ -21,7 +21,7 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
 from tests.support.fake_group import fake_group
-from tests.support.launch import run_distributed
+from tests.support.launch import run_megatron
 from tests.support.live_parallel import mesh_settings, stage_arguments, start_parallel_state
 
 
@@ -112,7 +112,7 @@ def compare_in_fresh_process(cases: Mapping[str, Case]) -> dict[str, str]:
     In a process of its own, as the patches that let Megatron run on a CPU stay in the process; in one for all, as
     Megatron takes long to import.
     """
-    (wrong,) = run_distributed(_compare_all, 1, None, 240.0, args=(cases,), fresh=True)
+    (wrong,) = run_megatron(_compare_all, 1, None, 240.0, args=(cases,), fresh=True)
     return wrong
 
 

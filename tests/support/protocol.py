@@ -1,4 +1,4 @@
-"""What the launcher and its worker processes say to each other. Imports nothing heavy."""
+"""What the launcher, its worker processes and their templates say to each other. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -94,3 +94,42 @@ class Failed:
     kind: str
     report: str
     at: float
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A template has prepared itself.
+
+    Attributes:
+        error: why it cannot be copied; empty if it can.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a copy of a template is to do.
+
+    Attributes:
+        function: what to run.
+        arguments: its arguments, after the descriptors that come with the order.
+        variables: all environment variables.
+        path: where to import from.
+        output: file for what it prints; empty for the template's own.
+        leads_session: whether it starts a session.
+    """
+
+    function: BodyReference
+    arguments: tuple[Any, ...]
+    variables: dict[str, str]
+    path: list[str]
+    output: str
+    leads_session: bool
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A template has made a copy."""
+
+    pid: int

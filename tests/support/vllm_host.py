@@ -1,7 +1,7 @@
 """An ``LLM`` in a process of its own, which others drive over a local socket.
 
-Run as ``python -m tests.support.vllm_host ADDRESS LLM_OPTIONS_JSON``. :class:`VllmHost` starts it and waits until it
-answers; :class:`VllmConnection` is how any process calls it, and is an engine for a refit session.
+Run as ``python -m tests.support.vllm_host ADDRESS LLM_OPTIONS_JSON``, or from a template. :class:`VllmHost` starts it
+and waits until it answers; :class:`VllmConnection` is how any process calls it, and is an engine for a refit session.
 """
 
 from __future__ import annotations
@@ -22,23 +22,11 @@ from typing import Any, Self
 
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
+from tests.support.prepared import template_of, variables_of, vllm_on_cpu
+from tests.support.template import Process
 
 _KEY = b"tests"
 _START_S = 240.0
-
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # vLLM 0.26.0 has no multi-latent attention for CPUs; without, it computes the same with whole heads.
-    "VLLM_MLA_DISABLE": "1",
-}
 
 LLM_OPTIONS: Mapping[str, Any] = {
     "skip_tokenizer_init": True,
@@ -46,6 +34,7 @@ LLM_OPTIONS: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 64,
     "block_size": 32,
+    "num_gpu_blocks_override": 64,  # vLLM fills all of its cache with zeros, a gigabyte otherwise
     "weight_transfer_config": {"backend": "etp"},
 }
 
@@ -56,16 +45,19 @@ class VllmHost:
     Args:
         model: directory of the model.
         folder: where the socket and the log go.
+        spawned: whether the engine and its workers are started as vLLM starts them: each as a new Python, which
+            imports everything itself. Otherwise the engine is a copy of a template, and its workers copies of it.
         options: of ``LLM``, beside those above.
     """
 
-    def __init__(self, model: Path, folder: Path, **options: Any) -> None:
+    def __init__(self, model: Path, folder: Path, *, spawned: bool = False, **options: Any) -> None:
         self.address = str(folder / "host.sock")
         self._log = folder / "host.log"
         merged = {**LLM_OPTIONS, "model": str(model), **options}
         workers = int(merged.get("tensor_parallel_size", 1)) * int(merged.get("pipeline_parallel_size", 1))
         merged.setdefault("distributed_executor_backend", "uni" if workers == 1 else "mp")
-        self._command = [sys.executable, "-m", "tests.support.vllm_host", self.address, json.dumps(merged)]
+        self._options = json.dumps(merged)
+        self._template = None if spawned else template_of(vllm_on_cpu)
         self._starts_left = 3
         self.process = self._start()
 
@@ -83,12 +75,18 @@ class VllmHost:
             time.sleep(0.2)
         return VllmConnection(self.address)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Process:
         self._starts_left -= 1
+        variables = variables_of(vllm_on_cpu)
+        if self._template is not None:
+            arguments = (self.address, self._options)
+            return self._template.start(
+                serve_copied, arguments, variables=variables, output=self._log, leads_session=True
+            )
         with self._log.open("w") as log:
             return subprocess.Popen(
-                self._command,
-                env=os.environ | ENVIRONMENT,
+                [sys.executable, "-m", "tests.support.vllm_host", self.address, self._options],
+                env=os.environ | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -254,13 +252,23 @@ def _serve(connection: Connection, served: _Served) -> None:
             connection.send(answer)
 
 
-def main() -> None:
-    address, options = sys.argv[1], json.loads(sys.argv[2])
-    served = _Served(options)
+def serve_copied(address: str, options: str) -> None:
+    """Like :func:`serve`, and the workers are copies of this process; by itself vLLM starts them anew on CPUs."""
+    import multiprocessing
+
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    serve(address, options)
+
+
+def serve(address: str, options: str) -> None:
+    """Starts the engine with the options, and answers at the address."""
+    served = _Served(json.loads(options))
     with Listener(address, "AF_UNIX", backlog=16, authkey=_KEY) as listener:
         while True:
             threading.Thread(target=_serve, args=(listener.accept(), served), daemon=True).start()
 
 
 if __name__ == "__main__":
-    main()
+    serve(sys.argv[1], sys.argv[2])

@@ -1,6 +1,6 @@
 """A worker process of the launcher: imports torch once, then runs the bodies it is told to.
 
-Started by :mod:`tests.support.launch` as ``worker.py SOCKET_FD STACKS_FILE PARENT_PID``.
+Started by :mod:`tests.support.launch`, from a template or as ``worker.py SOCKET_FD STACKS_FILE PARENT_PID``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ if TYPE_CHECKING:
     from tests.support.protocol import Done, Failed, Job
 
 
-def main() -> None:
-    """Answer jobs until the session closes the connection."""
-    descriptor, stacks, parent = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None:
+    """Answer jobs until the session closes the connection.
+
+    Args:
+        descriptor: of the connection's socket.
+        stacks: the file to say in where the process stands when it gets SIGUSR1.
+        parent: the process to end with; the one that this process is a copy of if None.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid() if parent is None else parent,), daemon=True).start()
     connection = Connection(descriptor)
     sys.path[:] = connection.recv()  # the session's, so that imports mean the same here
 
     import torch
 
     torch.set_num_threads(1)
-    with stacks.open("w") as file:
+    with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         connection.send("ready")
         while True:
@@ -97,4 +102,4 @@ def _leave_group() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_jobs(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

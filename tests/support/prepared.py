@@ -1,0 +1,88 @@
+"""What the tests' processes have imported when they start: torch, Megatron or vLLM, by one template each."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tests.support.template import Template
+
+
+def torch_alone() -> None:
+    """Import what every body needs."""
+    import torch.distributed  # noqa: F401
+
+
+def torch_for_megatron() -> None:
+    """Import torch, where Megatron is to be imported later, in a way of the body's own."""
+    import torch.distributed  # noqa: F401
+
+
+def patched_megatron() -> None:
+    """Import and patch Megatron, as bodies do that build or train its models."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    import megatron.training.training  # noqa: F401
+
+
+def vllm_on_cpu() -> None:
+    """Import what an engine and its workers need; the modules of models are left to the engine."""
+    import vllm.entrypoints.llm
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.structured_output.backend_guidance
+    import vllm.v1.structured_output.backend_xgrammar
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import megatron_patches.refit.vllm.engine  # noqa: F401
+
+
+MEGATRON: Mapping[str, str] = {
+    # Otherwise Megatron compiles its fused element-wise functions, for tens of seconds.
+    "TORCH_COMPILE_DISABLE": "1",
+    # With tensor parallelism it demands that kernels start in the order in which they are given to the device.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+VARIABLES: Mapping[Callable[[], None], Mapping[str, str]] = {
+    torch_alone: {},
+    torch_for_megatron: MEGATRON,
+    patched_megatron: MEGATRON,
+    vllm_on_cpu: {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # vLLM 0.26.0 has no multi-latent attention for CPUs; without, it computes the same with whole heads.
+        "VLLM_MLA_DISABLE": "1",
+        # vLLM compiles what counts likelier tokens, and starts a compiler and two Pythons to see what they can do.
+        "TORCH_COMPILE_DISABLE": "1",
+    },
+}
+"""Environment variables, most of which are read while a module is imported."""
+
+OF_ALL = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def variables_of(prepare: Callable[[], None]) -> dict[str, str]:
+    """Environment variables of a process in which ``prepare`` has run."""
+    return {**OF_ALL, **VARIABLES[prepare]}
+
+
+def template_of(prepare: Callable[[], None]) -> Template | None:
+    """The session's template; None where there are GPUs, as what is made ready for CUDA cannot be copied."""
+    return None if torch.cuda.is_available() else _template_of(prepare)
+
+
+@functools.cache
+def _template_of(prepare: Callable[[], None]) -> Template:
+    template = Template(prepare, variables_of(prepare))
+    atexit.register(template.close)
+    return template
