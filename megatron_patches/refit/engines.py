@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -68,7 +69,10 @@ class HttpEngine:
 
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
-        return int(self._call("GET", "get_world_size")["world_size"])
+        answer = self._call("GET", "get_world_size")
+        if not isinstance(answer.get("world_size"), int):
+            raise RefitError(f"{self.name}/get_world_size answered {answer}, without world_size; is it a vLLM server?")
+        return int(answer["world_size"])
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
@@ -109,9 +113,12 @@ class HttpEngine:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             raise RefitError(f"{self.name}/{route} answered {error.code}: {_shown(error.read())}") from error
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise RefitError(f"cannot reach {self.name}/{route}: {error}") from error
-        found = json.loads(content) if content else {}
+        try:
+            found = json.loads(content) if content else {}
+        except ValueError as error:
+            raise RefitError(f"{self.name}/{route} answered no JSON but {_shown(content)}") from error
         return found if isinstance(found, dict) else {}
 
 

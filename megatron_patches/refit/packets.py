@@ -1,8 +1,8 @@
 """Boxes packed for the way: what every transport carries, and the steps on both sides that all transports share.
 
 A :class:`Sender` packs a load straight into the memory from which it leaves and digests each box while packing; of a
-direct load it only digests the boxes. An :class:`Unpacker` puts the boxes of arriving packets into memory of the
-destination that does not serve yet, and :meth:`Unpacker.verify` reads every wanted box back, at the place that the
+direct load it only digests the boxes. An :class:`Unpacker` puts the boxes of arriving packets into memory that no
+request is answered from meanwhile, and :meth:`Unpacker.verify` reads every wanted box back, at the place that the
 destination's *manifest* says and not the plan, and compares digests. How a packet travels is a transport's business.
 """
 
@@ -199,7 +199,7 @@ _Key = tuple[int, int, int, int]
 
 
 class Unpacker:
-    """Receives one version at a time into memory that does not serve.
+    """Receives one version at a time into memory that no request is answered from meanwhile.
 
     Args:
         plan: the plan.

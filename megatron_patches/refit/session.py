@@ -315,7 +315,7 @@ class RefitSession:
                 parties = self._exchange.size + sum(sizes)
                 self._rendezvous = Rendezvous(parties, self._options.timeout_s, self._options.host)
                 answer = self._rendezvous.invitation, sizes
-            except (RefitError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for this one; raised on all below
                 answer = describe_error(error)
         found: tuple[Invitation, list[int]] | str = self._exchange.gather(answer)[0]
         if isinstance(found, str):

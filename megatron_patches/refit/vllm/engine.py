@@ -56,6 +56,21 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self.version = 0
         self._session: WorkerSession | None = None
 
+    def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
+        """Reads one call.
+
+        Raises:
+            ValueError: if it has other fields than this version of the package knows. Where the engine has several
+                workers, it is carried out as a call that fails, instead; see [Note: calls].
+        """
+        try:
+            read: RefitCall = super().parse_init_info(init_dict)
+        except ValueError as error:
+            if self.parallel_config.world_size == 1:
+                raise
+            return RefitCall(call=f"unreadable: {error}")
+        return read
+
     def init_transfer_engine(self, init_info: RefitCall) -> None:
         """Carries out one call; see [Note: calls].
 

@@ -314,3 +314,28 @@ def test_a_source_that_cannot_look_its_memory_up_fails_the_step_at_once() -> Non
         assert time.monotonic() - started < 30
         assert all(isinstance(a, PartyFailedError) and "the parameters are others" in str(a) for a in answers)
         parties.check(2, parties.move(2))
+
+
+def test_leaving_in_another_thread_ends_what_a_party_waits_for_and_its_links() -> None:
+    case = coverable(9)
+    with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
+        parties.prepare()
+        parties.check(1, parties.move(1))
+        step = parties.assemblies[0].next_step
+
+        def leave(rank: int) -> None:
+            if not rank:
+                time.sleep(1.0)
+                for party in parties.destinations:
+                    party.leave()
+
+        started = time.monotonic()
+        answers = parties.each(
+            leave,
+            lambda rank: parties.destinations[rank].receive(
+                2, step, True, lambda: memory(case.destinations[rank], None)
+            ),
+        )
+        assert time.monotonic() - started < 30
+        assert all(isinstance(answer, PartyFailedError) for answer in answers[len(case.sources) :])
+        assert not any(party.linked or party.staging.leased_bytes for party in parties.destinations)

@@ -1,0 +1,76 @@
+"""The trainer's view of an HTTP server: whatever it answers, the error says which server and what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.session import RefitOptions, RefitSession
+
+
+@contextmanager
+def answering(raw: bytes) -> Iterator[HttpEngine]:
+    """A server that answers everything alike, and a client of it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(raw)
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield HttpEngine(f"http://127.0.0.1:{server.server_port}", 10.0)
+        finally:
+            server.shutdown()
+
+
+def ok(content: str) -> bytes:
+    return f"HTTP/1.0 200 OK\r\n\r\n{content}".encode()
+
+
+def test_the_size_of_an_engine() -> None:
+    with answering(ok('{"world_size": 4}')) as engine:
+        assert engine.world_size() == 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (ok("<html>hello</html>"), r"http://.*/get_world_size answered no JSON but <html>hello</html>"),
+        (ok('{"size": 4}'), r"http://.*/get_world_size answered \{'size': 4\}, without world_size"),
+        (ok("[]"), r"without world_size"),
+        (ok(""), r"without world_size"),
+        (b"HTTP/1.0 404 no\r\n\r\nnothing here", r"http://.*/get_world_size answered 404: nothing here"),
+        (b"what?\r\n\r\n", r"cannot reach http://.*/get_world_size"),
+    ],
+)
+def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
+    with answering(raw) as engine:
+        with pytest.raises(RefitError, match=message):
+            engine.world_size()
+        with pytest.raises(RefitError, match=f"cannot start the refit: .*{message}"):
+            RefitSession([], [engine], vocab_size=1, options=RefitOptions(timeout_s=1.0)).prepare()
+
+
+class Broken:
+    """A client that fails as nobody thought of."""
+
+    name = "broken"
+
+    def world_size(self) -> int:
+        raise KeyError("size")
+
+
+def test_other_ranks_do_not_wait_for_a_first_one_that_cannot_ask() -> None:
+    with pytest.raises(RefitError, match="cannot start the refit: 'size'"):
+        RefitSession([], [Broken()], vocab_size=1).prepare()  # type: ignore[list-item]
