@@ -44,8 +44,8 @@ def loader_form(model: nn.Module) -> Iterator[Named]:
     Yields:
         Every parameter and buffer, by module path and attribute.
     """
-    initialize_layerwise_reload(model)
     try:
+        initialize_layerwise_reload(model)
         tensors: Named = {}
         for path, layer in model.named_modules():
             for name, tensor in get_layer_tensors(layer).items():
@@ -209,7 +209,7 @@ def _restore(model: nn.Module) -> None:
     """Puts the running model's tensors back wherever they are not in their place."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        if info.can_load():
+        if info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
             info.reset()
     if hasattr(model, "_original_do_torchao_reload"):
