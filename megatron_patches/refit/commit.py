@@ -150,7 +150,7 @@ class Commit:
             return []
         with suppress(RefitError):  # known already
             self._received()
-        return on_each(self._engines, lambda engine: self._settle(engine, reset_cache=False))
+        return on_each(self._engines, lambda engine: self._settle(engine, asked=False))
 
     def reason(self) -> str | None:
         """Once it has ended: why it failed, or None."""
@@ -176,18 +176,22 @@ class Commit:
             asked = True
             engine.call({"call": "commit", "version": self.version})
         except BaseException:
-            # If only the answer failed to come it serves the new weights: what the old ones left in its cache must go.
-            self._settle(engine, reset_cache=asked)
+            self._settle(engine, asked=asked)
             raise
         self._pauses.end(engine, reset_cache=True)
 
-    def _settle(self, engine: EngineClient, *, reset_cache: bool) -> None:
+    def _settle(self, engine: EngineClient, *, asked: bool) -> None:
         """Resumes an engine that may not have committed.
+
+        Args:
+            engine: it.
+            asked: whether it was asked to commit. If only its answer failed to come it serves the new weights, and
+                what the old ones left in its cache must go; and if it could not put the old ones back it serves none.
 
         Raises:
             RefitError: if it does not answer; it stays paused where it might serve a mixture.
         """
-        if self._in_place:
+        if self._in_place or asked:
             try:
                 engine.call({"call": "abandon"})
             except Exception as error:
@@ -196,4 +200,4 @@ class Commit:
                     f"{engine.name} stays paused, as it did not say that its old weights are back "
                     f"({describe_error(error)}); start it anew, or resume it if it was too slow to answer"
                 ) from error
-        self._pauses.end(engine, reset_cache=reset_cache)
+        self._pauses.end(engine, reset_cache=asked)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 
-from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.errors import LostWeightsError, TransferError
 from megatron_patches.refit.vllm.reload import Replacement
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class AllOrNone:
 
         Raises:
             TransferError: if a worker cannot; then the old ones serve.
+            LostWeightsError: if they cannot be put back here.
         """
         failure: Exception | None = None
         try:
@@ -55,7 +56,10 @@ class AllOrNone:
         except Exception as error:  # noqa: BLE001 - as above
             failure = error
         if not self._all_can(failure is None):
-            replacement.undo()
+            try:
+                replacement.undo()
+            except Exception as error:
+                raise LostWeightsError(f"the weights that served cannot be put back: {error}") from error
             raise self._refusal("failed to replace its weights") from failure
         replacement.forget()
 

@@ -21,7 +21,13 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from megatron_patches.refit.errors import PartyFailedError, RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.errors import (
+    LostWeightsError,
+    PartyFailedError,
+    RefitError,
+    StaleVersionError,
+    TransferError,
+)
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -107,6 +113,7 @@ class WorkerSession:
         self._latest = 0  # version that this session has committed: a new one may begin anywhere
         self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
+        self._lost: str | None = None  # why the model's weights are of no version for good
 
     def receive(self, version: int, step: int, linked: bool) -> None:
         """Receives a version, or begins to; see [Note: meanwhile].
@@ -183,7 +190,13 @@ class WorkerSession:
         self._settle()
 
     def _settle(self) -> None:
-        """Puts the weights that served back if others are in their place."""
+        """Puts the weights that served back if others are in their place.
+
+        Raises:
+            LostWeightsError: if that fails, or has failed before.
+        """
+        if self._lost is not None:
+            raise LostWeightsError(self._lost)
         if self._in_place is not None and self._in_place.begun:
             self._staged = None
             self._in_place.put_back()
@@ -232,6 +245,9 @@ class WorkerSession:
                 workers.overwrite(replacement, self._serving.device)
             else:
                 workers.exchange(replacement)
+        except LostWeightsError as error:
+            self._lost = str(error)
+            raise
         except Exception:
             self._settle()
             raise

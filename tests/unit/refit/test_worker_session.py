@@ -64,7 +64,7 @@ class Replacement:
     """New weights that note what is done to them, and refuse ``refused``."""
 
     done: list[str]
-    refused = ""
+    refused: tuple[str, ...] = ()
 
     def __init__(self, *_: object) -> None:
         """Nothing."""
@@ -72,7 +72,7 @@ class Replacement:
     def __getattr__(self, name: str) -> Callable[[], None]:
         def do() -> None:
             type(self).done.append(name)
-            if name == type(self).refused:
+            if name in type(self).refused:
                 raise MemoryError(f"no room to {name}")
 
         return do
@@ -123,7 +123,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setattr(worker_session, "Replacement", Replacement)
     monkeypatch.setattr(worker_session, "refresh_attention", lambda *_: None)
-    Replacement.done, Replacement.refused = [], ""
+    Replacement.done, Replacement.refused = [], ()
 
 
 def two(monkeypatch: pytest.MonkeyPatch, *answers: bool | None) -> Votes:
@@ -204,7 +204,7 @@ def test_a_commit_that_nobody_hears_of_is_one(caplog: pytest.LogCaptureFixture) 
     assert under_test.version == 7
     assert "nobody hears how the commit of version 7 went: the trainer has gone" in caplog.text
     under_test.receive(8, 0, True)
-    Replacement.refused = "apply"
+    Replacement.refused = ("apply",)
     with pytest.raises(TransferError, match=r"version 8 was not taken.*failed to replace its weights; version 7"):
         under_test.commit(8)
 
@@ -228,7 +228,7 @@ def test_all_workers_take_a_version_or_none(
     under_test.receive(7, 0, True)
     under_test.abandon()  # waits
     under_test.receive(7, 0, True)
-    Replacement.done, Replacement.refused = [], refused
+    Replacement.done, Replacement.refused = [], (refused,)
     votes = two(monkeypatch, *answers)
     if done[-1] == "forget":
         under_test.commit(7)
@@ -261,7 +261,7 @@ def test_in_place_every_call_ends_with_a_whole_version() -> None:
     with pytest.raises(PartyFailedError):
         under_test.receive(8, 0, True)
     assert not in_place.begun
-    party.failure, Replacement.refused = "", "replace"
+    party.failure, Replacement.refused = "", ("replace",)
     under_test.receive(8, 0, True)
     with pytest.raises(TransferError, match="version 7 serves on"):
         under_test.commit(8)
@@ -270,3 +270,23 @@ def test_in_place_every_call_ends_with_a_whole_version() -> None:
     in_place.is_lost = True
     with pytest.raises(LostWeightsError):
         under_test.end()
+
+
+def test_weights_that_cannot_be_put_back_are_lost_for_good() -> None:
+    party = Party()
+    under_test = session(party)
+    under_test.receive(7, 0, True)
+    Replacement.refused = ("apply", "undo")
+    lost = "the weights that served cannot be put back: no room to undo"
+    with pytest.raises(LostWeightsError, match=lost):
+        under_test.commit(7)
+    assert party.asked[-1] == f"commit of 7: LostWeightsError: {lost}"
+    calls: list[Callable[[], None]] = [
+        under_test.abandon,
+        lambda: under_test.receive(8, 0, True),
+        lambda: under_test.commit(8),
+        under_test.end,
+    ]
+    for call in calls:
+        with pytest.raises(LostWeightsError, match=lost):
+            call()
