@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -267,13 +266,3 @@ def _overlap(one: Region, other: Region) -> bool:
         return region.offset, region.offset + reach
 
     return span(one)[0] <= span(other)[1] and span(other)[0] <= span(one)[1]
-
-
-def module_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of every module, by module path and attribute; shared ones under each of their names."""
-    found: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=True):
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                found[f"{path}.{name}".lstrip(".")] = tensor
-    return found
