@@ -33,6 +33,7 @@ class Aside:
 
         Raises:
             RefitError: if other work has not ended.
+            RuntimeError: if the system has no more threads.
         """
         self.finish(0.0)
 
@@ -48,8 +49,9 @@ class Aside:
             except Exception:
                 logger.exception("refit: %s failed; the weights that served serve on", name)
 
-        self._thread = threading.Thread(target=run, name=f"refit-{name}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=f"refit-{name}", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def finish(self, timeout_s: float) -> None:
         """Waits until no work is under way.

@@ -41,8 +41,8 @@ class Backup:
 
     def start(self) -> None:
         """Begins to copy what serves now, while it serves."""
+        self._is_complete, self._failure = False, None  # first: what follows may fail, and what is kept is older
         self._await_device()
-        self._is_complete, self._failure = False, None
         thread = threading.Thread(target=self._run, name="refit-backup", daemon=True)
         try:
             thread.start()

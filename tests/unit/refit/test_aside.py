@@ -43,3 +43,18 @@ def test_what_work_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         aside.finish(30)
     assert "one failed" in caplog.text
     assert "no such thing" in caplog.text
+
+
+def test_work_that_could_not_be_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't start new thread {thread.name}")
+
+    aside, done = Aside(torch.device("cpu")), list[str]()
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with pytest.raises(RuntimeError, match="refit-one"):
+        aside.start("one", lambda: done.append("one"))
+    monkeypatch.undo()
+    aside.finish(30)
+    aside.start("two", lambda: done.append("two"))
+    aside.finish(30)
+    assert done == ["two"]

@@ -76,3 +76,17 @@ def test_without_a_complete_copy_nothing_is_put_back(monkeypatch: pytest.MonkeyP
     tensor.zero_()
     backup.restore()
     assert raw(tensor) == before
+
+
+def test_an_older_copy_is_not_taken_for_the_one_that_could_not_be_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = bits((50,), 0)
+    backup = Backup([tensor], CPU)
+    backup.start()
+    backup.finish(30)
+    tensor.zero_()
+    monkeypatch.setattr(backup, "_await_device", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backup.start()
+    monkeypatch.undo()
+    with pytest.raises(RefitError, match="no complete copy"):
+        backup.restore()
