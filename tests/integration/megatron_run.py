@@ -14,6 +14,7 @@ import io
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,10 @@ T = TypeVar("T")
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
 PRETRAIN_FROZEN = Path(__file__).with_name("pretrain_frozen.py")
+
+
+DATA_VARIABLE = "ETP_TESTS_DATA"
+"""Says to workers where Megatron keeps the order of its samples: with mock data too it shuffles millions of them."""
 
 
 @dataclass
@@ -63,6 +68,7 @@ class MegatronPool:
 
     def __init__(self, prepare: Callable[[], None] = patched_megatron) -> None:
         self._prepare = prepare
+        self._data = tempfile.TemporaryDirectory()
         # One pool for each number of ranks on GPUs: see tests.support.launch.session_pool.
         self._workers: dict[int, WorkerPool] = {}
         self._known: dict[tuple[int, tuple[str, ...], Path], list[Trajectory]] = {}
@@ -80,7 +86,9 @@ class MegatronPool:
         """Run ``body(rank, world_size, *args)`` on every rank, with Megatron loaded or to be loaded."""
         if on_gpus():
             skip_without_gpus(ranks)
-        workers = self._workers.setdefault(ranks if on_gpus() else 0, WorkerPool(self._prepare))
+        workers = self._workers.setdefault(
+            ranks if on_gpus() else 0, WorkerPool(self._prepare, {DATA_VARIABLE: self._data.name})
+        )
         try:
             return workers.run(body, ranks, session_backend(), timeout_s, args)
         except RanksFailedError:
@@ -92,6 +100,7 @@ class MegatronPool:
         """End the processes."""
         for workers in self._workers.values():
             workers.close()
+        self._data.cleanup()
 
 
 def train(rank: int, world_size: int, arguments: Sequence[str], script: Path = PRETRAIN_GPT) -> Trajectory:
@@ -120,6 +129,8 @@ def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) 
 
 
 def _train(rank: int, world_size: int, arguments: Sequence[str], script: Path) -> Trajectory:
+    _describe_flags_once()
+    arguments = [*arguments, "--data-cache-path", os.environ[DATA_VARIABLE]]
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     trajectory = Trajectory()
     chunks: list[Any] = []
@@ -136,6 +147,24 @@ def _train(rank: int, world_size: int, arguments: Sequence[str], script: Path) -
         trajectory.log = output.getvalue()
         _take_down(chunks)
     return trajectory
+
+
+def _describe_flags_once() -> None:
+    """Keep the texts of ``--help``: for them Megatron parses the sources of its settings, twice in each training."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    describe = ArgumentGroupFactory._get_field_docstrings
+    if hasattr(describe, "known"):
+        return
+    known: dict[type, dict[str, str]] = {}
+
+    def describe_once(self: Any, settings: type) -> dict[str, str]:
+        if settings not in known:
+            known[settings] = describe(self, settings)
+        return dict(known[settings])
+
+    describe_once.known = known  # type: ignore[attr-defined]
+    ArgumentGroupFactory._get_field_docstrings = describe_once
 
 
 @contextlib.contextmanager

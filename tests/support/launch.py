@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -108,11 +108,11 @@ class _Worker:
     stacks: Path
 
     @classmethod
-    def start(cls, folder: Path, number: int, prepare: Callable[[], None]) -> _Worker:
+    def start(cls, folder: Path, number: int, prepare: Callable[[], None], more: Mapping[str, str]) -> _Worker:
         """Start a process; it is usable once :meth:`await_start` has returned."""
         ours, theirs = socket.socketpair()
         stacks = folder / f"stacks-{number}.txt"
-        template, variables = template_of(prepare), variables_of(prepare)
+        template, variables = template_of(prepare), {**variables_of(prepare), **more}
         process: Process
         with theirs:
             if template is not None:
@@ -158,9 +158,11 @@ class WorkerPool:
 
     Args:
         prepare: what they have run before; one of :mod:`tests.support.prepared`.
+        variables: environment variables of theirs, on top of this process's and of those that belong to ``prepare``.
     """
 
     prepare: Callable[[], None] = torch_alone
+    variables: Mapping[str, str] = field(default_factory=dict)
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] | None = None
     _store: dist.TCPStore | None = None
@@ -206,7 +208,7 @@ class WorkerPool:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
         new = [
-            _Worker.start(Path(self._folder.name), number, self.prepare)
+            _Worker.start(Path(self._folder.name), number, self.prepare, self.variables)
             for number in range(len(self._workers), world_size)
         ]
         self._workers += new
