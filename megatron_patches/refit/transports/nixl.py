@@ -94,8 +94,12 @@ class NixlTransport:
         """Makes the slots known to the destination."""
         agent = self._agent
         slots = _Slots(agent, self._place, end.slot_bytes)
-        remote = _Remote(agent.metadata, agent.kind, agent.device, slots.region.address)
-        frames.send(end.connection, msgspec.msgpack.encode(remote), end.patience)
+        try:
+            remote = _Remote(agent.metadata, agent.kind, agent.device, slots.region.address)
+            frames.send(end.connection, msgspec.msgpack.encode(remote), end.patience)
+        except BaseException:
+            slots.release()
+            raise
         return NixlOutgoing(agent, slots, self._storages)
 
     def incoming(self, end: LinkEnd) -> NixlIncoming:
@@ -137,7 +141,11 @@ class _Slots:
         self.memory = self._lease.buffer
         self.payloads = [self.memory[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
         self.region: Region = region_of(self.memory)
-        agent.register(self.region)
+        try:
+            agent.register(self.region)
+        except BaseException:
+            self._lease.release()
+            raise
 
     def release(self) -> None:
         """Forgets it."""

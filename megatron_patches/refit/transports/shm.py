@@ -51,7 +51,11 @@ class ShmTransport:
         try:
             os.ftruncate(handle, SLOTS * end.slot_bytes)
             wire = ShmWire(handle, end.slot_bytes, self._pool, write=True)
-            socket.send_fds(end.connection, [b"m"], [handle])
+            try:
+                socket.send_fds(end.connection, [b"m"], [handle])
+            except BaseException:
+                wire.close()
+                raise
         finally:
             os.close(handle)
         return wire

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,16 +11,20 @@ import pytest
 
 from megatron_patches.refit import loads
 from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, Terms
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
-from megatron_patches.refit.transports.base import Place, TransportName
+from megatron_patches.refit.transports.base import LinkEnd, Place, Transport, TransportName
+from megatron_patches.refit.transports.nixl import NixlTransport
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
+from megatron_patches.refit.transports.shm import ShmTransport
 
 SPEC = TensorSpec("w", (1500, 16), "bfloat16")
 
@@ -65,3 +70,42 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other(mo
     assert np.array_equal(taken, held)
     sender.close()
     receiver.close()
+
+
+class Agent:
+    """Stands for NIXL's, of which a source's slots need little; it may refuse them."""
+
+    metadata, kind, device = b"", "cpu", 0
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses, self.known = refuses, list[object]()
+
+    def register(self, region: object) -> None:
+        if self.refuses:
+            raise PartyFailedError("no memory can be registered")
+        self.known.append(region)
+
+    def forget(self, region: object) -> None:
+        self.known.remove(region)
+
+
+def nixl(here: Place, *, refuses: bool = False) -> NixlTransport:
+    transport = NixlTransport.__new__(NixlTransport)
+    transport._place, transport._agent = here, Agent(refuses=refuses)  # type: ignore[assignment]
+    return transport
+
+
+@pytest.mark.parametrize(
+    "make", [ShmTransport, nixl, lambda here: nixl(here, refuses=True)], ids=["shm", "nixl", "nixl refuses"]
+)
+def test_a_link_that_is_not_made_keeps_no_staging_memory(make: Callable[[Place], Transport]) -> None:
+    """The party makes its links again for the next version, within the same budget."""
+    here = place(0)
+    near, far = socket.socketpair()
+    far.close()
+    with near:
+        end = LinkEnd(connection=near, peer=1, slot_bytes=512, patience=Patience(5.0, "a link"))
+        with pytest.raises((PartyFailedError, OSError)):
+            make(here).outgoing(end)
+    assert here.pool.peak_bytes == 1024
+    assert here.pool.leased_bytes == 0
