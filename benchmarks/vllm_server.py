@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -17,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 300.0
+from examples.vllm_process import ON_A_CPU, ServerError, running_server
+
+__all__ = ["ALPHABET", "Sample", "ServerError", "VllmServer", "serve"]
+
 ALPHABET = 256
 """Tokens that samples consist of: those of the tokenizer that comes with the model."""
-
-
-class ServerError(Exception):
-    """The server did not start, or did not answer."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +88,6 @@ class VllmServer:
             raise ServerError(f"{self.url}/{route} does not answer: {error}") from error
         return json.loads(content) if content else {}
 
-    def is_up(self) -> bool:
-        """Whether it answers."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0):  # noqa: S310 - as above
-                return True
-        except OSError:
-            return False
-
 
 @contextmanager
 def serve(model: Path, backend: str, gpus: Sequence[int], arguments: Sequence[str], log: Path) -> Iterator[VllmServer]:
@@ -118,46 +103,7 @@ def serve(model: Path, backend: str, gpus: Sequence[int], arguments: Sequence[st
     Raises:
         ServerError: if it does not start.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        server = VllmServer(probe.getsockname()[1])
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", "benchmark", "--host", "127.0.0.1", "--port", server.url.rpartition(":")[2]),
-        *(
-            "--load-format",
-            "dummy",
-            "--dtype",
-            "bfloat16",
-            "--weight-transfer-config",
-            json.dumps({"backend": backend}),
-        ),
-        *("--tensor-parallel-size", str(max(1, len(gpus))), *arguments),
-    ]
-    environment = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-    }
-    if not gpus:
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(  # noqa: S603
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not server.is_up():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(f"vLLM did not start; the end of its log:\n{log.read_text()[-3000:]}")
-            time.sleep(0.5)
-        yield server
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=30.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=30.0)
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **({} if gpus else ON_A_CPU)}
+    more = ["--dtype", "bfloat16", "--tensor-parallel-size", str(max(1, len(gpus))), *arguments]
+    with running_server(model, "benchmark", backend, more, variables, log) as url:
+        yield VllmServer(int(url.rpartition(":")[2]))

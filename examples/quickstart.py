@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.serving import Server, ServerError, serve, write_byte_tokenizer
+from examples.serving import Server, serve, write_byte_tokenizer
+from examples.vllm_process import ServerError
 
 if TYPE_CHECKING:
     import torch

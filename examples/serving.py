@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_TIMEOUT_S = 300.0
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that weights are replaced through
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-class ServerError(Exception):
-    """The server did not start, or did not answer."""
+from examples.vllm_process import ON_A_CPU, ServerError, running_server
 
 
 def write_byte_tokenizer(folder: Path, end: int) -> None:
@@ -53,8 +34,8 @@ class Server:
         url: its base URL.
     """
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def complete(self, prompt: str, length: int) -> tuple[str, str]:
         """``length`` tokens after ``prompt``, always the likeliest, and the version of the weights that wrote them.
@@ -74,14 +55,6 @@ class Server:
             raise ServerError(f"{self.url} does not answer: {error}") from error
         return text, version
 
-    def is_up(self) -> bool:
-        """Whether it answers."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0):  # noqa: S310 - as above
-                return True
-        except OSError:
-            return False
-
 
 @contextmanager
 def serve(model: Path, length: int, log: Path) -> Iterator[Server]:
@@ -95,33 +68,10 @@ def serve(model: Path, length: int, log: Path) -> Iterator[Server]:
     Raises:
         ServerError: if it does not start.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        server = Server(probe.getsockname()[1])
-    where = f"--host 127.0.0.1 --port {server.url.rpartition(':')[2]}"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *f"--model {model} --served-model-name quickstart {where}".split(),
-        *f"--load-format dummy --dtype float32 --enforce-eager --max-model-len {length} --block-size 32".split(),
-        *("--weight-transfer-config", json.dumps({"backend": "etp"})),
+    arguments = [
+        *f"--dtype float32 --enforce-eager --max-model-len {length} --block-size 32".split(),
         *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
         *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
     ]
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(  # noqa: S603
-            command, env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not server.is_up():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(f"vLLM did not start; see {log}")
-            time.sleep(0.5)
-        yield server
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(timeout=30.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=30.0)
+    with running_server(model, "quickstart", "etp", arguments, ON_A_CPU, log) as url:
+        yield Server(url)

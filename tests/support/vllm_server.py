@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from examples.serving import ENVIRONMENT, START_TIMEOUT_S, write_byte_tokenizer
+from examples.serving import write_byte_tokenizer
+from examples.vllm_process import ON_A_CPU, running_server
 
 MODEL = "under-test"
 
@@ -62,37 +56,9 @@ def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str) -> 
     """
     (folder / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(folder, 255)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     log = folder / "server.log"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *f"--model {folder} --served-model-name {MODEL} --host 127.0.0.1 --port {port}".split(),
-        *("--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64"),
-        *("--block-size", "32"),
-        *("--weight-transfer-config", json.dumps({"backend": "etp"})),
-        *arguments,
-    ]
-    server = VllmServer(f"http://127.0.0.1:{port}", log)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        _wait_until_up(server.url, process, log)
-        yield server
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(180)
-
-
-def _wait_until_up(url: str, process: subprocess.Popen[Any], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5.0):  # noqa: S310 - this machine's own server
-                return
-        except OSError as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM did not start:\n{log.read_text()[-4000:]}") from error
-            time.sleep(0.5)
+    more = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64", "--block-size", "32", *arguments]
+    # vLLM compiles what counts likelier tokens, and starts a compiler and two Pythons to see what they can do.
+    variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
+    with running_server(folder, MODEL, "etp", more, variables, log) as url:
+        yield VllmServer(url, log)

@@ -1,0 +1,99 @@
+"""A vLLM server as a process of this machine: started, waited for, and ended with all that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 180.0
+"""Killed, it still has to give back its memory: on a busy machine that took more than half a minute."""
+
+OF_A_SERVER = {
+    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that weights are replaced through
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Environment variables, the second for a build of vLLM for CPUs."""
+
+
+class ServerError(Exception):
+    """The server did not start, or did not answer."""
+
+
+@contextmanager
+def running_server(
+    model: Path, name: str, backend: str, arguments: Sequence[str], variables: Mapping[str, str], log: Path
+) -> Iterator[str]:
+    """Start a server whose weights mean nothing until some are pushed; it ends with the context.
+
+    Args:
+        model: folder with a configuration and a tokenizer.
+        name: the model's, for requests.
+        backend: vLLM's name of the way weights are to come.
+        arguments: of the command line, beside those that follow from the above.
+        variables: environment variables, on top of this process's and of :data:`OF_A_SERVER`.
+        log: where its output goes.
+
+    Yields:
+        Its base URL.
+
+    Raises:
+        ServerError: with the end of its log, if it does not start.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", name, "--load-format", "dummy"),
+        *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
+    ]
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(  # noqa: S603
+            command,
+            env={**os.environ, **OF_A_SERVER, **variables},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _is_up(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ServerError(f"vLLM did not start; the end of {log}:\n{log.read_text()[-4000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let it end by itself, and kill what is left of its session then."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(KILL_TIMEOUT_S)
+
+
+def _is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5.0):  # noqa: S310 - this machine's own server
+            return True
+    except OSError:
+        return False
