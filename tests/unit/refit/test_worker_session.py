@@ -28,13 +28,14 @@ class Party:
     """Gets what it is told to get, once it may; notes what it is asked, and who disturbs whom."""
 
     def __init__(self) -> None:
-        self.may_receive, self.left = threading.Event(), threading.Event()
+        self.started, self.may_receive, self.left = threading.Event(), threading.Event(), threading.Event()
         self.may_receive.set()
         self.receiving, self.asked, self.failure = False, list[str](), ""
         self.beside_bytes = -1
 
     def receive(self, version: int, step: int, linked: bool, make_memory: Callable[[], object]) -> object:
         self.receiving = True
+        self.started.set()
         try:
             memory = make_memory()
             while not self.may_receive.wait(0.01):
@@ -188,8 +189,7 @@ def test_links_are_taken_down_by_no_other_thread_than_the_one_that_receives() ->
     party.may_receive.clear()
     under_test = session(party, aside=True)
     under_test.receive(7, 0, True)
-    while not party.receiving:
-        pass
+    assert party.started.wait(30)
     under_test.close()
     assert party.asked == ["leave", "close"]
 
