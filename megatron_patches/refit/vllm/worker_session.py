@@ -2,7 +2,8 @@
 
 [Note: meanwhile] vLLM carries out a call between two steps of its engine, so no request goes on during one. A version
 that is received beside the weights that serve therefore arrives in a thread of its own: ``receive`` only begins, and
-the next call waits for its end. With NCCL it does not: its kernels and those of the engine's own communication could
+the next call waits for its end. What can be put together of it is, meanwhile, in another thread: where the new weights
+lie is known before they come. With NCCL it does not: its kernels and those of the engine's own communication could
 wait for each other in a circle, across workers.
 
 [Note: in place] Between ``receive`` and ``commit`` the old version serves, or, where versions are received in place,
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +109,8 @@ class WorkerSession:
         self.version = version
         self._party, self._serving, self._layout = party, serving, layout
         self._may_go_on, self._timeout_s = may_go_on, timeout_s
+        # Only where things lie matters then, and that is known before anything has come.
+        self._may_begin = may_go_on and all(storage.rule is None for storage in layout.manifest.storages)
         self._in_place = layout.in_place
         self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
         self._aside = Aside(serving.device)
@@ -205,16 +209,21 @@ class WorkerSession:
 
     def _take(self, version: int, step: int, linked: bool) -> None:
         made: list[Arriving] = []
+        begun: list[Future[Replacement]] = []
 
         def make() -> Memory:
             made.append(self._make(version))
+            if self._may_begin:
+                begun.append(meanwhile.submit(self._begin, dict(made[0].tensors)))
             return made[0].received_in
 
         try:
-            self._party.receive(version, step, linked, make)
+            with ThreadPoolExecutor(1, f"refit-begin-{version}") as meanwhile:
+                self._party.receive(version, step, linked, make)
             made[0].bits.clear()  # whoever received into them may keep the dictionary
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
-            self._staged = version, self._put_together(parameters)
+            replacement = begun[0].result(self._timeout_s) if begun else self._put_together(parameters)
+            self._staged = version, replacement
         except Exception as error:
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
             self._settle()  # has nothing to do where requests go on
@@ -226,6 +235,13 @@ class WorkerSession:
         made = self._memory.make(self._timeout_s)
         self._party.beside_bytes = made.beside_bytes
         return made
+
+    def _begin(self, parameters: dict[str, torch.Tensor]) -> Replacement:
+        """:meth:`_put_together` in a thread of its own, while the content of ``parameters`` arrives."""
+        if self._serving.device.type == "cuda":
+            torch.cuda.set_device(self._serving.device)
+        with torch.no_grad():
+            return self._put_together(parameters)
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
         """New weights, as far as they can be made ready before the commit, for which requests wait."""

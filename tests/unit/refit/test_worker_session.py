@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_patches.refit.conversion import CONVERT, Rule, Step
 from megatron_patches.refit.errors import LostWeightsError, PartyFailedError, RefitError, TransferError
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.manifest import Manifest, Storage
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -134,9 +136,12 @@ def two(monkeypatch: pytest.MonkeyPatch, *answers: bool | None) -> Votes:
     return votes
 
 
-def session(party: Party, *, aside: bool = False, in_place: InPlace | None = None) -> WorkerSession:
+def session(
+    party: Party, *, aside: bool = False, in_place: InPlace | None = None, rule: Rule | None = None
+) -> WorkerSession:
     serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cpu"))
-    layout = Layout(Manifest(0, "here", (), ()), (), cast(Any, None), cast(Any, in_place))
+    storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
+    layout = Layout(Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place))
     return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0)
 
 
@@ -150,6 +155,44 @@ def test_a_version_is_received_and_committed(aside: bool) -> None:
     assert party.asked == ["received 7 at 3, linked: True", "commit of 7: None"]
     assert Replacement.done == [*(["begin"] if aside else ["build"]), "build", "apply", "forget"]
     assert party.beside_bytes == 0
+
+
+def test_weights_are_put_together_while_they_arrive() -> None:
+    party = Party()
+    party.may_receive.clear()
+    under_test = session(party, aside=True)
+    under_test.receive(7, 3, True)
+    deadline = time.monotonic() + 10.0
+    while not Replacement.done and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert Replacement.done == ["begin"]
+    assert party.receiving
+    party.may_receive.set()
+    under_test.commit(7)
+    assert Replacement.done == ["begin", "build", "apply", "forget"]
+
+
+def test_weights_that_are_converted_are_put_together_when_all_have_come() -> None:
+    party = Party()
+    party.may_receive.clear()
+    under_test = session(party, aside=True, rule=Rule("weight", (Step(CONVERT, "float32"),)))
+    under_test.receive(7, 3, True)
+    assert party.started.wait(10.0)
+    time.sleep(0.05)
+    assert Replacement.done == []
+    party.may_receive.set()
+    under_test.commit(7)
+    assert Replacement.done == ["begin", "build", "apply", "forget"]
+
+
+def test_what_cannot_be_put_together_is_told_at_the_commit() -> None:
+    party = Party()
+    Replacement.refused = ("begin",)
+    under_test = session(party, aside=True)
+    under_test.receive(7, 3, True)
+    with pytest.raises(TransferError, match="no room to begin"):
+        under_test.commit(7)
+    assert under_test.version == 2
 
 
 def test_only_what_was_received_last_is_committed() -> None:
