@@ -27,7 +27,7 @@ class Pauses:
 
     @property
     def longest_s(self) -> float:
-        """Of the last push, the longest time from when no request of an engine went on until they did."""
+        """Of the last push, the longest time for which an engine began no request."""
         return max(self._lasted.values(), default=0.0)
 
     def begin_push(self) -> None:
@@ -59,8 +59,9 @@ class Pauses:
             RefitError: if that fails.
         """
         if id(engine) not in self._since:
+            since = time.perf_counter()
             engine.pause(self._mode)
-            self._since[id(engine)] = time.perf_counter()
+            self._since[id(engine)] = since
 
     def end(self, engine: EngineClient, *, reset_cache: bool) -> None:
         """Resumes one, if it is paused.

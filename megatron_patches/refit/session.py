@@ -73,7 +73,7 @@ class PushReport:
         backup_bytes: the most memory of its host in which a worker keeps the weights that serve.
         seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
             waited for it, ``commit`` until all engines serve the new weights, and ``paused``, the longest that one of
-            them had no request go on, counted from when none did. Of ``send``, on the slowest worker:
+            them began no request, from when it was asked to pause. Of ``send``, on the slowest worker:
             ``allocate`` memory beside the weights that serve, ``move`` (packing, the way and unpacking, which
             overlap), and ``verify``.
     """

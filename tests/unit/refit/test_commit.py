@@ -68,7 +68,7 @@ def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, resume: str, i
     under_test.start()
     assert under_test.reason() is None
     assert [engine.asked for engine in engines] == [[f"pause {mode.value}", "commit", resume]] * 2
-    assert 0 < pauses.longest_s < 5
+    assert 0.01 <= pauses.longest_s < 5  # the time to pause counts
 
 
 @pytest.mark.parametrize("in_place", [False, True])
