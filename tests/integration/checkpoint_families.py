@@ -17,75 +17,18 @@ from megatron_patches.refit.__main__ import main
 from megatron_patches.refit.export import export_checkpoint
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import fill, start
+from tests.integration.tiny_models import DEEPSEEK_V3_ODD, LLAMA, NEMOTRON_H_ODD, QWEN2, QWEN3, QWEN3_MOE
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmConnection
 
 ITERATION = 7
-_SHAPE: dict[str, object] = {
-    "torch_dtype": "bfloat16",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-_EXPERTS: dict[str, object] = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-    "moe_intermediate_size": 64,
-}
 CONFIGS: dict[str, dict[str, object]] = {
-    "llama": {**_SHAPE, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
-    "qwen2": {**_SHAPE, "architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {**_SHAPE, "architectures": ["Qwen3ForCausalLM"]},
-    "qwen3_moe": {
-        **_SHAPE,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "deepseek_v3": {
-        **_SHAPE,
-        **_EXPERTS,
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 6,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-    },
-    "nemotron_h": {
-        **_SHAPE,
-        **_EXPERTS,
-        "architectures": ["NemotronHForCausalLM"],
-        "hybrid_override_pattern": "ME*M-EMM",
-        "num_hidden_layers": 8,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 6,
-        "n_groups": 2,
-        "ssm_state_size": 5,
-        "conv_kernel": 4,
-        "moe_shared_expert_intermediate_size": 20,
-        "layer_norm_epsilon": 1e-5,
-    },
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "deepseek_v3": DEEPSEEK_V3_ODD,
+    "nemotron_h": NEMOTRON_H_ODD,
 }
 
 _COMMON = (

@@ -20,7 +20,7 @@ from tests.integration.live_refit import (
     push_body,
     unreachable_body,
 )
-from tests.integration.test_live_refit import QWEN3
+from tests.integration.tiny_models import QWEN3
 from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmConnection, VllmHost

@@ -20,6 +20,7 @@ import pytest
 from megatron_patches.refit.session import PushReport
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import PROMPTS, export_body, in_place_body, narrowing_body, push_body, train_body
+from tests.integration.tiny_models import DEEPSEEK_V3, LLAMA, NEMOTRON_H, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
 from tests.support.vllm_host import VllmHost
@@ -29,83 +30,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-QWEN3: dict[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "torch_dtype": "bfloat16",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
-QWEN3_MOE = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,  # half of it, for two ranks, is the least that vLLM's kernel for CPUs takes
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-DEEPSEEK_V3: dict[str, object] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "torch_dtype": "bfloat16",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-    "moe_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-}
-NEMOTRON_H: dict[str, object] = {
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "torch_dtype": "bfloat16",
-    "hybrid_override_pattern": "M-*M",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "n_groups": 2,
-    "ssm_state_size": 16,
-    "conv_kernel": 4,
-    "vocab_size": 37,
-    "max_position_embeddings": 64,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": False,
-}
 CONFIGS = {
     "qwen3": QWEN3,
     "llama_tied": LLAMA,

@@ -20,7 +20,7 @@ from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import PROMPTS, STAGING, fill, kill_in, start
-from tests.integration.test_live_refit import LLAMA
+from tests.integration.tiny_models import LLAMA
 from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
 from tests.support.vllm_server import VllmServer, vllm_server

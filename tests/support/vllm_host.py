@@ -27,6 +27,7 @@ from tests.support.template import Process
 
 _KEY = b"tests"
 _START_S = 240.0
+_END_S = 20.0
 
 LLM_OPTIONS: Mapping[str, Any] = {
     "skip_tokenizer_init": True,
@@ -101,6 +102,10 @@ class VllmHost:
         self._end()
 
     def _end(self) -> None:
+        # By itself it leaves nothing in /dev/shm.
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         # Killed, it still has to give back its memory: on a busy machine that took more than half a minute.
@@ -162,6 +167,10 @@ class _Served:
         self.lock = threading.Lock()
         self._llm = LLM(**options)
         self._engine = LocalEngine(self._llm)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def world_size(self) -> int:
         return self._engine.world_size()
@@ -265,9 +274,13 @@ def serve_copied(address: str, options: str) -> None:
 def serve(address: str, options: str) -> None:
     """Starts the engine with the options, and answers at the address."""
     served = _Served(json.loads(options))
-    with Listener(address, "AF_UNIX", backlog=16, authkey=_KEY) as listener:
-        while True:
-            threading.Thread(target=_serve, args=(listener.accept(), served), daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        with Listener(address, "AF_UNIX", backlog=16, authkey=_KEY) as listener:
+            while True:
+                threading.Thread(target=_serve, args=(listener.accept(), served), daemon=True).start()
+    finally:
+        served.close()
 
 
 if __name__ == "__main__":
