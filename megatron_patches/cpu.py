@@ -153,6 +153,8 @@ def _device_records() -> tuple[PatchRecord, ...]:
     constants: tuple[tuple[str, object, str], ...] = (
         ("current_device", _CPU, "Megatron allocates on torch.cuda.current_device()"),
         ("device_count", 1, "Megatron sets up its process groups only where the count is above 0"),
+        # PYTORCH_NVML_BASED_CUDA_CHECK=1, which vLLM sets, lets torch answer from the count above.
+        ("is_available", False, "there is no CUDA, whatever the count of devices"),
         ("set_device", None, "Megatron selects the local rank's device"),
         ("get_device_capability", (0, 0), "Megatron asks for the architecture when it validates arguments"),
         ("get_device_properties", properties, "Megatron asks for the architecture when it validates arguments"),

@@ -181,7 +181,8 @@ class WorkerPool:
             worker.connection.send(Job(body, rank, world_size, backend, timeout_s, f"call-{call}", port, arguments))
         results, failures = self._collect(workers, timeout_s)
         if failures:
-            if any(f.kind in ("exit", "hang") for f in failures):
+            # Ranks that have got differently far number their next process groups differently. Copies cost nothing.
+            if any(f.kind in ("exit", "hang") for f in failures) or template_of(self.prepare) is not None:
                 self.close()
             kind = RanksHungError if all(f.kind == "hang" for f in failures) else RanksFailedError
             raise kind(f"{body.module}:{body.qualname}", world_size, failures)

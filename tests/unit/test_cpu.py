@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -127,8 +130,6 @@ def test_environment_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "0")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     cpu.prepare_environment()
-    import os
-
     assert (os.environ["TORCH_COMPILE_DISABLE"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("0", "1")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -138,3 +139,20 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu.needed()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cpu.needed()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_cuda_stays_away_however_torch_looks_for_it(variable: str) -> None:
+    """Megatron is told of one device; torch may take the number of devices for an answer."""
+    code = "import torch, megatron_patches; megatron_patches.apply(); print(torch.cuda.is_available())"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": variable, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
