@@ -28,6 +28,8 @@ from benchmarks.train_report import load, plot, table
 
 # Importing everything on all ranks, and the first collectives.
 _START_S = 25.0
+# For processes to end by themselves once all is measured and written.
+_END_S = 10.0
 # Less time than this is not worth a start.
 _SHORTEST_S = 45.0
 _OURS = ("none", "etp_copy_engine", "etp_c10d", "none_graph", "etp_copy_engine_graph", "etp_c10d_graph")
@@ -58,7 +60,7 @@ class Job:
 
 def jobs(kinds: Sequence[str]) -> list[Job]:
     """All jobs of the given kinds, the most important one first."""
-    model, small = ("--shape", "llama8b-8l"), ("--shape", "small", "--steps", "20")
+    model, small = ("--shape", "llama8b-8l"), ("--shape", "small", "--steps", "20", "--longest", "0.5")
     # A step takes seconds: few of them.
     big = ("--shape", "llama70b-40l", "--steps", "1", "--rounds", "2", "--warm-up", "0")
     every = [
@@ -121,6 +123,9 @@ def run_job(job: Job, out: Path, deadline: float, start: Runner, *, wanted_by: f
         start: runs one process.
         wanted_by: when the job should be through, in the same clock.
     """
+    for former in out.glob(f"{job.name}*.json"):
+        if _is_of(job.name, former):
+            former.unlink()
     attempt, left = 1, job.systems
     while left:
         path = out / (f"{job.name}.json" if attempt == 1 else f"{job.name}-{attempt}.json")
@@ -128,12 +133,12 @@ def run_job(job: Job, out: Path, deadline: float, start: Runner, *, wanted_by: f
         if remaining < _SHORTEST_S:
             _record(path, dict.fromkeys(left, "not run: the time was up"), job)
             return
-        wanted = min(job.limit_s, wanted_by - time.monotonic()) - _START_S
+        wanted = min(job.limit_s, wanted_by - time.monotonic()) - _START_S - _END_S
         ended = start(replace(job, systems=left), path, Time(max(wanted, 1.0), remaining))
         report = _read(path)
         doing = report.get("doing", "start")
         if not doing:
-            # All was done; a hang while the processes end does not matter any more.
+            # All was done; how the processes ended does not matter any more.
             return
         culprit = doing.split(":")[0]
         reason = "took too long" if ended.code is None else f"the process ended with {ended.code}"
@@ -184,14 +189,25 @@ def torchrun(gpus: int) -> Runner:
         log = path.with_suffix(".log")
         with log.open("w") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)  # noqa: S603 - built above
-            try:
-                code: int | None = process.wait(time_.limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
+            code = _wait(process, path, time_.limit_s)
+            if code is None:
                 _end(process)
         return Ended(code, what_went_wrong(log.read_text(encoding="utf-8", errors="replace")))
 
     return start
+
+
+def _wait(process: subprocess.Popen[bytes], path: Path, limit_s: float) -> int | None:
+    """Wait for a process, but not long once its report says that all is done; its code, or None if it still runs."""
+    until = time.monotonic() + limit_s
+    done = False
+    while time.monotonic() < until:
+        try:
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            if not done and _read(path).get("doing") == "":
+                done, until = True, min(until, time.monotonic() + _END_S)
+    return None
 
 
 def _free_port() -> int:
@@ -263,9 +279,14 @@ def summarise(out: Path) -> None:
         print(f"no plot: {error}")
 
 
+def _is_of(name: str, path: Path) -> bool:
+    """Whether a report is one of the attempts at a job."""
+    return re.fullmatch(rf"{name}(-\d+)?", path.stem) is not None
+
+
 def _importance(path: Path) -> tuple[int, str]:
     names = [job.name for job in jobs(("ours", "theirs", "small", "big"))]
-    known = [index for index, name in enumerate(names) if path.stem == name or re.fullmatch(rf"{name}-\d+", path.stem)]
+    known = [index for index, name in enumerate(names) if _is_of(name, path)]
     return (known[0] if known else len(names), path.stem)
 
 

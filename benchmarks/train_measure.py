@@ -31,6 +31,9 @@ from benchmarks.train_systems import BuildOptions, System, build
 _WARM_UP_STEPS = 3
 _EAGER_WARM_UP_STEPS = 2
 _TRACED_STEPS = 2
+_FEWEST_STEPS = 2
+# Of the time; traces take the rest.
+_ROUNDS_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,12 @@ class RunOptions:
         microbatches: numbers of microbatches a step.
         rounds: how often everything is measured; the order is another one each time.
         steps: steps in a row that one measurement averages.
+        longest: seconds that these should take: fewer steps where they would take longer, but at least 2.
         warm_up: steps before each measurement.
         seed: of the order.
         prefetch_depth: of ETP.
-        seconds: begin no further round once 60 % of them are spent, and no further trace once all are.
+        seconds: begin no further round that would end, as the longest one so far did, after 90 % of them, and no
+            further trace once all are spent.
         json: where the report goes, if anywhere.
         traces: folder in which profiler traces stay; None deletes them once they are read.
     """
@@ -56,6 +61,7 @@ class RunOptions:
     microbatches: tuple[int, ...] = (1, 4)
     rounds: int = 3
     steps: int = 5
+    longest: float = 1.0
     warm_up: int = 1
     seed: int = 0
     prefetch_depth: int = 1
@@ -70,7 +76,8 @@ class Result:
 
     Attributes:
         milliseconds: of a step, on the slowest rank; one entry a round.
-        host_ms: until the host had enqueued a step.
+        steps: in a row, that each of these averages.
+        host_ms: until the host had enqueued a step, in the last round; with waits where the GPU's queue was full.
         allocated_gib: held between two steps, by PyTorch's allocator.
         peak_gib: the most that PyTorch's allocator held in a step.
         other_gib: held outside of PyTorch's allocator, by purpose.
@@ -82,6 +89,7 @@ class Result:
     system: str
     microbatches: int
     milliseconds: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     host_ms: float = 0.0
     allocated_gib: float = 0.0
     peak_gib: float = 0.0
@@ -160,16 +168,26 @@ class Run:
         for name in self.options.systems:
             self._try(name, "building", lambda n=name: self._build(n))  # type: ignore[misc]
         order = random.Random(self.options.seed)  # noqa: S311 - the same order on all ranks is what is wanted
+        longest = 0.0
         for number in range(self.options.rounds):
-            if number and self._spent() > 0.6:
+            begun = self._spent()
+            if number and begun + longest > _ROUNDS_SHARE:
                 break
             for name, microbatches in order.sample(sorted(self.results), len(self.results)):
                 self._try(name, f"timing x{microbatches}", lambda n=name, m=microbatches: self._time(n, m))  # type: ignore[misc]
-        for name, microbatches in sorted(self.results, key=lambda key: key[1]):
-            if self._spent() < 1.0:
+            longest = max(longest, self._spent() - begun)
+        fewest = min(self.options.microbatches)
+        for name, microbatches in self.results:
+            if microbatches == fewest and self._spent() < 1.0:
                 self._try(name, f"tracing x{microbatches}", lambda n=name, m=microbatches: self._trace(n, m))  # type: ignore[misc]
         self._note("")
         return self.report()
+
+    def release(self) -> None:
+        """Drop all systems. NCCL would wait at its end for graphs that have captured it."""
+        self.steppers.clear()
+        gc.collect()
+        torch.cuda.synchronize()
 
     def report(self) -> dict[str, Any]:
         """What is known so far."""
@@ -188,9 +206,7 @@ class Run:
 
     def _spent(self) -> float:
         """Which part of the time is spent; the same on all ranks."""
-        part = torch.tensor([(time.monotonic() - self._begun) / self.options.seconds], device="cuda")
-        dist.all_reduce(part, dist.ReduceOp.MAX)
-        return float(part)
+        return _slowest((time.monotonic() - self._begun) / self.options.seconds)[0]
 
     # One system ----------------------------------------------------------------------------------------------
 
@@ -221,9 +237,11 @@ class Run:
     def _time(self, name: str, microbatches: int) -> None:
         stepper = self.steppers[name]
         stepper.system.activate()
-        device_ms, host_ms = time_steps(lambda: stepper.step(microbatches), self.options.steps, self.options.warm_up)
-        self.results[name, microbatches].milliseconds.append(device_ms)
-        self.results[name, microbatches].host_ms = host_ms
+        options, result = self.options, self.results[name, microbatches]
+        times = time_steps(lambda: stepper.step(microbatches), options.steps, options.warm_up, options.longest)
+        result.milliseconds.append(times.device_ms)
+        result.steps.append(times.steps)
+        result.host_ms = times.host_ms
 
     def _trace(self, name: str, microbatches: int) -> None:
         stepper = self.steppers[name]
@@ -268,11 +286,37 @@ class Run:
             write_json(self.options.json, self.report())
 
 
-def time_steps(step: Callable[[], None], steps: int, warm_up: int) -> tuple[float, float]:
-    """Milliseconds a step on the slowest rank: on the device, and until the host had enqueued it. Collective."""
+@dataclass(frozen=True)
+class StepTimes:
+    """What one measurement found, of the slowest rank.
+
+    Attributes:
+        device_ms: milliseconds of a step on the device.
+        host_ms: milliseconds until the host had enqueued a step.
+        steps: how many in a row these average.
+    """
+
+    device_ms: float
+    host_ms: float
+    steps: int
+
+
+def time_steps(step: Callable[[], None], steps: int, warm_up: int, longest: float) -> StepTimes:
+    """Time some steps in a row. Collective.
+
+    Args:
+        step: enqueues a step.
+        steps: how many to average.
+        warm_up: steps before.
+        longest: average fewer steps, but at least 2, where that many would take more than so many seconds; going by the
+            warm-up, so without one nothing is left out.
+    """
+    begun = time.perf_counter()
     for _ in range(warm_up):
         step()
     torch.cuda.synchronize()
+    if warm_up:
+        steps = steps_within(longest, steps, _slowest((time.perf_counter() - begun) / warm_up)[0])
     dist.barrier()
     torch.cuda.synchronize()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -283,10 +327,22 @@ def time_steps(step: Callable[[], None], steps: int, warm_up: int) -> tuple[floa
     stop.record()
     host = (time.perf_counter() - clock) * 1000 / steps
     torch.cuda.synchronize()
-    slowest = torch.tensor([start.elapsed_time(stop) / steps, host], device="cuda")
+    device_ms, host_ms = _slowest(start.elapsed_time(stop) / steps, host)
+    return StepTimes(device_ms, host_ms, steps)
+
+
+def steps_within(longest: float, steps: int, seconds: float) -> int:
+    """How many steps, of which each takes so many seconds, to time in a row: at most ``steps``, at least 2 of those."""
+    affordable = max(_FEWEST_STEPS, round(min(longest / seconds, steps))) if seconds else steps
+    return min(steps, affordable)
+
+
+def _slowest(*values: float) -> list[float]:
+    """The largest of each value over all ranks."""
+    slowest = torch.tensor(values, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    device_ms, host_ms = slowest.tolist()
-    return device_ms, host_ms
+    found: list[float] = slowest.tolist()
+    return found
 
 
 def trace_steps(step: Callable[[], None], steps: int, path: Path) -> None:

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="steps in a row that one measurement averages")
+    parser.add_argument("--longest", type=float, default=1.0, help="fewer steps, if they took more seconds than this")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before each measurement")
     parser.add_argument("--seed", type=int, default=0, help="of the order of measurements")
     parser.add_argument("--prefetch-depth", type=int, default=1)
@@ -80,6 +81,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
             microbatches=tuple(options.microbatches),
             rounds=options.rounds,
             steps=options.steps,
+            longest=options.longest,
             warm_up=options.warm_up,
             seed=options.seed,
             prefetch_depth=options.prefetch_depth,
@@ -92,6 +94,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
     first = dist.get_rank() == 0
     if first and options.json is not None:
         write_json(options.json, report)
+    run.release()
     dist.barrier()
     dist.destroy_process_group()
     return report if first else {}

@@ -112,8 +112,8 @@ def test_jobs_share_the_time_and_may_use_what_earlier_ones_left(tmp_path: Path) 
     start = Processes(through, through, through)
     run_jobs(three, tmp_path, time.monotonic() + 250, start)
     wanted = [given.wanted_s for _, given in start.started]
-    # The first should take 3/5 of 250 s, less what a start takes; it took none, and the others may take all they want.
-    assert wanted == pytest.approx([125, 75, 75], abs=5)
+    # The first should take 3/5 of 250 s, less start and end; it took none, and the others may take all they want.
+    assert wanted == pytest.approx([115, 65, 65], abs=5)
     assert [given.limit_s for _, given in start.started] == pytest.approx([250, 100, 100], abs=5)
 
 
@@ -136,6 +136,29 @@ def test_a_real_process_is_ended_in_time_and_its_log_read(tmp_path: Path, monkey
     ended = run_all.torchrun(2)(JOB, tmp_path / "ours.json", Time(1.0, 1.0))
     assert ended == Ended(None, "RuntimeError: stuck")
     assert time.monotonic() - begun < 20
+
+
+def test_a_process_that_does_not_end_once_all_is_measured_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled = tmp_path / "stalled"
+    stalled.write_text(f"#!/bin/sh\necho '{json.dumps(_report(''))}' > {tmp_path}/ours.json\nexec sleep 60\n")
+    stalled.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stalled))
+    monkeypatch.setattr(run_all, "_END_S", 0.5)
+    begun = time.monotonic()
+    ended = run_all.torchrun(2)(JOB, tmp_path / "ours.json", Time(50.0, 50.0))
+    assert ended.code is None
+    assert time.monotonic() - begun < 20
+
+
+def test_reports_of_an_earlier_run_are_not_taken_for_this_one(tmp_path: Path) -> None:
+    others = ("small-ours.json", "ours-more.json")
+    for name in ("ours.json", "ours-2.json", *others):
+        (tmp_path / name).write_text(json.dumps(_report("", JOB.systems)))
+    _run(tmp_path, _soon(), Processes((Ended(1, "ImportError: no te"), None)))
+    assert set(_failures(tmp_path / "ours.json")) == set(JOB.systems)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["ours.json", *others])
 
 
 @pytest.mark.parametrize(
