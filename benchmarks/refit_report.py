@@ -119,8 +119,10 @@ def plot(found: Sequence[Row], path: Path) -> None:
     cases = list(dict.fromkeys(row.case for row in found))
     if not cases:
         raise ValueError("these reports have no results to plot")
-    figure = Figure(figsize=(9, 0.6 + 1.9 * len(cases)), layout="constrained")
-    for axis, case in zip(figure.subplots(len(cases), 1, squeeze=False)[:, 0], cases, strict=True):
+    heights = [1.5 + sum(row.case == case for row in found) for case in cases]
+    figure = Figure(figsize=(9, 0.6 + 0.35 * sum(heights)), layout="constrained")
+    axes = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, case in zip(axes, cases, strict=True):
         here = [row for row in found if row.case == case]
         names = [row.way for row in here]
         left = [0.0] * len(here)
@@ -133,9 +135,9 @@ def plot(found: Sequence[Row], path: Path) -> None:
         axis.bar_label(bars, labels=[f"{1e3 * row.seconds['push']:.0f}" for row in here], fontsize=7, padding=2)
         axis.invert_yaxis()
         axis.tick_params(labelsize=7)
-        axis.margins(x=0.1)
+        axis.set_xlim(0.0, 1.15e3 * max(row.seconds["push"] for row in here))
         axis.set_title(f"{case}: milliseconds of a push", fontsize=8)
-        axis.legend(fontsize=6, loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside upper center", ncols=len(PARTS) + 1)
     figure.savefig(path)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ from benchmarks.train_shapes import GRAPH, SYSTEMS
 _REFERENCE_SHAPE = "llama8b-8l"
 _HEAD = (
     "system", "model", "GPUs", "microbatches", "ms", "spread", "ratio", "to eager none", "tokens/s/GPU",
-    "model TFLOP/s", "GiB held", "/ closed form", "GiB peak", "exposed ms", "idle ms",
+    "model TFLOP/s", "host ms", "GiB held", "/ closed form", "GiB peak", "exposed ms", "idle ms",
 )  # fmt: skip
 
 NOTES = """\
 ratio: to "no communication" of the same run, to its CUDA graph for a CUDA graph; ~ to a calculated one.
+spread: the fastest and the slowest round, and how many there were. host ms: until the host had enqueued a step, with
+its waits where the GPU's queue was full; an eager step that takes no longer waits for the host.
 GiB held: between two steps, symmetric memory included; closed form: docs/performance.md. exposed, idle: milliseconds of
-a traced step on rank 0 in which communication ran and no compute kernel did, and in which nothing ran."""
+a traced step on rank 0 in which communication ran and no compute kernel did, and in which nothing ran. A graph's
+kernels are on other streams than they were captured on, so what is exposed cannot be told from its trace."""
+# A bar that is this much longer than the middle one is cut.
+_LONGEST_BAR = 3.0
 
 
 @dataclass(frozen=True)
@@ -34,15 +40,17 @@ class Row:
         microbatches: a step and GPU.
         ms: median of a step.
         spread: the fastest and the slowest measurement.
+        rounds: how many measurements there were.
         ratio: to "none", to its graph for a graph; None if there is nothing to compare with.
         eager_ratio: to eager "none".
         calculated: whether "none" was calculated.
         tokens: a second and GPU.
         tflops: of the model, a GPU; recomputation would not count.
+        host_ms: until the host had enqueued a step; None if not measured.
         held_gib: between two steps; None if not measured.
         closed_form_gib: what has to be held.
         peak_gib: in a step.
-        exposed_ms: communication alone, in a traced step; None without a trace.
+        exposed_ms: communication alone, in a traced step; None without a trace, and for a graph.
         idle_ms: nothing, in a traced step.
     """
 
@@ -52,11 +60,13 @@ class Row:
     microbatches: int
     ms: float
     spread: tuple[float, float]
+    rounds: int
     ratio: float | None
     eager_ratio: float | None
     calculated: bool
     tokens: float
     tflops: float
+    host_ms: float | None
     held_gib: float | None
     closed_form_gib: float | None
     peak_gib: float | None
@@ -91,15 +101,17 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
         microbatches=microbatches,
         ms=ms,
         spread=(min(result["milliseconds"]), max(result["milliseconds"])),
+        rounds=len(result["milliseconds"]),
         ratio=ms / like if like else None,
         eager_ratio=ms / eager if eager else None,
         calculated=calculated,
         tokens=shape["micro_batch"] * shape["sequence"] * microbatches / ms * 1e3,
         tflops=report["flops_per_microbatch"] * microbatches / ms / 1e9,
+        host_ms=result.get("host_ms") or None,
         held_gib=held,
         closed_form_gib=sum(result.get("closed_form_gib", {}).values()) or None,
         peak_gib=result["peak_gib"] + other if held else None,
-        exposed_ms=trace.get("exposed"),
+        exposed_ms=None if result["system"].endswith(GRAPH) else trace.get("exposed"),
         idle_ms=trace.get("idle"),
     )
 
@@ -146,9 +158,10 @@ def _cells(row: Row) -> list[str]:
     share = row.held_gib / row.closed_form_gib if row.held_gib and row.closed_form_gib else None
     return [
         SYSTEMS.get(row.system, row.system), row.model, str(row.gpus), str(row.microbatches), f"{row.ms:.1f}",
-        f"{row.spread[0]:.1f}-{row.spread[1]:.1f}", mark + _text(row.ratio, 3), mark + _text(row.eager_ratio, 3),
-        f"{row.tokens:.0f}", f"{row.tflops:.0f}", _text(row.held_gib, 2), _text(share, 2), _text(row.peak_gib, 2),
-        _text(row.exposed_ms, 1), _text(row.idle_ms, 1),
+        f"{row.spread[0]:.1f}-{row.spread[1]:.1f} ({row.rounds})", mark + _text(row.ratio, 3),
+        mark + _text(row.eager_ratio, 3), f"{row.tokens:.0f}", f"{row.tflops:.0f}", _text(row.host_ms, 1),
+        _text(row.held_gib, 2), _text(share, 2), _text(row.peak_gib, 2), _text(row.exposed_ms, 1),
+        _text(row.idle_ms, 1),
     ]  # fmt: skip
 
 
@@ -172,20 +185,24 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
     if not cases:
         raise ValueError("these reports have no results to plot")
     counts = sorted({row.microbatches for row in found})
-    figure = Figure(figsize=(5 * (len(counts) + 1), 1 + 3.2 * len(cases)), layout="constrained")
-    grid = figure.subplots(len(cases), len(counts) + 1, squeeze=False)
-    for axes, (model, gpus) in zip(grid, cases, strict=True):
-        here = _first_of_each([row for row in found if (row.model, row.gpus) == (model, gpus)])
+    here = {case: _first_of_each([row for row in found if (row.model, row.gpus) == case]) for case in cases}
+    systems = {case: list(dict.fromkeys(row.system for row in here[case])) for case in cases}
+    heights = [1.5 + len(systems[case]) for case in cases]
+    size = (3.0 + 3.4 * (len(counts) + 1), 0.4 + 0.25 * sum(heights))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(cases), len(counts) + 1, squeeze=False, sharey="row", height_ratios=heights)
+    for axes, case in zip(grid, cases, strict=True):
         for axis, count in zip(axes, counts, strict=False):
-            chosen = [row for row in here if row.microbatches == count and row.eager_ratio is not None]
-            # Bars begin at 1: their length is the time that communication adds.
-            _bars(axis, [row.system for row in chosen], [row.eager_ratio or 1.0 for row in chosen], "%.3f", base=1.0)
-            axis.axvline(1.0, color="black", linewidth=0.8)
-            plural = "microbatch" if count == 1 else "microbatches"
-            axis.set_title(f"{model}, {gpus} GPUs, {count} {plural}: ratio to no communication", fontsize=8)
-        held = [row for row in here if row.microbatches == max(r.microbatches for r in here) and row.held_gib]
-        _bars(axes[-1], [row.system for row in held], [row.held_gib or 0.0 for row in held], "%.2f", base=0.0)
-        axes[-1].set_title("GiB held on a rank between steps", fontsize=8)
+            _ratios(axis, [row for row in here[case] if row.microbatches == count], systems[case])
+            axis.set_title(f"{case[0]}, {case[1]} GPUs, microbatches: {count}", fontsize=8)
+            axis.set_xlabel("time of a step / without communication", fontsize=7)
+        largest = max(row.microbatches for row in here[case])
+        held = {row.system: row.held_gib for row in here[case] if row.microbatches == largest and row.held_gib}
+        _bars(axes[-1], systems[case], held, {name: f"{gib:.2f}" for name, gib in held.items()}, base=0.0)
+        axes[-1].set_title("memory", fontsize=8)
+        axes[-1].set_xlabel("GiB held on a rank between two steps", fontsize=7)
+        axes[0].set_yticks(range(len(systems[case])), [SYSTEMS.get(name, name) for name in systems[case]])
+        axes[0].invert_yaxis()
     figure.savefig(path)
 
 
@@ -197,11 +214,39 @@ def _first_of_each(found: Sequence[Row]) -> list[Row]:
     return list(first.values())
 
 
-def _bars(axis: Any, systems: Sequence[str], values: Sequence[float], digits: str, *, base: float) -> None:
+def _ratios(axis: Any, found: Sequence[Row], systems: Sequence[str]) -> None:
+    """Bars that begin at 1, so that their length is the time which communication adds; a far longer one is cut."""
+    ratios = {row.system: row.ratio for row in found if row.ratio is not None}
+    longest = longest_bar([abs(ratio - 1.0) for ratio in ratios.values()])
+    drawn = {name: min(ratio, 1.0 + longest) for name, ratio in ratios.items()}
+    texts = {
+        row.system: _label(row, cut=ratios[row.system] > drawn[row.system]) for row in found if row.system in ratios
+    }
+    _bars(axis, systems, drawn, texts, base=1.0)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+
+
+def longest_bar(lengths: Sequence[float]) -> float:
+    """How long a bar may be so that the others can be read beside it."""
+    positive = [length for length in lengths if length]
+    return _LONGEST_BAR * statistics.median(positive) if positive else 0.0
+
+
+def _label(row: Row, *, cut: bool) -> str:
+    if row.system.removesuffix(GRAPH) == "none":
+        return f"{row.ms:.1f} ms"
+    return ("~" if row.calculated else "") + f"{row.ratio:.3f}" + (" (cut)" if cut else "")
+
+
+def _bars(
+    axis: Any, systems: Sequence[str], values: Mapping[str, float], texts: Mapping[str, str], *, base: float
+) -> None:
+    """A bar for each value, in the line of its system."""
     colours = {"etp": "tab:green", "none": "tab:gray"}
-    chosen = [colours.get(name.split("_")[0], "tab:blue") for name in systems]
-    bars = axis.barh(systems, [value - base for value in values], left=base, color=chosen)
-    axis.bar_label(bars, labels=[digits % value for value in values], fontsize=7, padding=2)
-    axis.invert_yaxis()
+    lines = [line for line, name in enumerate(systems) if name in values]
+    names = [systems[line] for line in lines]
+    chosen = [colours.get(name.split("_")[0], "tab:blue") for name in names]
+    bars = axis.barh(lines, [values[name] - base for name in names], left=base, color=chosen)
+    axis.bar_label(bars, labels=[texts[name] for name in names], fontsize=7, padding=2)
     axis.tick_params(labelsize=7)
-    axis.margins(x=0.2)
+    axis.margins(x=0.3)

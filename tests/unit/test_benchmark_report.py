@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import rcParams
 
-from benchmarks.train_report import Row, load, plot, rows, table
+from benchmarks.train_report import Row, load, longest_bar, plot, rows, table
 from benchmarks.train_shapes import SHAPES
 
 
@@ -47,16 +48,17 @@ OURS = report(
         other_gib={"shards_in_place": 0.9, "receive_ring": 0.4},
         closed_form_gib={"weights": 1.0, "gradients": 1.0, "gather slots": 1.0, "receive ring": 0.5},
         trace={"span": 111.0, "compute": 101.0, "communication": 30.0, "exposed": 6.0, "idle": 4.0},
+        host_ms=99.5,
     ),
     result("etp_copy_engine", 4, 410.0),
-    result("etp_copy_engine_graph", 1, 88.0),
+    result("etp_copy_engine_graph", 1, 88.0, trace={"exposed": 40.0, "idle": 2.0}),
 )
 
 
 def test_a_row_says_what_was_measured() -> None:
     row = only(rows([OURS]), "etp_copy_engine")
     assert (row.ratio, row.eager_ratio, row.calculated) == (1.1, 1.1, False)
-    assert row.spread == (108.0, 111.0)
+    assert (row.spread, row.rounds, row.host_ms) == ((108.0, 111.0), 3, 99.5)
     assert row.tokens == pytest.approx(4096 / 0.110)
     assert row.tflops == pytest.approx(SHAPES["llama8b-8l"].flops() / 0.110 / 1e12)
     assert row.held_gib == pytest.approx(3.55)
@@ -75,6 +77,11 @@ def test_a_graph_is_compared_with_a_graph_and_with_eager_none() -> None:
     row = only(rows([OURS]), "etp_copy_engine_graph")
     assert row.ratio == pytest.approx(88 / 80)
     assert row.eager_ratio == pytest.approx(0.88)
+
+
+def test_what_a_graph_exposes_is_not_told_from_its_trace() -> None:
+    row = only(rows([OURS]), "etp_copy_engine_graph")
+    assert (row.exposed_ms, row.idle_ms) == (None, 2.0)
 
 
 def test_ratios_are_to_the_same_run() -> None:
@@ -104,8 +111,8 @@ def test_the_table_is_markdown_and_lists_failures() -> None:
     assert sum(line.startswith("|") for line in lines) == 2 + len(OURS["results"]) + 1
     assert lines[-1] == "- llama8b-8l on 2 GPUs: PyTorch FSDP2 (Megatron's wrapper); Megatron-FSDP: out of memory"
     copy_engine = next(line for line in lines if line.startswith("| ETP, copy_engine | llama8b-8l | 4 | 1 |"))
-    assert copy_engine.split(" | ")[4:8] == ["110.0", "108.0-111.0", "1.100", "1.100"]
-    assert copy_engine.rstrip(" |").split(" | ")[10:] == ["3.55", "1.01", "8.80", "6.0", "4.0"]
+    assert copy_engine.split(" | ")[4:8] == ["110.0", "108.0-111.0 (3)", "1.100", "1.100"]
+    assert copy_engine.rstrip(" |").split(" | ")[10:] == ["99.5", "3.55", "1.01", "8.80", "6.0", "4.0"]
 
 
 def test_a_system_that_was_built_and_never_timed_has_no_row() -> None:
@@ -127,6 +134,19 @@ def test_a_plot_is_drawn(tmp_path: Path, kind: str) -> None:
     assert content.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
 
 
+def test_a_bar_far_longer_than_the_others_is_cut_and_says_so(tmp_path: Path) -> None:
+    assert longest_bar([0.0, 0.1, 0.2, 2.0]) == pytest.approx(0.6)
+    assert longest_bar([0.0, 0.0]) == longest_bar([]) == 0.0
+    slow = result("tp", 1, 300.0)
+    others = [result("none", 1, 100.0), result("dp", 1, 110.0), result("fsdp2", 1, 120.0)]
+    rcParams["svg.fonttype"] = "none"
+    plot([report(*others, slow)], tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "3.000 (cut)" in drawn
+    assert "1.200<" in drawn
+    assert "100.0 ms" in drawn
+
+
 def test_nothing_to_plot_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no results"):
         plot([report()], tmp_path / "plot.svg")
@@ -138,3 +158,16 @@ def test_tables_of_committed_results_can_be_made() -> None:
     reports = load(sorted(folder.glob("h200*.json")))
     assert reports
     assert all(row.ratio == row.eager_ratio == 1.0 for row in rows(reports) if row.system == "none")
+
+
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        ("h200x4.md", ("h200x4-etp.json", "h200x4-others.json", "h200x4-small.json")),
+        ("h200x4-first.md", ("h200x4-first-etp.json", "h200x4-first-others.json")),
+        ("h200x2.md", ("h200x2-etp.json", "h200x2-others.json")),
+    ],
+)
+def test_committed_tables_are_of_committed_results(made: str, names: tuple[str, ...]) -> None:
+    folder = Path(__file__).resolve().parents[2] / "docs" / "performance"
+    assert (folder / made).read_text() == table(load([folder / name for name in names])) + "\n"
