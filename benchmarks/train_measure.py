@@ -375,7 +375,8 @@ def initialize() -> None:
     """Join the process group that torchrun describes."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=3))
+    # With `device_id` each of Megatron's many groups would get a communicator at once; few of them are ever used.
+    dist.init_process_group("nccl", timeout=timedelta(minutes=3))
 
 
 def _allocate_workspaces() -> None:
