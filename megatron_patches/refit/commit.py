@@ -26,6 +26,11 @@ class Pauses:
         self._lasted: dict[int, float] = {}
 
     @property
+    def empties_caches(self) -> bool:
+        """Whether what old weights have left in caches is to go."""
+        return self._mode is not PauseMode.KEEP
+
+    @property
     def longest_s(self) -> float:
         """Of the last push, the longest time for which an engine began no request."""
         return max(self._lasted.values(), default=0.0)
@@ -72,7 +77,7 @@ class Pauses:
         since = self._since.pop(id(engine), None)
         if since is not None:
             try:
-                engine.resume(reset_cache=reset_cache and self._mode is not PauseMode.KEEP)
+                engine.resume(reset_cache=reset_cache and self.empties_caches)
             finally:
                 self._lasted[id(engine)] = time.perf_counter() - since
 
@@ -175,11 +180,11 @@ class Commit:
         try:
             self._received()
             asked = True
-            engine.call({"call": "commit", "version": self.version})
+            engine.commit(self.version, reset_cache=self._pauses.empties_caches)
         except BaseException:
             self._settle(engine, asked=asked)
             raise
-        self._pauses.end(engine, reset_cache=True)
+        self._pauses.end(engine, reset_cache=False)
 
     def _settle(self, engine: EngineClient, *, asked: bool) -> None:
         """Resumes an engine that may not have committed.

@@ -1,18 +1,24 @@
-"""How the trainer reaches an inference engine: the calls that make its workers take part in a refit."""
+"""How the trainer reaches an inference engine: the calls that make its workers take part in a refit.
+
+[Note: pausing] vLLM's route ``/pause`` answers 20 ms after the engine has come to rest, and has the workers empty
+caches of encoders, which no model has that can be refitted. ``/sleep`` at level 0 is the same pause of the scheduler
+without either, and leaves the prefix cache, which is emptied while the workers commit. Only for ``keep`` it is not
+taken: there ``/pause`` also takes requests under way off the cache that the old weights have filled.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import urllib.error
-import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Protocol
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.resumer import Resumer
+from megatron_patches.refit.resumer import EMPTY_CACHES, RESUME, Resumer
 
 
 class PauseMode(StrEnum):
@@ -40,7 +46,10 @@ class EngineClient(Protocol):
         """Number of its workers."""
 
     def call(self, call: dict[str, Any]) -> None:
-        """Makes its workers join the rendezvous, receive a version, commit it or give it up."""
+        """Makes its workers join the rendezvous, receive a version, or give it up."""
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        """Makes the workers of a paused engine commit a version; with ``reset_cache`` it empties its prefix caches."""
 
     def pause(self, mode: PauseMode) -> None:
         """Lets no request go on, and returns when none does; after an error they do."""
@@ -78,11 +87,20 @@ class HttpEngine:
         """See :class:`EngineClient`."""
         self._call("POST", "init_weight_transfer_engine", {"init_info": call})
 
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        """See :class:`EngineClient`. Both at once: nothing fills a cache as long as the server is paused."""
+        with ThreadPoolExecutor(1, f"refit-emptying-{self.name}") as meanwhile:
+            emptied = meanwhile.submit(self._empty_caches) if reset_cache else None
+            self.call({"call": "commit", "version": version})
+        if emptied is not None:
+            emptied.result()
+
     def pause(self, mode: PauseMode) -> None:
-        """See :class:`EngineClient`."""
+        """See :class:`EngineClient`, and [Note: pausing]."""
         self._resumer.pausing(keep_cache=mode is PauseMode.KEEP)
+        keeps = mode is PauseMode.KEEP
         try:
-            self._call("POST", f"pause?{urllib.parse.urlencode({'mode': mode.value})}")
+            self._call("POST", f"{'pause?' if keeps else 'sleep?level=0&'}mode={mode.value}")
         except BaseException:
             with suppress(RefitError):  # what counts is why it could not be paused
                 self.resume(reset_cache=False)
@@ -92,14 +110,23 @@ class HttpEngine:
         """See :class:`EngineClient`."""
         try:
             if reset_cache:
-                self._call("POST", "reset_prefix_cache")
+                self._empty_caches()
         finally:
-            self._call("POST", "resume")
+            self._call("POST", RESUME)
             self._resumer.resumed()
 
     def close(self) -> None:
         """Resumes the server if it is still paused."""
         self._resumer.close()
+
+    def _empty_caches(self) -> None:
+        """Empties the prefix caches, those of KV connectors too.
+
+        Raises:
+            RefitError: if something still uses them.
+        """
+        if self._call("POST", EMPTY_CACHES).get("success") is False:
+            raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         request = urllib.request.Request(  # noqa: S310 - the scheme was checked
@@ -137,6 +164,12 @@ class LocalEngine:
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
         return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        """See :class:`EngineClient`."""
+        self.call({"call": "commit", "version": version})
+        if reset_cache:
+            self._llm.reset_prefix_cache()
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""

@@ -23,6 +23,11 @@ from contextlib import suppress
 
 logger = logging.getLogger(__name__)
 
+EMPTY_CACHES = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
+"""Route that empties the prefix caches of a server that is paused, whatever holds them."""
+RESUME = "wake_up?tags=scheduling"
+"""Route that ends a pause, whichever route began it."""
+
 _PAUSED, _PAUSED_KEEPING, _RESUMED = b"p", b"k", b"r"
 _END = b"e"  # of the trainer's interest, in whatever state
 _LOOK_AROUND_S = 1.0  # how often it looks whether the trainer is still there
@@ -98,10 +103,10 @@ def watch(url: str, trainer: int) -> None:
     if not _post(f"{url}/init_weight_transfer_engine", {"init_info": {"call": "abandon"}}):
         _say(f"{url} stays paused: it did not say that its weights are back; start it anew")
         return
-    if state == _PAUSED and not _post(f"{url}/reset_prefix_cache"):
+    if state == _PAUSED and not _post(f"{url}/{EMPTY_CACHES}"):
         _say(f"the prefix cache of {url} may be of older weights: it could not be emptied")
-    if not _post(f"{url}/resume"):
-        _say(f"{url} stays paused: it did not answer; POST {url}/resume")
+    if not _post(f"{url}/{RESUME}"):
+        _say(f"{url} stays paused: it did not answer; POST {url}/{RESUME}")
 
 
 def _last_state(trainer: int) -> bytes:

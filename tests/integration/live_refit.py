@@ -258,7 +258,7 @@ def killed_body(
         if rank == victim and phase == "sending":
             kill_in(packets.Sender, "pack_into")
         if rank == victim and phase == "committing":
-            kill_in(VllmConnection, "call", calls=2)  # the first receives
+            kill_in(VllmConnection, "commit")
         pushing.push(version)
 
 

@@ -49,7 +49,7 @@ def body(
         if rank == 0 and killed == "sending":
             kill_in(packets.Sender, "pack_into", calls=2)
         if rank == 0 and killed == "committing":
-            kill_in(HttpEngine, "call", calls=2)  # the first receives
+            kill_in(HttpEngine, "commit", calls=1)
         report = session.push(version)
     for engine in engines:
         engine.close()
@@ -84,7 +84,7 @@ class Served:
 
     def pauses(self) -> tuple[int, int]:
         """How often it was paused and resumed."""
-        return self.server.was_asked("pause"), self.server.was_asked("resume")
+        return self.server.was_asked("sleep"), self.server.was_asked("wake_up")
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,9 @@ class VllmConnection:
     def call(self, call: dict[str, Any]) -> None:
         self.run("call", call)
 
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        self.run("commit", version, reset_cache)
+
     def run(self, command: str, *args: Any) -> Any:
         """Runs a command of :class:`_Served`; raises RefitError with its reason if it fails."""
         self._connection.send((command, args))
@@ -177,6 +180,9 @@ class _Served:
 
     def call(self, call: dict[str, Any]) -> None:
         self._engine.call(call)
+
+    def commit(self, version: int, reset_cache: bool) -> None:
+        self._engine.commit(version, reset_cache=reset_cache)
 
     def pause(self, mode: str) -> None:
         self._engine.pause(PauseMode(mode))

@@ -6,12 +6,12 @@
         --middleware megatron_patches.refit.vllm.version_header.WeightsVersionHeader \
         --worker-extension-cls megatron_patches.refit.vllm.worker.RefitWorker
 
-Every answer then has a header ``x-weights-version``. A commit happens between ``/pause`` and ``/resume``, both of which
-pass through here. A request that came before the pause has been answered by the version of its arrival: with the pause
-modes ``wait`` and ``abort`` it ended before the commit. One that came during the pause waits for the resumption, and is
-answered by the version of that time. With ``keep`` a request goes on through the commit, and its header has both
-versions, the older one first; one whose answer is streamed had its header before. A server with several API processes
-(``--api-server-count``) gives no header after a commit.
+Every answer then has a header ``x-weights-version``. A commit happens between ``/sleep`` at level 0, or ``/pause``, and
+``/wake_up``, which pass through here. A request that came before the pause has been answered by the version of its
+arrival: with the pause modes ``wait`` and ``abort`` it ended before the commit. One that came during the pause waits
+for the resumption, and is answered by the version of that time. With ``keep`` a request goes on through the commit, and
+its header has both versions, the older one first; one whose answer is streamed had its header before. A server with
+several API processes (``--api-server-count``) gives no header after a commit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WeightsVersionHeader:
             await self._app(scope, receive, send)
             return
         route = scope["path"].rpartition("/")[2] if scope["method"] == "POST" else ""
-        if route == "pause":
+        if route in ("pause", "sleep"):
             mode = parse_qs(scope.get("query_string", b"").decode()).get("mode", [""])[0]
             self._paused, self._keeps = True, mode == "keep"
         arrived, came_in_pause = self._version, self._paused
@@ -61,7 +61,7 @@ class WeightsVersionHeader:
                 if route == "init_weight_transfer_engine":
                     # Before the trainer hears of it: it resumes the server next.
                     self._version = await self._ask(scope)
-                elif route == "resume":
+                elif route in ("resume", "wake_up"):
                     self._paused = False
                 value = self._shown(arrived, came_in_pause=came_in_pause)
                 if value:

@@ -37,6 +37,10 @@ class Engine:
     def call(self, call: dict[str, Any]) -> None:
         self._ask(str(call["call"]))
 
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        assert version == 7
+        self._ask("commit emptying" if reset_cache else "commit")
+
     def pause(self, mode: PauseMode) -> None:
         self._ask(f"pause {mode.value}")
         time.sleep(0.01)
@@ -58,8 +62,8 @@ def commit(*engines: Engine, in_place: bool, pauses: Pauses, received: Any = not
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("mode", "resume"), [(PauseMode.WAIT, "resume emptied"), (PauseMode.KEEP, "resume")])
-def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, resume: str, in_place: bool) -> None:
+@pytest.mark.parametrize(("mode", "asked"), [(PauseMode.WAIT, "commit emptying"), (PauseMode.KEEP, "commit")])
+def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, asked: str, in_place: bool) -> None:
     engines, pauses = [Engine("one"), Engine("two")], Pauses(mode)
     if in_place:
         pauses.begin_all(engines)
@@ -67,7 +71,7 @@ def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, resume: str, i
     under_test = commit(*engines, in_place=in_place, pauses=pauses)
     under_test.start()
     assert under_test.reason() is None
-    assert [engine.asked for engine in engines] == [[f"pause {mode.value}", "commit", resume]] * 2
+    assert [engine.asked for engine in engines] == [[f"pause {mode.value}", asked, "resume"]] * 2
     assert 0.01 <= pauses.longest_s < 5  # the time to pause counts
 
 
@@ -78,9 +82,9 @@ def test_an_engine_that_does_not_commit_is_resumed_and_the_others_commit(in_plac
         pauses.begin_all(engines)
     under_test = commit(*engines, in_place=in_place, pauses=pauses, confirm=refuse)
     under_test.start()
-    assert under_test.reason() == "one refuses to commit"
-    assert engines[0].asked == ["pause wait", "commit", "abandon", "resume emptied"]
-    assert engines[1].asked == ["pause wait", "commit", "resume emptied"]
+    assert under_test.reason() == "one refuses to commit emptying"
+    assert engines[0].asked == ["pause wait", "commit emptying", "abandon", "resume emptied"]
+    assert engines[1].asked == ["pause wait", "commit emptying", "resume"]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -91,8 +95,8 @@ def test_an_engine_that_does_not_say_that_its_weights_are_back_stays_paused(in_p
     under_test = commit(*engines, in_place=in_place, pauses=pauses)
     under_test.start()
     assert "one stays paused" in str(under_test.reason())
-    assert engines[0].asked == ["pause abort", "commit", "abandon"]
-    assert engines[1].asked == ["pause abort", "commit", "resume emptied"]
+    assert engines[0].asked == ["pause abort", "commit emptying", "abandon"]
+    assert engines[1].asked == ["pause abort", "commit emptying", "resume"]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_what_workers_do_not_confirm_is_a_failure() -> None:
     under_test = commit(engine, in_place=False, pauses=pauses, confirm=refuse)
     under_test.start()
     assert under_test.reason() == "it was not so"
-    assert engine.asked == ["pause wait", "commit", "resume emptied"]
+    assert engine.asked == ["pause wait", "commit emptying", "resume"]
 
 
 def test_where_one_engine_cannot_be_paused_none_is() -> None:
@@ -168,7 +172,7 @@ def test_whatever_goes_wrong_while_workers_are_asked_is_a_failure() -> None:
 
 def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would resume the engine while the next version is on its way."""
-    engine, pauses = slow_engine("one", "commit"), Pauses(PauseMode.WAIT)
+    engine, pauses = slow_engine("one", "commit emptying"), Pauses(PauseMode.WAIT)
     session = RefitSession([], [engine], vocab_size=1, options=RefitOptions(timeout_s=0.2))
     stuck = Commit(7, [engine], pauses, received=nothing, confirm=nothing, in_place=False, timeout_s=0.2)
     session._commit = stuck
@@ -182,4 +186,4 @@ def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.Mo
     monkeypatch.setattr(session, "_invite", refuse)
     with pytest.raises(RefitError, match="it was not so"):
         session.prepare()
-    assert engine.asked == ["pause wait", "commit", "resume emptied"]
+    assert engine.asked == ["pause wait", "commit emptying", "resume"]

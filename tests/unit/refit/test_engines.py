@@ -23,6 +23,10 @@ def answering(raw: bytes) -> Iterator[HttpEngine]:
             self.wfile.write(raw)
             self.close_connection = True
 
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.do_GET()
+
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
             """Nothing."""
 
@@ -74,3 +78,21 @@ class Broken:
 def test_other_ranks_do_not_wait_for_a_first_one_that_cannot_ask() -> None:
     with pytest.raises(RefitError, match="cannot start the refit: 'size'"):
         RefitSession([], [Broken()], vocab_size=1).prepare()  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("answer", ['{"success": true}', ""])
+def test_a_commit_that_empties_caches(answer: str) -> None:
+    with answering(ok(answer)) as engine:
+        engine.commit(1, reset_cache=True)
+
+
+def test_a_cache_that_could_not_be_emptied_is_an_error_where_it_matters() -> None:
+    with answering(ok('{"success": false}')) as engine:
+        engine.commit(1, reset_cache=False)
+        with pytest.raises(RefitError, match="could not empty its prefix cache"):
+            engine.commit(1, reset_cache=True)
+
+
+def test_why_a_commit_failed_comes_before_what_became_of_caches() -> None:
+    with answering(b"HTTP/1.0 500 no\r\n\r\nnothing here") as engine, pytest.raises(RefitError, match="init_weight_"):
+        engine.commit(1, reset_cache=True)

@@ -21,7 +21,7 @@ from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
 from tests.support.launch import RanksFailedError, run_distributed
 
-COMMIT = {"call": "commit", "version": 1}
+RESUME, EMPTY = resumer.RESUME, resumer.EMPTY_CACHES
 
 
 class Server(ThreadingHTTPServer):
@@ -73,15 +73,15 @@ def serving(refused: str = "", deaf: str = "", odd: str = "") -> Iterator[Server
 class Killed(HttpEngine):
     """Its process is killed, as by the kernel, in the midst of a commit."""
 
-    def call(self, call: dict[str, object]) -> None:
-        super().call(call)
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        super().commit(version, reset_cache=reset_cache)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def commit_and_die(rank: int, world_size: int, url: str, pause: PauseMode) -> None:
     engine = Killed(url)
     engine.pause(pause)
-    engine.call(COMMIT)
+    engine.commit(1, reset_cache=False)
 
 
 def fork(engine: HttpEngine) -> int:
@@ -105,7 +105,7 @@ def fork_and_die(rank: int, world_size: int, url: str, children: str) -> None:
     engine = Killed(url)
     engine.pause(PauseMode.KEEP)
     Path(children).write_text(str(fork(engine)), encoding="utf-8")
-    engine.call(COMMIT)
+    engine.commit(1, reset_cache=False)
 
 
 def watcher(engine: HttpEngine) -> subprocess.Popen[bytes]:
@@ -123,10 +123,15 @@ def settled(server: Server, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("pause", "after"), [(PauseMode.WAIT, ["reset_prefix_cache", "resume"]), (PauseMode.KEEP, ["resume"])]
+    ("pause", "asked", "after"),
+    [
+        (PauseMode.WAIT, "sleep?level=0&mode=wait", [EMPTY, RESUME]),
+        (PauseMode.ABORT, "sleep?level=0&mode=abort", [EMPTY, RESUME]),
+        (PauseMode.KEEP, "pause?mode=keep", [RESUME]),
+    ],
 )
-def test_a_trainer_that_dies_leaves_no_server_paused(pause: PauseMode, after: list[str]) -> None:
-    expected = [f"pause?mode={pause.value}", "commit", "abandon", *after]
+def test_a_trainer_that_dies_leaves_no_server_paused(pause: PauseMode, asked: str, after: list[str]) -> None:
+    expected = [asked, "commit", "abandon", *after]
     with serving() as server:
         with pytest.raises(RanksFailedError):
             run_distributed(commit_and_die, 1, None, args=(server.url, pause), fresh=True)
@@ -134,7 +139,7 @@ def test_a_trainer_that_dies_leaves_no_server_paused(pause: PauseMode, after: li
 
 
 def test_a_server_whose_weights_are_not_back_is_left_paused() -> None:
-    expected = ["pause?mode=wait", "commit", "abandon"]
+    expected = ["sleep?level=0&mode=wait", "commit", "abandon"]
     with serving(refused="abandon") as server:
         with pytest.raises(RanksFailedError):
             run_distributed(commit_and_die, 1, None, args=(server.url, PauseMode.WAIT), fresh=True)
@@ -148,32 +153,32 @@ def test_after_a_pause_has_ended_nothing_is_asked_when_the_trainer_ends() -> Non
             engine.pause(PauseMode.ABORT)
             engine.resume(reset_cache=True)
         engine.close()
-        assert settled(server, 6) == ["pause?mode=abort", "reset_prefix_cache", "resume"] * 2
+        assert settled(server, 6) == ["sleep?level=0&mode=abort", EMPTY, RESUME] * 2
 
 
 def test_a_server_that_cannot_be_paused_is_resumed_at_once() -> None:
-    with serving(refused="pause?mode=wait") as server:
+    with serving(refused="sleep?level=0&mode=wait") as server:
         engine = HttpEngine(server.url)
         with pytest.raises(RefitError, match="answered 500"):
             engine.pause(PauseMode.WAIT)
         engine.close()
-        assert settled(server, 2) == ["pause?mode=wait", "resume"]
+        assert settled(server, 2) == ["sleep?level=0&mode=wait", RESUME]
 
 
 def test_a_server_that_could_not_be_resumed_is_tried_again_at_the_end() -> None:
-    with serving(deaf="resume") as server:
+    with serving(deaf=RESUME) as server:
         engine = HttpEngine(server.url)
         engine.pause(PauseMode.KEEP)
         with pytest.raises(RefitError, match="cannot reach"):
             engine.resume(reset_cache=False)
         server.deaf = ""
         engine.close()
-        assert settled(server, 4) == ["pause?mode=keep", "resume", "abandon", "resume"]
+        assert settled(server, 4) == ["pause?mode=keep", RESUME, "abandon", RESUME]
 
 
 def test_processes_that_the_trainer_has_forked_hide_its_end_from_nobody(tmp_path: Path) -> None:
     """They have the pipe open as well."""
-    expected = ["pause?mode=keep", "commit", "abandon", "resume"]
+    expected = ["pause?mode=keep", "commit", "abandon", RESUME]
     children = tmp_path / "child"
     try:
         with serving() as server:
@@ -197,7 +202,7 @@ def test_closing_waits_for_no_process_that_was_forked() -> None:
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        assert settled(server, 2) == ["pause?mode=keep", "resume"]
+        assert settled(server, 2) == ["pause?mode=keep", RESUME]
 
 
 def test_a_watcher_that_was_killed_disturbs_nothing_and_is_replaced() -> None:
@@ -212,7 +217,7 @@ def test_a_watcher_that_was_killed_disturbs_nothing_and_is_replaced() -> None:
         first = watcher(engine)
         engine.close()
         assert first.returncode == 0
-        assert settled(server, 7) == ["pause?mode=keep", "resume"] * 2 + ["pause?mode=keep", "abandon", "resume"]
+        assert settled(server, 7) == ["pause?mode=keep", RESUME] * 2 + ["pause?mode=keep", "abandon", RESUME]
         engine.close()
 
 
@@ -221,7 +226,7 @@ def test_half_an_answer_is_none() -> None:
         engine = HttpEngine(server.url)
         engine.pause(PauseMode.KEEP)
         engine.close()
-        assert settled(server, 4) == ["pause?mode=keep", "abandon", "abandon", "resume"]
+        assert settled(server, 4) == ["pause?mode=keep", "abandon", "abandon", RESUME]
 
 
 def test_a_server_that_keeps_silent_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,4 +237,4 @@ def test_a_server_that_keeps_silent_keeps_nobody_from_closing(monkeypatch: pytes
         monkeypatch.setattr(resumer, "_PERSISTENCE_S", 0.1)
         engine.close()
         assert process.wait(30) == 0
-        assert settled(server, 4)[-1] == "resume"
+        assert settled(server, 4)[-1] == RESUME

@@ -53,28 +53,36 @@ class Server:
         await self.request("/init_weight_transfer_engine")
 
 
-def test_answers_have_the_version_that_serves() -> None:
+PAUSES = [("/pause", "mode=wait", "/resume"), ("/sleep", "level=0&mode=wait", "/wake_up")]
+
+
+@pytest.mark.parametrize(("pause", "query", "resume"), PAUSES)
+def test_answers_have_the_version_that_serves(pause: str, query: str, resume: str) -> None:
     async def run() -> None:
         server = Server()
         assert await server.request("/v1/completions") == "0"
         for version in (7, 8):
-            await server.request("/pause", "mode=wait")
+            await server.request(pause, query)
             await server.commit(version)
-            await server.request("/resume")
+            await server.request(resume)
             assert await server.request("/v1/completions") == str(version)
             assert await server.request("/health", method="GET") == str(version)
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("wait", "7"), ("abort", "7"), ("keep", "7, 8")])
-def test_a_request_from_before_the_pause_was_answered_by_the_version_of_then(mode: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "mode", "expected"), [("/sleep", "wait", "7"), ("/sleep", "abort", "7"), ("/pause", "keep", "7, 8")]
+)
+def test_a_request_from_before_the_pause_was_answered_by_the_version_of_then(
+    route: str, mode: str, expected: str
+) -> None:
     async def run() -> None:
         server = Server()
         await server.commit(7)
         early = asyncio.create_task(server.request("/slow"))
         await asyncio.sleep(0)
-        await server.request("/pause", f"mode={mode}")
+        await server.request(route, f"level=0&mode={mode}")
         await server.commit(8)
         # Its answer was ready before the commit, and is sent only now.
         server.go.set()
@@ -83,14 +91,15 @@ def test_a_request_from_before_the_pause_was_answered_by_the_version_of_then(mod
     asyncio.run(run())
 
 
-def test_a_request_that_came_in_the_pause_is_answered_by_the_new_version() -> None:
+@pytest.mark.parametrize(("pause", "query", "resume"), PAUSES)
+def test_a_request_that_came_in_the_pause_is_answered_by_the_new_version(pause: str, query: str, resume: str) -> None:
     async def run() -> None:
         server = Server()
-        await server.request("/pause", "mode=wait")
+        await server.request(pause, query)
         held = asyncio.create_task(server.request("/slow"))
         await asyncio.sleep(0)
         await server.commit(9)
-        await server.request("/resume")
+        await server.request(resume)
         server.go.set()
         assert await held == "9"
 
