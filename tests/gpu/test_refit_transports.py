@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -313,10 +314,14 @@ def test_weights_go_directly_wherever_they_lie(source: Kind, destination: Kind, 
     assert all(chunks >= fewest for *_, chunks in seen)
 
 
-def returning_body(rank: int, world_size: int, kind: Kind) -> int:
-    """Maps own memory once more; it is there until nobody maps it, then it is free. How many bytes are free then."""
+def returning_body(rank: int, world_size: int, kind: Kind) -> list[int]:
+    """Maps own memory once more, a few times; it is there until nobody maps it. How many bytes are free then."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
+    return [_freed_by_closing(kind, device) for _ in range(5)]
+
+
+def _freed_by_closing(kind: Kind, device: torch.device) -> int:
     torch.cuda.empty_cache()
     runtime = CudaRuntime(str(device))
     nbytes = 3 * CHUNK + 12345
@@ -347,8 +352,12 @@ def returning_body(rank: int, world_size: int, kind: Kind) -> int:
 @needs_gpus(1)
 @pytest.mark.parametrize("kind", [Kind.SYMMETRIC, Kind.EXPANDABLE])
 def test_memory_lasts_as_long_as_it_is_mapped(kind: Kind, processes: WorkerPool) -> None:
+    """What CUDA says is free is the device's: another process may take or return memory in the same moment.
+
+    That spoils one measurement, either way. Most of five cannot be spoilt by chance.
+    """
     (freed,) = processes.run(returning_body, 1, None, 60.0, (kind,))
-    assert freed >= 3 * CHUNK
+    assert statistics.median(freed) >= 3 * CHUNK, freed
 
 
 class Foreign:
