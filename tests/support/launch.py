@@ -117,11 +117,17 @@ class _Worker:
         with theirs:
             if template is not None:
                 handed = [theirs.fileno()]
-                process = template.start(answer_jobs, (str(stacks),), variables=variables, descriptors=handed)
+                process = template.start(
+                    answer_jobs, (str(stacks),), variables=variables, descriptors=handed, leads_session=True
+                )
             else:
                 command = [sys.executable, str(WORKER), str(theirs.fileno()), str(stacks), str(os.getpid())]
                 process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=os.environ | variables
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=os.environ | variables,
+                    start_new_session=True,
                 )
         connection = Connection(ours.detach())
         connection.send([entry or str(Path.cwd()) for entry in sys.path])
@@ -147,6 +153,9 @@ class _Worker:
         return self.stacks.read_text() if self.stacks.exists() else "(it did not say where it stands)"
 
     def kill(self) -> None:
+        """End it, and what it has started: Megatron's writer of checkpoints would live on."""
+        with contextlib.suppress(ProcessLookupError):  # not if it ended with all of them, or has hardly begun
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
         self.connection.close()

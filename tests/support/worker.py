@@ -50,10 +50,10 @@ def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the session's is gone, even in the middle of a body."""
+    """End this process, and what it has started, when the session's is gone, even in the middle of a body."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(job: Job) -> Done | Failed:

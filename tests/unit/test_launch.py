@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +51,10 @@ def sleep_on_rank(rank: int, world_size: int, culprit: int) -> int:
 
 def process_id(rank: int, world_size: int) -> int:
     return os.getpid()
+
+
+def start_a_process(rank: int, world_size: int) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 
 def group_is_initialized(rank: int, world_size: int) -> bool:
@@ -105,3 +112,19 @@ def test_a_function_that_workers_cannot_find_is_refused() -> None:
 
     with pytest.raises(ValueError, match="no function at a module's level"):
         run_distributed(body, 2)
+
+
+def test_what_a_body_has_started_ends_with_its_process() -> None:
+    started = run_distributed(start_a_process, 2, fresh=True)
+    deadline = time.monotonic() + 30.0
+    while any(is_running(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended; one whose end nobody has asked for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
