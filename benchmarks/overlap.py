@@ -24,7 +24,7 @@ from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.collectives.driver import CudaDriver
 from etp.collectives.symmetric import SymmetricBuffer
-from etp.streams import InFlight, SplitInFlight
+from etp.streams import InFlight
 
 ROWS, COLUMNS, TOKENS, PRODUCTS = 14336, 4096, 4096, 4
 
@@ -111,7 +111,7 @@ def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
     if moving is None:
         return ()
     moving.join()
-    return moving.beside if isinstance(moving, SplitInFlight) else ()
+    return moving.beside
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import etp
 from etp.collectives.base import GradSink, Transport
 from etp.group import WeightGroup
-from etp.streams import InFlight, SplitInFlight
+from etp.streams import InFlight
 from tests.multiproc.models import PlannedFailureError, Tiny, batch, loss_of
 from tests.support.launch import device
 
@@ -58,11 +58,14 @@ def train_once(model: nn.Module, rank: int, step: int = 0) -> None:
 class _Recorded:
     def __init__(self, inner: InFlight, log: list[str], event: str) -> None:
         self._inner, self._log, self._event = inner, log, event
-        self.beside = inner.beside if isinstance(inner, SplitInFlight) else ()
+        self.beside = inner.beside
 
     def join(self) -> None:
         self._inner.join()
         self._log.append(self._event)
+
+    def expect(self, end: Any) -> None:
+        self._inner.expect(end)
 
 
 def record(transport: Transport, log: list[str]) -> Transport:
@@ -128,6 +131,34 @@ def events_of_a_step(rank: int, world_size: int, depth: int) -> tuple[list[str],
         log.clear()
         loss.backward()
     return _short(forward), _short(log)
+
+
+def gathers_between_passes(rank: int, world_size: int, depth: int) -> tuple[list[list[str]], bool]:
+    """Gathers that the third iteration of three microbatches starts in each of its passes, and whether it is right.
+
+    It is right if the weights after it are, bit for bit, those of a model that learns nothing across passes.
+    """
+    with recorded() as log:
+        twins = [stack(4, prefetch_depth=depth, reuse_across_forwards=reuse)[0] for reuse in (True, False)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in twins]
+        passes: list[list[str]] = []
+        for iteration in range(3):
+            for model, optimizer in zip(twins, optimizers, strict=True):
+                for microbatch in range(3):
+                    generator = torch.Generator().manual_seed(100 * iteration + 10 * microbatch + rank)
+                    x = torch.randn(5, SIDE, generator=generator).to(device())
+                    log.clear()
+                    loss = model(x).square().mean()
+                    forward = list(log)
+                    log.clear()
+                    loss.backward()
+                    if iteration == 2 and model is twins[0]:
+                        passes += [forward, list(log)]
+                optimizer.step()
+                optimizer.zero_grad()
+    learning, plain = (etp.full_state_dict(model) for model in twins)
+    same = all(torch.equal(learning[name], weight) for name, weight in plain.items())
+    return [[event for event in _short(events) if event.startswith("gather ")] for events in passes], same
 
 
 def _short(log: list[str]) -> list[str]:
@@ -347,7 +378,7 @@ def stale_reads(rank: int, world_size: int) -> dict[str, str]:
         messages["autograd"] = str(error)
     group = model.layers[0].weight.weight_group
     try:
-        group.take(runtime._routes.gather_lane(group))
+        group.take(runtime._routes.of(group).gather)
     except etp.StaleWeightError as error:
         messages["slot"] = str(error)
     out = model(x).sum()

@@ -57,6 +57,26 @@ def test_hooks_follow_their_reduction_which_is_deferred(depth: int) -> None:
         assert [event for event in backward if event.startswith("hook")] == [f"hook {n} True" for n in (3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_microbatch_ends_with_gathering_for_the_next_but_not_for_the_next_iteration(depth: int) -> None:
+    """One slot more than the depth for four layers; backward visits 3, 2 and 1."""
+    begins = ["gather 0", "gather 1", "gather 2", "gather 3"]
+    expected = {
+        0: [begins, ["gather 2", "gather 1"]] * 3,
+        1: [
+            begins,
+            ["gather 1", "gather 0"],  # 0 is for the next forward pass
+            ["gather 2", "gather 3"],
+            ["gather 1", "gather 0"],
+            ["gather 2", "gather 3"],
+            ["gather 1"],
+        ],
+    }
+    for passes, same in run_distributed(bodies.gathers_between_passes, 2, args=(depth,)):
+        assert same
+        assert passes == expected[depth]
+
+
 def test_backward_takes_what_forward_left_and_gathers_the_rest_once() -> None:
     """The input needs no gradient, so backward needs no value of the first weight."""
     for layers, slots in ((6, 2), (2, 2), (1, 2)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etp.chain import Chain, Timeline
+from etp.chain import Chain, PassSequence, Timeline
 
 
 class Item:
@@ -164,3 +164,31 @@ def test_any_order_after_any_order_only_predicts_known_items(learned: list[Item]
         upcoming = list(timeline.upcoming())
         assert upcoming == learned[len(learned) - len(upcoming) :]
     assert timeline.visits == tuple(visited)
+
+
+def follow(sequence: PassSequence[Item], *kinds: Item) -> list[Item | None]:
+    """An iteration: what is expected after each of its passes."""
+    sequence.begin_iteration()
+    result: list[Item | None] = []
+    for kind in kinds:
+        sequence.begin(kind)
+        result.append(sequence.next)
+    return result
+
+
+def test_an_iteration_is_expected_to_go_like_the_one_before() -> None:
+    sequence: PassSequence[Item] = PassSequence()
+    assert follow(sequence, A, B, A, B) == [None] * 4
+    assert follow(sequence, A, B, A, B) == [B, A, B, None]
+    # Another kind: nothing is known until the kinds agree again.
+    assert follow(sequence, A, A, B, B, A) == [B, None, None, None, None]
+    assert follow(sequence, A, B, B) == [A, None, B]
+    # An iteration without passes is none.
+    sequence.begin_iteration()
+    assert follow(sequence, A, B, B) == [B, B, None]
+
+
+def test_passes_without_end_are_not_recorded_for_ever() -> None:
+    sequence: PassSequence[Item] = PassSequence()
+    assert set(follow(sequence, *[A] * 10_000)) == {None}
+    assert follow(sequence, *[A] * 10_000)[-1] is None

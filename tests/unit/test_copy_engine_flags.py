@@ -73,16 +73,24 @@ class _Driver:
         del destination, source, nbytes, stream
         self._machine.me().program.append(("other", ()))
 
-    def take_flags(self, addresses: Sequence[int], stream: int) -> None:
+    def enqueue(self, operations: tuple[str, tuple[int, ...]], stream: int) -> None:
         del stream
-        self._machine.me().program.append(("take", tuple(addresses)))
-
-    def raise_flags(self, addresses: Sequence[int], stream: int) -> None:
-        del stream
-        self._machine.me().program.append(("raise", tuple(addresses)))
+        self._machine.me().program.append(operations)
 
     def allow_calls_during_capture(self) -> None:
         pass
+
+
+class _Operations:
+    """What :class:`_Driver` records of flags that are taken or raised."""
+
+    @staticmethod
+    def take_flags(addresses: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        return "take", tuple(addresses)
+
+    @staticmethod
+    def raise_flags(addresses: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        return "raise", tuple(addresses)
 
 
 class _Buffer:
@@ -120,6 +128,7 @@ def machine_of(size: int) -> Iterator[tuple[Machine, list[CopyEngineTransport]]]
             patch.setattr(module, "SymmetricBuffer", lambda _group, nbytes, _device: _Buffer(machine, nbytes))
             patch.setattr(module, "CudaDriver", lambda: _Driver(machine))
             patch.setattr(dist, "get_rank", lambda _group=None: machine.current)
+        patch.setattr(symmetric, "MemoryOperations", _Operations)
         patch.setattr(dist, "get_world_size", _always(size))
         patch.setattr(dist, "get_process_group_ranks", _always(list(range(size))))
         patch.setattr(copy_engine, "accumulate_parts", _always(None))

@@ -13,7 +13,7 @@ from etp.collectives.sums import accumulate_parts
 from etp.errors import EtpStateError
 from etp.grads import PendingReduction, WgradPool, gradient_sink, padded_wgrad
 from etp.group import ReduceState, WeightGroup
-from etp.streams import Ready
+from etp.streams import Enqueued, Ready
 from tests.support.fake_group import fake_group
 from tests.unit.test_group import FakeShard
 
@@ -169,10 +169,11 @@ def test_a_ranks_own_part_takes_its_place_in_the_order(rank: int) -> None:
     assert torch.equal(whole.tensor, split.tensor)
 
 
-class Event:
+class Event(Enqueued):
     """A started reduction that notes when it is waited for."""
 
     def __init__(self, log: list[str]) -> None:
+        super().__init__()
         self._log = log
 
     def join(self) -> None:

@@ -14,7 +14,7 @@ from etp.collectives.base import GradSink
 from etp.errors import EtpStateError, StaleWeightError
 from etp.group import GatherState, ReduceState, WeightGroup
 from etp.layout import ShardLayout
-from etp.streams import InFlight, Lane
+from etp.streams import Enqueued, InFlight, Lane
 from tests.support.fake_group import fake_group
 
 RANKS = 4
@@ -33,6 +33,12 @@ class FakeShard:
     def local_shard(self) -> torch.Tensor:
         return self.data
 
+    def content_version(self) -> tuple[int, int]:
+        return self.data._version, self.data.data_ptr()
+
+    def placement(self) -> tuple[torch.dtype, torch.device]:
+        return self.data.dtype, self.data.device
+
     def join_group(self, group: WeightGroup, index: int) -> None:
         self.joined.append((group, index))
 
@@ -46,10 +52,11 @@ class FakeShard:
         """Nobody waits here."""
 
 
-class Done:
+class Done(Enqueued):
     """A collective that is done."""
 
     def __init__(self, joined: list[str], label: str) -> None:
+        super().__init__()
         self._joined, self._label = joined, label
 
     def join(self) -> None:

@@ -49,7 +49,7 @@ class Model:
         graphs = GraphModes(lambda: BufferCache(1, 0))
         self.reductions = Discards(config, Routes(config), TrafficCounters(), graphs)
         replicated = ReplicatedGrads(config.grad_reduction, lambda: None, lambda: False)
-        weights = WeightVersions([], reuse_across_forwards=False, before_publication=lambda *_: None)
+        weights = WeightVersions([], reuse_across_forwards=False)
         self.passes = Passes(self.groups, self.reductions, replicated, weights, at_end=at_end)
 
     def visit(self, *which: int) -> list[int]:

@@ -7,11 +7,17 @@ what will probably be visited next, and therefore worth gathering now. Orders ar
 pass over a part of the model is not taken for one over the whole. A wrong guess costs a gather, never a wrong
 number: a group that was not prefetched is gathered when it is visited. All ranks of a shard group must visit in
 the same order, as with any collective.
+
+[Note: iterations] Where weights are known to stay as they are until somebody announces a change, the passes up to that
+are an *iteration*, and which kind of pass follows which is learned as well (:class:`PassSequence`): the end of one
+microbatch's backward pass gathers what the next microbatch's forward pass begins with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
+_MOST_PASSES = 4096
 
 
 class Timeline[T]:
@@ -81,6 +87,37 @@ class Timeline[T]:
         """What should come next, nearest first."""
         for position in range(self._cursor + 1, len(self._order)):
             yield self._order[position]
+
+    def beginning(self) -> Iterator[T]:
+        """What the next pass should visit, first visit first."""
+        yield from self._order or self._visits
+
+
+class PassSequence[K]:
+    """The kinds of the passes of one iteration, learned from the iteration before."""
+
+    def __init__(self) -> None:
+        self._former: list[K] = []
+        self._current: list[K] = []
+
+    def begin_iteration(self) -> None:
+        """The next pass is the first of an iteration."""
+        if self._current:
+            self._former, self._current = self._current, []
+
+    def begin(self, kind: K) -> None:
+        """Record that a pass begins."""
+        # Without an announced change, as in a long evaluation, an iteration does not end; do not record it for ever.
+        if len(self._current) < _MOST_PASSES:
+            self._current.append(kind)
+
+    @property
+    def next(self) -> K | None:
+        """What followed as many passes in the iteration before; None where nothing did, or the pass before differed."""
+        done = len(self._current)
+        if not 0 < done < len(self._former) or self._former[done - 1] is not self._current[-1]:
+            return None
+        return self._former[done]
 
 
 class Chain[T]:

@@ -8,7 +8,8 @@ nothing that could differ between ranks, so all ranks skip the same gathers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,10 +21,9 @@ from etp.errors import EtpStateError
 from etp.graphs import GraphModes
 from etp.group import WeightGroup
 from etp.passes import Passes
-from etp.routes import Routes
-from etp.streams import Lane
+from etp.routes import Route, Routes
 from etp.traffic import TrafficCounters
-from etp.versions import PublishingTransport, WeightVersions
+from etp.versions import WeightVersions
 
 # Entries of a timeline that a visit looks at when it decides what to prefetch: bounds the host's work per visit.
 _LOOKAHEAD = 8
@@ -87,24 +87,23 @@ class Gathers:
         """
         timeline.visit(group)
         group.attach(self.cache)
-        lane = self._routes.gather_lane(group)
+        route = self._routes.of(group)
         if self._in_use is not None:
-            self._in_use.read_until_here(lane)
-        self._observe(group, lane)
+            self._in_use.read_until_here(route.gather)
+        self._observe(group, route)
         if not self._usable(group):
             self._make_room(group)
-            self._issue(group, lane)
-        weights = group.take(lane)
+            self._issue(group, route)
+        weights = group.take(route.gather)
         self._in_use = group
         if self._prefetches(timeline):
             self._prefetch(timeline)
         return weights
 
-    def _observe(self, group: WeightGroup, lane: Lane) -> None:
-        transport = self._routes.transport(group)
+    def _observe(self, group: WeightGroup, route: Route) -> None:
         if not self._graphs.is_part:
-            self._weights.observe(group, lane, transport, in_backward=self._passes.in_backward)
-        elif isinstance(transport, PublishingTransport) and not self._passes.has_root:
+            self._weights.observe(group, route, in_backward=self._passes.in_backward)
+        elif route.publisher is not None and not self._passes.has_root:
             raise EtpStateError(
                 f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
                 "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "
@@ -123,12 +122,13 @@ class Gathers:
         if group.slot.tenant is not None:
             group.slot.tenant.abandon_gather()
 
-    def _issue(self, group: WeightGroup, lane: Lane) -> None:
+    def _issue(self, group: WeightGroup, route: Route) -> None:
         self._largest_group = max(self._largest_group, group.nbytes)
         self._counters.gathered(group)
-        transport = self._routes.transport(group)
-        waits = self._weights.gather_waits(group, lane, transport)
-        group.issue_gather(transport, lane, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits)
+        waits = self._weights.gather_waits(group, route)
+        group.issue_gather(
+            route.transport, route.gather, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits
+        )
 
     # Ahead of visits -----------------------------------------------------------------------------------------
 
@@ -145,23 +145,29 @@ class Gathers:
             return
         in_flight = 0
         spoken_for = {id(self._in_use.slot)} if self._in_use is not None else set()
-        for count, group in enumerate(timeline.upcoming()):
-            if count == _LOOKAHEAD or in_flight >= budget:
+        ahead = itertools.chain(timeline.upcoming(), self._expected(timeline))
+        for group in itertools.islice(ahead, _LOOKAHEAD):
+            if in_flight >= budget:
                 return
             group.attach(self.cache)
             slot = id(group.slot)
             if self._usable(group):
                 in_flight += group.nbytes if group.pending else 0
-            elif slot in spoken_for or not self._may_prefetch(group):
-                return
             else:
+                route = self._routes.of(group)
+                if slot in spoken_for or not self._may_prefetch(group, route):
+                    return
                 self._make_room(group)
-                self._issue(group, self._routes.gather_lane(group))
+                self._issue(group, route)
                 in_flight += group.nbytes
             spoken_for.add(slot)
 
-    def _may_prefetch(self, group: WeightGroup) -> bool:
-        return self._graphs.is_part or self._weights.is_observed(group, self._routes.transport(group))
+    def _expected(self, timeline: Timeline[WeightGroup]) -> Iterator[WeightGroup]:
+        """What comes after the pass under way, whose end must be known."""
+        return self._passes.expected() if timeline.knows_pass and not self._graphs.is_part else iter(())
+
+    def _may_prefetch(self, group: WeightGroup, route: Route) -> bool:
+        return self._graphs.is_part or self._weights.is_observed(group, route)
 
     # Outside of passes ---------------------------------------------------------------------------------------
 
@@ -174,7 +180,7 @@ class Gathers:
         # Not by the group's own transport: that may move shards as they were when they were last published.
         transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self._config.timeout_s)
         label = f"all-gather of {shard.fqn} (full tensor)"
-        self._routes.gather_lane(group).start(lambda: transport.all_gather([full], [local], label)).wait()
+        self._routes.of(group).gather.start(lambda: transport.all_gather([full], [local], label)).wait()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
     def change_mode(self, groups: Sequence[WeightGroup]) -> None:

@@ -93,11 +93,8 @@ class PendingReduction:
         self._publish = publish
         self.belated = False
         """Whether another pass has begun since it was started."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients that it keeps alive."""
-        return sum(wgrad.numel() * wgrad.dtype.itemsize for wgrad in self._wgrads)
+        self.nbytes = sum(wgrad.nbytes for wgrad in wgrads)
+        """Bytes of the gradients that it keeps alive until it is finished."""
 
     def holds(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
         """Whether finishing it gives the pool a buffer for this shape back."""
@@ -140,10 +137,10 @@ def padded_wgrad(wgrad: torch.Tensor, padded_shape: tuple[int, ...], pool: Wgrad
         pool: where a buffer comes from when ``wgrad`` cannot be used as it lies.
     """
     rows = wgrad.shape[0]
+    if tuple(wgrad.shape) == padded_shape and wgrad.is_contiguous():
+        return wgrad
     if pool.owns(wgrad):
         padded = wgrad.as_strided(padded_shape, wgrad.stride())
-    elif tuple(wgrad.shape) == padded_shape and wgrad.is_contiguous():
-        return wgrad
     else:
         padded = pool.lease(padded_shape, wgrad.dtype, wgrad.device)
         padded[:rows].copy_(wgrad)

@@ -65,6 +65,12 @@ class Shard(Protocol):
     def local_shard(self) -> torch.Tensor:
         """The shard as a plain contiguous tensor, sharing storage and version counter."""
 
+    def content_version(self) -> tuple[int, int]:
+        """Changes when the shard changes in a way that PyTorch counts, or is bound to other storage."""
+
+    def placement(self) -> tuple[torch.dtype, torch.device]:
+        """The shard's dtype and device."""
+
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Learn which group this shard is gathered with, and its place there."""
 
@@ -100,61 +106,65 @@ class WeightGroup:
         """Whether some forward pass used it twice, so that one backward pass reduces it twice."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
-        self._ticket: Ticket | None = None
+        self._slot: Slot | None = None
         self._cache: BufferCache | None = None
         self._tickets: dict[BufferCache, Ticket] = {}
         self._ready: Ready | None = None
         self._generation = -1
         self._gathered_version: tuple[int, ...] = ()
         self._specs: tuple[BufferSpec, ...] = ()
+        self._nbytes = 0
+        self._named, self._name = "", ""
         for index, shard in enumerate(self.shards):
             shard.join_group(self, index)
 
     @property
     def name(self) -> str:
         """The first weight's name, and how many follow."""
-        more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
-        return f"{self.shards[0].fqn}{more}"
+        first = self.shards[0].fqn
+        if self._named != first:
+            more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
+            self._named, self._name = first, f"{first}{more}"
+        return self._name
 
     @property
     def requires_grad(self) -> bool:
         """Whether any of the weights is trained."""
-        return any(shard.requires_grad for shard in self.shards)
+        return any(self.trained())
 
     @property
     def slot(self) -> Slot:
         """Where this group's gathers land."""
-        if self._ticket is None or self._cache is None:
+        if self._slot is None:
             raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
-        return self._cache.get(self._ticket)
+        return self._slot
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered weights, padding included."""
-        return sum(spec.nbytes for spec in self.specs)
+        return self._nbytes if self._specs else sum(spec.nbytes for spec in self.specs)
 
     @property
     def specs(self) -> tuple[BufferSpec, ...]:
         """Buffers that a gather fills; :meth:`attach` brings them up to date after a change of dtype or device."""
         if not self._specs:
-            local = self.shards[0].local_shard()
-            self._specs = tuple(
-                BufferSpec(shard.layout.padded_shape, local.dtype, local.device) for shard in self.shards
-            )
+            dtype, device = self.shards[0].placement()
+            self._specs = tuple(BufferSpec(shard.layout.padded_shape, dtype, device) for shard in self.shards)
+            self._nbytes = sum(spec.nbytes for spec in self._specs)
         return self._specs
 
     def attach(self, cache: BufferCache) -> None:
         """Hold a ticket of ``cache``; a new one if dtype or device changed since the last one."""
-        local, first = self.shards[0].local_shard(), self.specs[0]
-        if first.dtype != local.dtype or first.device != local.device:
+        (dtype, device), first = self.shards[0].placement(), self.specs[0]
+        if first.dtype != dtype or first.device != device:
             self._specs = ()
             self.detach()
-        if self._cache is cache and self._ticket is not None:
+        if self._cache is cache and self._slot is not None:
             return
         self.abandon_gather()
         if cache not in self._tickets:
             self._tickets[cache] = cache.reserve(self.specs)
-        self._cache, self._ticket = cache, self._tickets[cache]
+        self._cache, self._slot = cache, cache.get(self._tickets[cache])
 
     def detach(self) -> None:
         """Give all tickets back."""
@@ -162,13 +172,13 @@ class WeightGroup:
         for cache, ticket in self._tickets.items():
             cache.unreserve(ticket)
         self._tickets.clear()
-        self._cache = self._ticket = None
+        self._cache = self._slot = None
 
     def change_mode(self) -> None:
         """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is under way or held."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
-        self._cache = self._ticket = None
+        self._cache = self._slot = None
         self.gather_state, self.reduce_state = GatherState.NONE, ReduceState.NONE
 
     @property
@@ -182,11 +192,10 @@ class WeightGroup:
         Args:
             epoch: the runtime's count of announced weight changes.
         """
-        if self._ticket is None:
-            return False
-        slot = self.slot
+        slot = self._slot
         return (
-            slot.generation == self._generation
+            slot is not None
+            and slot.generation == self._generation
             and slot.owner == self.name
             and self._gathered_version == (epoch, *self.weights_version())
         )
@@ -208,21 +217,22 @@ class WeightGroup:
         slot.tenant = self
         self._generation = slot.claim(self.name)
         shards = [shard.local_shard() for shard in self.shards]
-        self._gathered_version = (epoch, *_version_of(shards))
+        self._gathered_version = (epoch, *self.weights_version())
         self.issued_in_pass = pass_number
         label = f"all-gather of {self.name}"
         self._ready = lane.start(lambda: transport.all_gather(slot.buffers, shards, label), waits=waits)
 
     def weights_version(self) -> tuple[int, ...]:
         """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage."""
-        return _version_of([shard.local_shard() for shard in self.shards])
+        if len(self.shards) == 1:
+            return self.shards[0].content_version()
+        return tuple(value for shard in self.shards for value in shard.content_version())
 
     def read_until_here(self, lane: Lane) -> None:
         """Note that whoever took the weights has enqueued its work on them by now."""
-        if self._ticket is not None:
-            slot = self.slot
-            if slot.generation == self._generation and slot.last_read is None:
-                slot.last_read = lane.mark(slot.reader_stream)
+        slot = self._slot
+        if slot is not None and slot.generation == self._generation and slot.last_read is None:
+            slot.last_read = lane.mark(slot.reader_stream)
 
     def take(self, lane: Lane) -> list[torch.Tensor]:
         """Hand out the gathered weights: logical shapes, views of the slot, ``requires_grad`` as the shards'.
@@ -242,11 +252,16 @@ class WeightGroup:
         slot.tenant = None
         slot.reader_stream = lane.current_stream()
         slot.last_read = None
-        weights = []
-        for shard, buffer in zip(self.shards, slot.buffers, strict=True):
-            # A fresh alias each time: what a consumer does to its requires_grad must not reach the slot.
-            weights.append(buffer[: shard.layout.rows].detach().requires_grad_(shard.requires_grad))
-        return weights
+        return [
+            _handed_out(buffer, shard.layout, trained)
+            for shard, buffer, trained in zip(self.shards, slot.buffers, self.trained(), strict=True)
+        ]
+
+    def trained(self) -> list[bool]:
+        """Of each weight, whether it is trained."""
+        # Not through __torch_function__, which would take most of the time.
+        with torch._C.DisableTorchFunctionSubclass():
+            return [shard.requires_grad for shard in self.shards]
 
     def abandon_gather(self) -> None:
         """Drop a gather that nobody took, once it is done; its slot is free afterwards."""
@@ -257,8 +272,8 @@ class WeightGroup:
             self._set_gather_state(GatherState.READY)
         if self.gather_state is GatherState.READY:
             self._set_gather_state(GatherState.NONE)
-        if self._ticket is not None and self.slot.tenant is self:
-            self.slot.tenant = None
+        if self._slot is not None and self._slot.tenant is self:
+            self._slot.tenant = None
 
     def _set_gather_state(self, state: GatherState) -> None:
         self._check(self.gather_state, state, "gather")
@@ -276,6 +291,7 @@ class WeightGroup:
             )
 
 
-def _version_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage."""
-    return tuple(value for shard in shards for value in (shard._version, shard.data_ptr()))
+def _handed_out(buffer: torch.Tensor, layout: ShardLayout, trained: bool) -> torch.Tensor:
+    """The logical rows of a gathered weight: a fresh alias, whose ``requires_grad`` does not reach the slot."""
+    alias = (buffer if layout.pad_rows == 0 else buffer[: layout.rows]).detach()
+    return alias.requires_grad_() if trained else alias

@@ -193,6 +193,16 @@ class ETPShardedParam(torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
 
+    def content_version(self) -> tuple[int, int]:
+        """Changes when the shard changes in a way that PyTorch counts, or is bound to other storage."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._version, self.data_ptr()
+
+    def placement(self) -> tuple[torch.dtype, torch.device]:
+        """The shard's dtype and device, read in less time than as two attributes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.dtype, self.device
+
     def materialize(self) -> list[torch.Tensor]:
         """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
         return self.driver.materialize(self.weight_group)

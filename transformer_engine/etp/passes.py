@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
-from etp.chain import Chain, Timeline
+from etp.chain import Chain, PassSequence, Timeline
 from etp.group import WeightGroup
 from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
@@ -66,6 +66,8 @@ class Passes:
         self._replicated = replicated
         self._weights = weights
         self._at_end = at_end
+        self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
+        self._epoch = weights.epoch
         self._token: weakref.ref[_BackwardToken] | None = None
         self._root: weakref.ref[nn.Module] | None = None
 
@@ -121,6 +123,10 @@ class Passes:
         self._weights.begin_forward()
         self.chain.begin_forward()
         self._replicated.watch()
+        if self._epoch != self._weights.epoch:
+            self._epoch = self._weights.epoch
+            self._sequence.begin_iteration()
+        self._sequence.begin(self.chain.forward)
 
     def enter_backward(self) -> None:
         """Begin a backward pass, inside autograd's graph task, unless it is under way."""
@@ -134,6 +140,15 @@ class Passes:
         self.number += 1
         self._reductions.begin_pass()
         self.chain.begin_backward()
+        self._sequence.begin(self.chain.backward)
+
+    def expected(self) -> Iterator[WeightGroup]:
+        """What the pass after the one under way should visit, where the iteration before tells; else nothing.
+
+        See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes.
+        """
+        following = self._sequence.next if self._weights.trusted else None
+        return iter(()) if following is None else following.beginning()
 
     @property
     def backward_is_under_way(self) -> bool:
@@ -167,6 +182,7 @@ class Passes:
     def forget_orders(self) -> None:
         """Unlearn the order of visits: the runtime has lost groups."""
         self.chain = Chain()
+        self._sequence = PassSequence()
 
 
 def inside_backward() -> bool:

@@ -13,6 +13,7 @@ the memory that the reduction fills, the replay hands it out, autograd accumulat
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -98,7 +99,8 @@ class Reductions:
         """A buffer for one full gradient, of the weight's logical shape; arbitrary content."""
         layout, device = group.shards[index].layout, group.specs[index].device
         self._recycle(layout.padded_shape, dtype, device)
-        return self.pool.lease(layout.padded_shape, dtype, device)[: layout.rows]
+        whole = self.pool.lease(layout.padded_shape, dtype, device)
+        return whole if layout.pad_rows == 0 else whole[: layout.rows]
 
     def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Take the group's full gradients of one use, in a backward pass. Collective, unless they are only added up.
@@ -143,7 +145,7 @@ class Reductions:
             self._add_locally(group, padded)
         else:
             self._start(group, padded)
-            self._used_further.update(id(shard) for shard in group.shards if id(shard) in self._watched)
+            self._used_further.update(key for key in map(id, group.shards) if key in self._watched)
 
     def _add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
@@ -186,14 +188,16 @@ class Reductions:
     ) -> None:
         if group.reduce_state is not ReduceState.NONE:
             self._finish_pending()
-        trained = [shard for shard in group.shards if shard.requires_grad]
-        wgrads = [wgrad for shard, wgrad in zip(group.shards, padded, strict=True) if shard.requires_grad]
+        is_trained = group.trained()
+        trained = list(itertools.compress(group.shards, is_trained))
+        wgrads = list(itertools.compress(padded, is_trained))
         sinks = [gradient_sink(shard) for shard in trained] if returned is None else returned  # type: ignore[arg-type]
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
-        transport, label = self._routes.transport(group), f"reduce-scatter of {group.name}'s gradient"
+        route, label = self._routes.of(group), f"reduce-scatter of {group.name}'s gradient"
+        transport = route.transport
         group.set_reduce_state(ReduceState.ISSUED)
         self._counters.reduced(group, wgrads)
-        ready = self._routes.reduce_lane(group).start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
+        ready = route.reduce.start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
         publish = partial(self._publish, trained, sinks) if returned is None else _nothing_to_publish
         self._pending.append(PendingReduction(group, ready, padded, self.pool, publish))
         # See [Note: deferred accumulation] in etp/grads.py.
@@ -237,7 +241,8 @@ class Reductions:
     def watch(self, group: WeightGroup) -> None:
         """Learn from autograd when all uses of the group's shards are differentiated; at every visit of the group."""
         for shard in group.shards:
-            if shard.requires_grad and id(shard) not in self._watched:
+            # In this order: whether a shard is trained takes long to ask.
+            if id(shard) not in self._watched and shard.requires_grad:
                 self._watched[id(shard)] = shard.watch_uses(partial(self._used_further.discard, id(shard)))
 
     def release(self, groups: Sequence[WeightGroup]) -> None:

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from etp.collectives import select_transport
-from etp.collectives.base import Transport
+from etp.collectives.base import GraphableTransport, InPlaceTransport, PublishingTransport, Transport
 from etp.config import EtpConfig
 from etp.group import WeightGroup
-from etp.streams import Lane
-from etp.versions import GraphableTransport, InPlaceTransport, enqueue
+from etp.streams import Lane, enqueue
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """How the groups of one process group on one device communicate.
+
+    Attributes:
+        transport: what moves their shards.
+        publisher: the same, if its gathers read what was published; None if they read the shards.
+        gather: where gathers run.
+        reduce: where reductions run.
+        device: where their weights are.
+    """
+
+    transport: Transport
+    publisher: PublishingTransport | None
+    gather: Lane
+    reduce: Lane
+    device: torch.device
+
+    def order_publication(self) -> None:
+        """Let gathers come after all reductions so far; see [Note: flags] of the copy-engine transport."""
+        self.gather.follow(self.reduce)
 
 
 class Routes:
@@ -28,16 +51,37 @@ class Routes:
         self._config = config
         self.transports: dict[dist.ProcessGroup, Transport] = {}
         """What moves shards, by process group."""
-        self._lanes: dict[tuple[str, dist.ProcessGroup, torch.device], Lane] = {}
+        self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
+        # What the hot path looks up: the keys above take long to hash.
+        self._of_group: dict[WeightGroup, Route] = {}
 
-    def transport(self, group: WeightGroup) -> Transport:
-        """What moves ``group``'s shards. Collective over its process group when it is the first of it."""
+    def of(self, group: WeightGroup) -> Route:
+        """How ``group`` communicates. Collective over its process group when it is the first of it."""
+        route = self._of_group.get(group)
+        device = group.specs[0].device
+        if route is None or route.device != device:
+            route = self._of_group[group] = self._routed(group, device)
+        return route
+
+    def _routed(self, group: WeightGroup, device: torch.device) -> Route:
+        key = (group.process_group, device)
+        if key not in self._routes:
+            transport = self._transport(group, device)
+            publisher = transport if isinstance(transport, PublishingTransport) else None
+            self._routes[key] = Route(transport, publisher, Lane(device), Lane(device), device)
+        return self._routes[key]
+
+    def _transport(self, group: WeightGroup, device: torch.device) -> Transport:
         transport = self.transports.get(group.process_group)
         if transport is None:
-            transport = select_transport(self._config, group.process_group, group.specs[0].device)
+            transport = select_transport(self._config, group.process_group, device)
             logger.info("%s moves the shards of %s and the like", type(transport).__name__, group.name)
             self.transports[group.process_group] = transport
         return transport
+
+    def forget(self, group: WeightGroup) -> None:
+        """Another runtime drives ``group`` from now on."""
+        self._of_group.pop(group, None)
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for shards that ``group``'s transport reads in place; None if it reads none. Collective.
@@ -45,34 +89,14 @@ class Routes:
         Returns:
             ``[numel]`` elements of ``dtype``, zero.
         """
-        transport = self.transport(group)
+        transport = self.of(group).transport
         return transport.symmetric_memory(numel, dtype) if isinstance(transport, InPlaceTransport) else None
-
-    def gather_lane(self, group: WeightGroup) -> Lane:
-        """Where ``group``'s gathers run."""
-        return self._lane("gather", group)
-
-    def reduce_lane(self, group: WeightGroup) -> Lane:
-        """Where ``group``'s reductions run."""
-        return self._lane("reduce", group)
-
-    def _lane(self, direction: str, group: WeightGroup) -> Lane:
-        key = (direction, group.process_group, group.specs[0].device)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane(key[2])
-        return lane
-
-    def order_publication(self, group: WeightGroup, lane: Lane) -> None:
-        """Let ``group``'s gathers come after its reductions so far; see [Note: flags] of the copy-engine transport."""
-        reductions = self._lanes.get(("reduce", group.process_group, group.specs[0].device))
-        if reductions is not None:
-            lane.follow(reductions)
 
     def change_mode(self, *, capturing: bool) -> None:
         """A capture into a CUDA graph begins, with the device idle, or has ended."""
-        for lane in self._lanes.values():
-            lane.change_mode()
+        for route in self._routes.values():
+            route.gather.change_mode()
+            route.reduce.change_mode()
         for transport in self.transports.values():
             if isinstance(transport, GraphableTransport):
                 transport.change_mode(capturing=capturing)
@@ -85,8 +109,6 @@ class Routes:
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""
-        for process_group, transport in self.transports.items():
-            if isinstance(transport, InPlaceTransport) and transport.reads_in_place:
-                for (direction, group, _), lane in self._lanes.items():
-                    if direction == "gather" and group == process_group:
-                        lane.start(enqueue(transport.finish_reading)).wait()
+        for route in self._routes.values():
+            if isinstance(route.transport, InPlaceTransport) and route.transport.reads_in_place:
+                route.gather.start(enqueue(route.transport.finish_reading)).wait()

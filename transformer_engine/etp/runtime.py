@@ -58,11 +58,7 @@ class EtpRuntime:
         self._routes = Routes(self.config)
         self._reductions = Reductions(self.config, self._routes, self.counters, self._graphs)
         self._scalars = GroupScalars(self.config.timeout_s)
-        self._weights = WeightVersions(
-            self.groups,
-            reuse_across_forwards=self.config.reuse_across_forwards,
-            before_publication=self._routes.order_publication,
-        )
+        self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
         self._passes = Passes(
             self.groups, self._reductions, self.replicated, self._weights, at_end=self._finish_backward
         )
@@ -138,6 +134,7 @@ class EtpRuntime:
         for group in self.groups:
             if id(group) in leaving:
                 group.detach()
+                self._routes.forget(group)
         self.groups[:] = kept
         self._passes.forget_orders()
         self._reductions.release(groups)
@@ -213,9 +210,9 @@ class EtpRuntime:
         if self.capturing:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
         for group in {group.process_group: group for group in self.groups}.values():
-            lane = self._routes.gather_lane(group)
-            self._weights.observe(group, lane, self._routes.transport(group), in_backward=False)
-            lane.join()
+            route = self._routes.of(group)
+            self._weights.observe(group, route, in_backward=False)
+            route.gather.join()
 
     def drain(self) -> None:
         """Finish all that was started, inside a capture or outside: a graph must not leave work behind."""

@@ -14,27 +14,53 @@ changes the mode forgets events (:meth:`Lane.change_mode`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
 
 class InFlight(Protocol):
-    """Work that a transport has started."""
+    """Work that a transport has started.
+
+    Attributes:
+        beside: events after a part of it that need not hold up the stream that it was started on: only who reads the
+            result waits for them.
+    """
+
+    beside: Sequence[Any]
 
     def join(self) -> None:
         """Order the calling stream after the work, or block until it is done where there are no streams."""
 
+    def expect(self, end: Any) -> None:
+        """Watch over peers: the event ``end``, behind all of the work, should happen in time."""
 
-@runtime_checkable
-class SplitInFlight(Protocol):
-    """Work of which a part need not hold up the stream that it was started on: only who reads the result waits for it.
 
-    Attributes:
-        beside: events after that part.
+class Enqueued:
+    """All is on the calling stream already, but for what the events say, and waits for no peer.
+
+    Args:
+        beside: see :class:`InFlight`.
     """
 
-    beside: Sequence[Any]
+    def __init__(self, *beside: Any) -> None:
+        self.beside: Sequence[Any] = beside
+
+    def join(self) -> None:
+        """Nothing to wait for: the caller is ordered by its stream."""
+
+    def expect(self, end: Any) -> None:
+        """Nothing to watch."""
+
+
+def enqueue(work: Callable[[], None]) -> Callable[[], Enqueued]:
+    """Work that only enqueues, in the form that :meth:`Lane.start` takes."""
+
+    def start() -> Enqueued:
+        work()
+        return Enqueued()
+
+    return start
 
 
 class Ready:
@@ -96,9 +122,9 @@ class Lane:
             started.join()
             event = self._device_module.Event()
             event.record(self._stream)
+            started.expect(event)
         self.tail = event
-        beside = started.beside if isinstance(started, SplitInFlight) else ()
-        return Ready(None, (event, *beside), self._device_module)
+        return Ready(None, (event, *started.beside), self._device_module)
 
     def follow(self, other: Lane) -> None:
         """Let what is started from now on come after all that was started on ``other`` in this mode."""

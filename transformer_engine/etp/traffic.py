@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,25 +14,46 @@ class TrafficCounters:
     """How often each group was gathered and reduced, and the bytes that this rank received and sent for it."""
 
     def __init__(self) -> None:
-        self.gathers: dict[str, int] = {}
-        self.gather_bytes: dict[str, int] = {}
-        self.reductions: dict[str, int] = {}
-        self.reduce_bytes: dict[str, int] = {}
+        self._gathers: Counter[WeightGroup] = Counter()
+        self._gathered: Counter[WeightGroup] = Counter()
+        self._reductions: Counter[WeightGroup] = Counter()
+        self._reduced: Counter[WeightGroup] = Counter()
 
     def gathered(self, group: WeightGroup) -> None:
-        """Count one gather: (N - 1) / N of the gathered bytes come from peers."""
-        self._add(self.gathers, self.gather_bytes, group, group.nbytes)
+        """Count one gather."""
+        self._gathers[group] += 1
+        self._gathered[group] += group.nbytes
 
     def reduced(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        """Count one reduction: (N - 1) / N of the gradient's bytes go to peers."""
-        self._add(self.reductions, self.reduce_bytes, group, sum(w.numel() * w.dtype.itemsize for w in wgrads))
+        """Count one reduction."""
+        self._reductions[group] += 1
+        self._reduced[group] += sum(wgrad.nbytes for wgrad in wgrads)
+
+    @property
+    def gathers(self) -> dict[str, int]:
+        """Gathers by the group's name."""
+        return {group.name: count for group, count in self._gathers.items()}
+
+    @property
+    def gather_bytes(self) -> dict[str, int]:
+        """Bytes received, by the group's name: (N - 1) / N of what was gathered comes from peers."""
+        return {group.name: _from_peers(group, nbytes) for group, nbytes in self._gathered.items()}
+
+    @property
+    def reductions(self) -> dict[str, int]:
+        """Reductions by the group's name."""
+        return {group.name: count for group, count in self._reductions.items()}
+
+    @property
+    def reduce_bytes(self) -> dict[str, int]:
+        """Bytes sent, by the group's name: (N - 1) / N of each gradient goes to peers."""
+        return {group.name: _from_peers(group, nbytes) for group, nbytes in self._reduced.items()}
 
     def reset(self) -> None:
         """Start from zero."""
-        for counts in (self.gathers, self.gather_bytes, self.reductions, self.reduce_bytes):
+        for counts in (self._gathers, self._gathered, self._reductions, self._reduced):
             counts.clear()
 
-    @staticmethod
-    def _add(counts: dict[str, int], nbytes: dict[str, int], group: WeightGroup, total: int) -> None:
-        counts[group.name] = counts.get(group.name, 0) + 1
-        nbytes[group.name] = nbytes.get(group.name, 0) + total * (group.size - 1) // group.size
+
+def _from_peers(group: WeightGroup, nbytes: int) -> int:
+    return nbytes * (group.size - 1) // group.size

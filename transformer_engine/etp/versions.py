@@ -10,49 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from etp.collectives.base import Transport
+from etp.collectives.base import PublishingTransport
 from etp.errors import StaleWeightError
 from etp.group import WeightGroup
-from etp.streams import Lane
-
-
-@runtime_checkable
-class PublishingTransport(Protocol):
-    """A transport whose gathers read what was published, not the shards themselves."""
-
-    def publish(self, shards: Sequence[torch.Tensor]) -> None:
-        """Let peers see these shards as they are now. Collective."""
-
-
-@runtime_checkable
-class InPlaceTransport(Protocol):
-    """A publishing transport that can read shards where they lie."""
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether peers read this rank's shards where they lie."""
-
-    def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory to keep shards in. Collective."""
-
-    def finish_reading(self) -> None:
-        """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
-
-
-@runtime_checkable
-class GraphableTransport(Protocol):
-    """A transport with streams and events of its own, which are not the same inside and outside of a capture."""
-
-    def change_mode(self, *, capturing: bool) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended."""
-
-    def watch_replays(self) -> None:
-        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+from etp.routes import Route
+from etp.streams import enqueue
 
 
 class WeightVersions:
@@ -62,20 +29,12 @@ class WeightVersions:
         groups: the runtime's groups; the list that it adds to.
         reuse_across_forwards: whether every change of weights is counted by PyTorch or announced. Otherwise each
             forward pass observes them anew.
-        before_publication: orders a group's lane of gathers after what has to come before.
     """
 
-    def __init__(
-        self,
-        groups: list[WeightGroup],
-        *,
-        reuse_across_forwards: bool,
-        before_publication: Callable[[WeightGroup, Lane], None],
-    ) -> None:
+    def __init__(self, groups: list[WeightGroup], *, reuse_across_forwards: bool) -> None:
         self.epoch = 0
         """Count of announced changes."""
         self._groups = groups
-        self._before_publication = before_publication
         self._reuse = reuse_across_forwards
         self._replayed_unseen = False
         self._capturing = False
@@ -107,77 +66,61 @@ class WeightVersions:
     def _version(self, group: WeightGroup) -> tuple[int, ...]:
         return (self.epoch, 0 if self.trusted else self._forward, *group.weights_version())
 
-    def is_observed(self, group: WeightGroup, transport: Transport) -> bool:
+    def is_observed(self, group: WeightGroup, route: Route) -> bool:
         """Whether ``group`` may be gathered ahead of its visit."""
-        return not isinstance(transport, PublishingTransport) or self._observed.get(group) == self._version(group)
+        return route.publisher is None or self._observed.get(group) == self._version(group)
 
-    def observe(self, group: WeightGroup, lane: Lane, transport: Transport, *, in_backward: bool) -> None:
+    def observe(self, group: WeightGroup, route: Route, *, in_backward: bool) -> None:
         """Bring the record up to date, at a visit of ``group``. Collective with a publishing transport.
 
         Raises:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
         """
-        device = lane.device
+        device, publisher = route.device, route.publisher
         if not in_backward and device not in self._final:
-            self._final[device] = lane.mark()
-            if not isinstance(transport, PublishingTransport):
+            self._final[device] = route.gather.mark()
+            if publisher is None:
                 self._note([group for group in self._groups if group.specs[0].device == device])
-        if not isinstance(transport, PublishingTransport) or self._observed.get(group) == self._version(group):
+        if publisher is None or self._observed.get(group) == self._version(group):
             return
         if in_backward and group in self._observed:
             raise StaleWeightError(
                 f"{group.name} changed between its forward and its backward pass, and its peers were not told; change "
                 "weights after the backward pass"
             )
-        self._publish(group, lane, transport)
+        self._publish(group, route, publisher)
 
-    def _publish(self, group: WeightGroup, lane: Lane, transport: PublishingTransport) -> None:
+    def _publish(self, group: WeightGroup, route: Route, publisher: PublishingTransport) -> None:
         members = [other for other in self._groups if other.process_group == group.process_group]
         for member in members:
             for hook in member.before_gather:
                 hook()
         shards = [shard.local_shard() for member in members for shard in member.shards]
-        self._before_publication(group, lane)
-        lane.start(enqueue(lambda: transport.publish(shards)))
+        route.order_publication()
+        route.gather.start(enqueue(lambda: publisher.publish(shards)))
         self._note(members)
 
     def _note(self, groups: Sequence[WeightGroup]) -> None:
         for group in groups:
             self._observed[group] = self._version(group)
 
-    def gather_waits(self, group: WeightGroup, lane: Lane, transport: Transport) -> list[Any] | None:
+    def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
         """What a gather into the group's slot has to come after; see :meth:`etp.streams.Lane.start`."""
         slot = group.slot
-        publishes = isinstance(transport, PublishingTransport)
-        if not publishes:
+        if route.publisher is None:
             for hook in group.before_gather:
                 hook()
         if not slot.allocated:
             # The allocator may give it memory that compute enqueued so far still uses.
             return None
-        last_read = lane.mark(slot.reader_stream) if slot.last_read is None else slot.last_read
-        if publishes:
+        last_read = route.gather.mark(slot.reader_stream) if slot.last_read is None else slot.last_read
+        if route.publisher is not None:
             # The publication is earlier on the same lane.
             return [last_read]
-        final = self._final.get(lane.device)
+        final = self._final.get(route.device)
         if final is None or group.before_gather or self._observed.get(group) != self._version(group):
             return None
         return [final, last_read]
-
-
-class _Enqueued:
-    def join(self) -> None:
-        """All is on the calling stream already."""
-
-
-def enqueue(work: Callable[[], None]) -> Callable[[], _Enqueued]:
-    """Work that only enqueues, in the form that :meth:`etp.streams.Lane.start` takes."""
-
-    def start() -> _Enqueued:
-        work()
-        return _Enqueued()
-
-    return start
 
 
 def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -45,3 +45,37 @@ class Transport(Protocol):
             divisor: what the sum is divided by, in the accumulation dtype.
             label: what the message of a failure calls this collective.
         """
+
+
+@runtime_checkable
+class PublishingTransport(Protocol):
+    """A transport whose gathers read what was published, not the shards themselves."""
+
+    def publish(self, shards: Sequence[torch.Tensor]) -> None:
+        """Let peers see these shards as they are now. Collective."""
+
+
+@runtime_checkable
+class InPlaceTransport(Protocol):
+    """A publishing transport that can read shards where they lie."""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether peers read this rank's shards where they lie."""
+
+    def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory to keep shards in. Collective."""
+
+    def finish_reading(self) -> None:
+        """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
+
+
+@runtime_checkable
+class GraphableTransport(Protocol):
+    """A transport with streams and events of its own, which are not the same inside and outside of a capture."""
+
+    def change_mode(self, *, capturing: bool) -> None:
+        """A capture into a CUDA graph begins, with the device idle, or has ended."""
+
+    def watch_replays(self) -> None:
+        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""

@@ -50,6 +50,7 @@ class C10dTransport:
         self._timeout_s = timeout_s
         self._line = WorkLine()
         ranks = dist.get_process_group_ranks(group)
+        self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
         # new_group sorts its ranks; in another order the chunks would go to the wrong peers.
         if device is not None and device.type == "cuda" and ranks == sorted(ranks):
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -106,13 +107,12 @@ class C10dTransport:
         with reported(label, self._group):
             for work in works:
                 self._line.wait(work, self._timeout_s, keep=device.type == "cpu")
-        self._watch(label, device)
 
-    def _watch(self, what: str, device: torch.device) -> None:
-        if self._watchdog is not None:
-            ranks = dist.get_process_group_ranks(self._group)
-            what = f"{what} on rank {dist.get_rank()} (shard group: ranks {ranks})"
-            self._watchdog.expect_stream(device, what)
+    def expect(self, end: Any, label: str) -> None:
+        """End the process if ``end``, an event behind the collective ``label``, does not happen in time."""
+        # Nothing happens while a graph is captured; watch_replays looks after what it holds.
+        if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
+            self._watchdog.expect(end, f"{label} {self._who}")
 
     def change_mode(self, *, capturing: bool) -> None:
         """A capture into a CUDA graph begins or has ended; works order themselves."""
@@ -120,13 +120,15 @@ class C10dTransport:
 
     def watch_replays(self) -> None:
         """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
-        if self._captured:
-            self._watch("the replay of a CUDA graph", torch.device("cuda", torch.cuda.current_device()))
+        if self._captured and self._watchdog is not None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._watchdog.expect_stream(device, f"the replay of a CUDA graph {self._who}")
 
 
 class _Collective:
     def __init__(self, transport: C10dTransport, works: Sequence[dist.Work], label: str, device: torch.device) -> None:
         self._transport = transport
+        self.beside: Sequence[Any] = ()
         self._works = works
         self._label = label
         self._device = device
@@ -135,6 +137,10 @@ class _Collective:
         self._transport.wait(self._works, self._label, self._device)
         # A finished NCCL Work keeps its tensors alive; let go of them now, not when this object goes.
         self._works = ()
+
+    def expect(self, end: Any) -> None:
+        """See :class:`etp.streams.InFlight`."""
+        self._transport.expect(end, self._label)
 
 
 class _Reduction(_Collective):

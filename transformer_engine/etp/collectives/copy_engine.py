@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from etp.collectives.sums import accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
 from etp.errors import EtpStateError, StaleWeightError
-from etp.streams import InFlight
+from etp.streams import Enqueued, InFlight
 
 _PLACES = 2
 # Copies are fastest between addresses that are multiples of this.
@@ -58,14 +59,17 @@ class _Channel(IntEnum):
 _CHANNELS = _Channel.PLACE_FREE + _PLACES
 
 
-class _Enqueued:
-    """All is on the calling stream already, but for what the events say."""
+class _Reduction(Enqueued):
+    """A reduction, which waits for its peers' parts."""
 
-    def __init__(self, *beside: torch.cuda.Event) -> None:
-        self.beside = beside
+    def __init__(self, transport: CopyEngineTransport, label: str) -> None:
+        super().__init__()
+        self._transport = transport
+        self._label = label
 
-    def join(self) -> None:
-        """Nothing to wait for: the caller is ordered by its stream."""
+    def expect(self, end: Any) -> None:
+        """See :class:`etp.streams.InFlight`."""
+        self._transport.expect(end, self._label)
 
 
 class CopyEngineTransport:
@@ -83,6 +87,7 @@ class CopyEngineTransport:
         if timeout_s is None:
             timeout_s = group._get_backend(device).options._timeout.total_seconds()
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._who = f"on rank {dist.get_rank()} (shard group: ranks {dist.get_process_group_ranks(group)})"
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._driver = CudaDriver()
         free = range(_Channel.PLACE_FREE, _Channel.PLACE_FREE + _PLACES)
@@ -95,7 +100,7 @@ class CopyEngineTransport:
         self._sizes: tuple[int, ...] = ()
         self._sources: dict[int, tuple[SymmetricBuffer, int]] = {}
         self._gathered = False
-        self._captured = False
+        self._capturing = self._captured = False
         self._kept: list[SymmetricBuffer] = []
         self._ring: SymmetricBuffer | None = None
         self._reductions = 0
@@ -112,6 +117,7 @@ class CopyEngineTransport:
     def change_mode(self, *, capturing: bool) -> None:
         """A capture into a CUDA graph begins, with the device idle, or has ended: forget events of before."""
         self._local_end = None
+        self._capturing = capturing
         self._captured |= capturing
 
     # Gathering -----------------------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ class CopyEngineTransport:
             self._driver.copy(own, buffer.addresses[self._rank] + offset, size, local)
         end.record(self._local)
         self._gathered, self._local_end = True, end
-        return _Enqueued(end)
+        return Enqueued(end)
 
     # Reducing ------------------------------------------------------------------------------------------------
 
@@ -231,8 +237,7 @@ class CopyEngineTransport:
             own = wgrad.view(-1)[self._rank * numel : (self._rank + 1) * numel]
             accumulate_parts(parts, sink, divisor, own=own, rank=self._rank)
         self._signals.send(_Channel.PLACE_FREE + number, stream)
-        self._watch(label)
-        return _Enqueued()
+        return _Reduction(self, label)
 
     def _place_for(self, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
         """The ring, where the next reduction's place in it begins, and its number; a bigger ring if it does not fit."""
@@ -265,9 +270,13 @@ class CopyEngineTransport:
         return stream
 
     def _watch(self, what: str) -> None:
-        ranks = dist.get_process_group_ranks(self._group)
-        what = f"{what} on rank {dist.get_rank()} (shard group: ranks {ranks})"
-        self._watchdog.expect_stream(self._device, what)
+        self._watchdog.expect_stream(self._device, f"{what} {self._who}")
+
+    def expect(self, end: Any, label: str) -> None:
+        """End the process if ``end``, an event behind the collective ``label``, does not happen in time."""
+        # Nothing happens while a graph is captured; watch_replays looks after what it holds.
+        if not self._capturing:
+            self._watchdog.expect(end, f"{label} {self._who}")
 
 
 def _home(buffers: Sequence[SymmetricBuffer], address: int) -> tuple[SymmetricBuffer, int] | None:
@@ -280,7 +289,8 @@ def _home(buffers: Sequence[SymmetricBuffer], address: int) -> tuple[SymmetricBu
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
+    nbytes: int = tensor.nbytes
+    return nbytes
 
 
 def _aligned(nbytes: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Self
 
 from etp.errors import EtpCommunicationError
 
@@ -33,6 +34,28 @@ class _MemoryOperation(ctypes.Structure):
     )
 
 
+class MemoryOperations:
+    """Waits for and writes of 32-bit words in memory, made once and enqueued as often as wanted."""
+
+    def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
+        self.count = len(operations)
+        self._batch = (_MemoryOperation * self.count)(
+            *(_MemoryOperation(kind, address, value, flags, 0, 0) for kind, address, value, flags in operations)
+        )
+        self.address = ctypes.addressof(self._batch)
+
+    @classmethod
+    def take_flags(cls, addresses: Sequence[int]) -> Self:
+        """Wait until the word at each of this device's ``addresses`` is 1, and set all of them to 0 then."""
+        waits = [(_WAIT_VALUE_32, address, 1, _WAIT_UNTIL_EQUAL) for address in addresses]
+        return cls([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)])
+
+    @classmethod
+    def raise_flags(cls, addresses: Sequence[int]) -> Self:
+        """Write 1 to each address, own or peer's, once all that the stream did before is visible."""
+        return cls([(_WRITE_VALUE_32, address, 1, 0) for address in addresses])
+
+
 class CudaDriver:
     """Calls into ``libcuda``. A CUDA context must be current, as it is once torch has used the device.
 
@@ -54,23 +77,15 @@ class CudaDriver:
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy of ``nbytes`` between two device addresses, either of which may be a peer's."""
-        self._check("cuMemcpyAsync", self._copy(destination, source, nbytes, stream))
+        status = self._copy(destination, source, nbytes, stream)
+        if status:
+            self._check("cuMemcpyAsync", status)
 
-    def take_flags(self, addresses: Sequence[int], stream: int) -> None:
-        """Hold ``stream`` until the 32-bit word at each of this device's ``addresses`` is 1, and set all to 0 then."""
-        waits = [(_WAIT_VALUE_32, address, 1, _WAIT_UNTIL_EQUAL) for address in addresses]
-        self._operate([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)], stream)
-
-    def raise_flags(self, addresses: Sequence[int], stream: int) -> None:
-        """Write 1 to each address, own or peer's, after all that ``stream`` did before is visible."""
-        self._operate([(_WRITE_VALUE_32, address, 1, 0) for address in addresses], stream)
-
-    def _operate(self, operations: Sequence[tuple[int, int, int, int]], stream: int) -> None:
-        count = len(operations)
-        batch = (_MemoryOperation * count)(
-            *(_MemoryOperation(kind, address, value, flags, 0, 0) for kind, address, value, flags in operations)
-        )
-        self._check("cuStreamBatchMemOp", self._batch(stream, count, ctypes.byref(batch), 0))
+    def enqueue(self, operations: MemoryOperations, stream: int) -> None:
+        """Let ``stream`` carry out the operations, behind all that it was given so far."""
+        status = self._batch(stream, operations.count, operations.address, 0)
+        if status:
+            self._check("cuStreamBatchMemOp", status)
 
     def capture_id(self, stream: int) -> int | None:
         """Number of the capture that ``stream`` takes part in, unique in the process; None if it does not."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from etp.collectives.driver import CudaDriver
+from etp.collectives.driver import CudaDriver, MemoryOperations
 
 DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """With it torch accepts ranks whose devices have the same number, be it that each sees only its own."""
@@ -106,13 +106,19 @@ class Signals:
         torch.cuda.synchronize(device)
         peers = [peer for peer in range(size) if peer != rank]
         addresses = self._buffer.addresses
-        self._outgoing = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
-        self._incoming = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
+        self._raise = [
+            MemoryOperations.raise_flags([addresses[p] + (c * size + rank) * _WORD for p in peers])
+            for c in range(channels)
+        ]
+        self._take = [
+            MemoryOperations.take_flags([addresses[rank] + (c * size + p) * _WORD for p in peers])
+            for c in range(channels)
+        ]
 
     def send(self, channel: int, stream: int) -> None:
         """Raise this rank's flag at all peers once ``stream`` has done what it was given so far."""
-        self._driver.raise_flags(self._outgoing[channel], stream)
+        self._driver.enqueue(self._raise[channel], stream)
 
     def receive(self, channel: int, stream: int) -> None:
         """Hold ``stream`` until every peer has raised its flag, and lower them."""
-        self._driver.take_flags(self._incoming[channel], stream)
+        self._driver.enqueue(self._take[channel], stream)
