@@ -13,6 +13,8 @@ from tests.support.launch import device
 
 # Three shapes in turn, more weights than slots: backward passes gather, too, and how far ahead depends on the bytes.
 SHAPES = ((16, 24), (24, 40), (40, 16)) * 4
+LARGE = ((16, 4096), (4096, 16))
+SMALL = ((16, 64), (64, 16))
 
 
 def _stack(api: WeightShardApi, group: dist.ProcessGroup, shapes: tuple[tuple[int, int], ...]) -> nn.Sequential:
@@ -37,11 +39,19 @@ def _train(model: nn.Module, rank: int, steps: int) -> list[float]:
     return losses
 
 
-def ranks_with_another_past(rank: int, world_size: int) -> list[float]:
-    """Two of four ranks have trained a larger model before; then all train, a rank with that past with one without."""
+def ranks_with_another_past(rank: int, world_size: int, others: tuple[tuple[int, int], ...]) -> list[float]:
+    """Two of four ranks have trained a larger model before; then all train, a rank with that past with one without.
+
+    Args:
+        rank: this rank.
+        world_size: ranks.
+        others: shapes of the model that the other two have trained before; none for no past at all.
+    """
     assert world_size == 4
     api = WeightShardApi(MegatronEtpConfig(engine=etp.EtpConfig(timeout_s=20.0)))
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [1, 3])]
-    if rank < 2:
-        _train(_stack(api, groups[0], ((16, 4096), (4096, 16))), rank, 2)
-    return _train(_stack(api, groups[1 + rank % 2], SHAPES), rank, 4)
+    # As many of each rank: torch names groups that not all ranks make, as NCCL's of reductions, by their number too.
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    before = LARGE if rank < 2 else others
+    if before:
+        _train(_stack(api, groups[rank // 2], before), rank, 2)
+    return _train(_stack(api, groups[2 + rank % 2], SHAPES), rank, 4)
