@@ -76,6 +76,20 @@ def nothing(layer: Any) -> None:
     """A method for GPUs that serves from what was loaded."""
 
 
+def copied_onto_itself(layer: Any) -> None:
+    """As vLLM's experts do, so that their memory stays where it is."""
+    layer.weight.data = layer.weight.data
+    layer.weight.copy_(layer.weight.contiguous().data)
+
+
+def copied_onto_its_transpose(layer: Any) -> None:
+    layer.weight.data[:4].copy_(layer.weight.data[:4].t().clone())
+
+
+def remembered_as_data(layer: Any) -> None:
+    layer.quant_method.kernels.append(layer.weight.data)
+
+
 def doubled_in_place(layer: Any) -> None:
     layer.weight.data.mul_(2)
 
@@ -104,6 +118,9 @@ def layer_with(process: Callable[[Any], None]) -> nn.Module:
     calls: list[int] = []
 
     class Method(QuantizeMethodBase):
+        def __init__(self) -> None:
+            self.kernels: list[torch.Tensor] = []
+
         def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
             raise NotImplementedError
 
@@ -161,9 +178,12 @@ def replaced(model: Any, value: float, layers: Any, *, in_place: bool) -> Any:
     ("process", "factor", "is_watched_once"),
     [
         (nothing, 1, True),
+        (copied_onto_itself, 1, True),
+        (copied_onto_its_transpose, 1, False),
         (doubled_in_place, 2, False),
         (doubled_elsewhere, 2, False),
         (doubled_by_a_new_parameter, 2, False),
+        (remembered_as_data, 1, False),
         (remembered_by_the_layer, 1, False),
         (remembered_by_the_method, 1, False),
     ],

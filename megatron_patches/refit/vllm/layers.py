@@ -5,12 +5,14 @@ What differs between releases of vLLM is here and in ``reload.py``; written agai
 
 [Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it alone. Where a layer has no
 such method this is known; otherwise the first replacement watches it: no operation of torch, and every attribute of
-layer and method the same object as before. From then on such a layer's new weights need no processing.
+layer and method the same object as before, with no more references to the weights' memory. From then on such a layer's
+new weights need no processing. A copy of a tensor onto itself, by which unquantized experts keep their memory, does not
+count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENS
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, span_of
+from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, same_memory, span_of, users_of
 
 _PROCESSED = "_already_called_process_weights_after_loading"
 
@@ -246,13 +248,22 @@ class Layers:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts operations."""
+    """Counts operations that may leave something behind; see [Note: plain layers]."""
 
     operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
+        self.operations += not _leaves_nothing(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _leaves_nothing(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is what reading ``data`` takes, which shows if it is kept, or a copy of a tensor onto itself."""
+    if func is torch.ops.aten.detach.default:
+        return True
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    return _same_form(args[0], args[1]) and same_memory(args[0], args[1])
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -265,7 +276,7 @@ class _Seen:
 
     Attributes:
         objects: tensors and other attributes, of the layer and of its method.
-        places: where its tensors' memory is, and in which form.
+        places: where its tensors' memory is, in which form, and how many refer to it.
     """
 
     objects: Mapping[str, object]
@@ -289,5 +300,8 @@ def _look_at(module: nn.Module, method: QuantizeMethodBase) -> _Seen:
         if name not in left_out
     }
     tensors = get_layer_tensors(module)
-    places = {name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()}
+    places = {
+        name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype, users_of(tensor))
+        for name, tensor in tensors.items()
+    }
     return _Seen({**objects, **tensors}, places)

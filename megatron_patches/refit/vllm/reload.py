@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.v1.attention.backend import AttentionImplBase
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.layers import Layer, Layers, join
@@ -201,8 +202,14 @@ def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Computes anew what attention derives from other layers' weights, such as MLA's absorbed projections."""
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         for layer in model.modules():
-            if isinstance(layer, Attention | MLAAttention):
+            if isinstance(layer, Attention | MLAAttention) and _derives(layer):
                 cast(Any, layer).process_weights_after_loading(vllm_config.model_config.dtype)
+
+
+def _derives(layer: Any) -> bool:
+    """Whether attention derives something from weights; of its own it only sets scales of the cache to one, again."""
+    own = type(layer).process_weights_after_loading is not Attention.process_weights_after_loading
+    return own or type(layer.impl).process_weights_after_loading is not AttentionImplBase.process_weights_after_loading
 
 
 def _restore(model: nn.Module) -> None:

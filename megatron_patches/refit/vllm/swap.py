@@ -1,15 +1,18 @@
 """Puts new content into memory that serves and keeps the old content where the new one was: no third copy.
 
-[Note: exchange] Two tensors change places piece by piece, through a buffer of bounded size. That takes memory that
-nobody else reads or writes: where a new tensor shares elements with another one, or processing has kept a reference to
-its memory, its content is copied instead, and the old content kept apart.
+[Note: exchange] Two tensors change places: on a GPU, where they lie alike, all in one launch of a kernel; else piece by
+piece, through a buffer of bounded size. That takes memory that nobody else reads or writes: where a new tensor shares
+elements with another one, or processing has kept a reference to its memory, its content is copied instead, and the old
+content kept apart.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
@@ -73,7 +76,7 @@ class Users:
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._tensors = list(tensors)  # kept: an identity is only good while its object lives
         self._known = {int(holder._cdata) for tensor in self._tensors for holder in _holders(tensor)}
-        self._count = {int(tensor.untyped_storage()._cdata): _users(tensor) for tensor in self._tensors}
+        self._count = {int(tensor.untyped_storage()._cdata): users_of(tensor) for tensor in self._tensors}
 
     def joined_only_by(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Which storages of ``tensors`` nobody else has begun to refer to since; by identity."""
@@ -98,17 +101,28 @@ class Swap:
         pairs: the memory and its new content, in order. Nobody may use the new tensors afterwards.
         users: of the memory of the new content, before ``pairs`` were made from it.
         room_bytes: size of the buffer, for each device.
+        kernels: whether to use Triton's kernel; None for wherever there is Triton and a GPU.
 
     Attributes:
         copied_bytes: content that cannot change places; see [Note: exchange].
     """
 
-    def __init__(self, pairs: Sequence[Pair], users: Users | None = None, room_bytes: int = ROOM_BYTES) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        users: Users | None = None,
+        room_bytes: int = ROOM_BYTES,
+        *,
+        kernels: bool | None = None,
+    ) -> None:
         pairs = [pair for pair in pairs if pair[0].numel() and not same_memory(*pair)]
         exchanged, self._copied = _sort(pairs, users or Users())
         self.copied_bytes = sum(old.numel() * old.element_size() for old, _ in self._copied)
-        self._groups = [
-            _Group(pieces, places) for pieces, places in _grouped(exchanged, room_bytes, _Rooms(room_bytes))
+        by_kernel, by_pieces = _by_kernel(exchanged, kernels)
+        self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: it knows only addresses
+        self._steps: list[_Step] = [_exchange_of(device, pairs) for device, pairs in by_kernel.items()]
+        self._steps += [
+            _Group(pieces, places) for pieces, places in _grouped(by_pieces, room_bytes, _Rooms(room_bytes))
         ]
         self._kept: list[Pair] = []
 
@@ -117,15 +131,25 @@ class Swap:
         for old, new in self._copied:
             self._kept.append((old, old.clone()))
             old.copy_(new)
-        for group in self._groups:
-            group.exchange()
+        for step in self._steps:
+            step.run()
 
     def undo(self) -> None:
         """Puts back what :meth:`run` has replaced so far. The new content is lost."""
-        for group in reversed(self._groups):
-            group.put_back()
+        for step in reversed(self._steps):
+            step.undo()
         for old, before in reversed(self._kept):
             old.copy_(before)
+
+
+class _Step(Protocol):
+    """Part of an exchange."""
+
+    def run(self) -> None:
+        """Puts the new content in place."""
+
+    def undo(self) -> None:
+        """Puts the old content back, as far as it is not in its place."""
 
 
 class _Group:
@@ -142,14 +166,14 @@ class _Group:
         self._places = list(places)
         self._old_in: list[torch.Tensor] | None = None  # where the old content is, while it is not in its place
 
-    def exchange(self) -> None:
+    def run(self) -> None:
         torch._foreach_copy_(self._places, self._serving)
         self._old_in = self._places
         torch._foreach_copy_(self._serving, self._other)
         torch._foreach_copy_(self._other, self._places)
         self._old_in = self._other
 
-    def put_back(self) -> None:
+    def undo(self) -> None:
         if self._old_in is not None:
             torch._foreach_copy_(self._serving, self._old_in)
             self._old_in = None
@@ -176,8 +200,8 @@ def _holders(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
-def _users(tensor: torch.Tensor) -> int:
-    """Tensors that refer to a tensor's storage, and the storage itself."""
+def users_of(tensor: torch.Tensor) -> int:
+    """How many tensors refer to a tensor's storage; the storage itself counts as one."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
@@ -193,6 +217,26 @@ def _sort(pairs: Sequence[Pair], users: Users) -> tuple[list[Pair], list[Pair]]:
         is_own = int(new.untyped_storage()._cdata) in own
         (exchanged if is_own and apart else copied).append((old, new))
     return exchanged, copied
+
+
+def _by_kernel(pairs: Sequence[Pair], kernels: bool | None) -> tuple[dict[torch.device, list[Pair]], list[Pair]]:
+    """Pairs that a kernel exchanges, by device, and those that change places through the buffer."""
+    there = importlib.util.find_spec("triton") is not None if kernels is None else kernels
+    flat: dict[torch.device, list[Pair]] = defaultdict(list)
+    others: list[Pair] = []
+    for old, new in pairs:
+        apt = there and (old.is_cuda if kernels is None else True)
+        if apt and old.stride() == new.stride() and old.device == new.device:
+            flat[old.device].append((old, new))
+        else:
+            others.append((old, new))
+    return flat, others
+
+
+def _exchange_of(device: torch.device, pairs: Sequence[Pair]) -> _Step:
+    from megatron_patches.refit.vllm.exchange_kernel import Exchange
+
+    return Exchange([(old.data_ptr(), new.data_ptr(), old.nbytes) for old, new in pairs], device)
 
 
 def _grouped(pairs: Iterable[Pair], room_bytes: int, rooms: _Rooms) -> Iterator[tuple[list[Pair], list[torch.Tensor]]]:

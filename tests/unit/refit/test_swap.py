@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_patches.refit.vllm.swap import Pair, Swap, Users, is_dense, overlapping, same_memory
+from tests.support.launch import run_distributed
 
 ROOM = 1024
+CPU = torch.device("cpu")
 
 
 def bits(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -93,6 +97,73 @@ def test_a_failure_at_any_moment_is_undone(case: str, monkeypatch: pytest.Monkey
         fails_at = 0
         swap.undo()
         assert [raw(one) for one, _ in pairs] == old
+
+
+def shifted(shape: tuple[int, ...], seed: int, by: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Memory that begins ``by`` bytes past a multiple of 16, with bytes around it that belong to nobody."""
+    flat = torch.full((torch.Size(shape).numel() * dtype.itemsize + 64,), 0xA5, dtype=torch.uint8)
+    begin = -flat.data_ptr() % 16 + by
+    tensor = flat[begin : begin + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    tensor.copy_(bits(shape, seed, dtype))
+    return tensor
+
+
+def of_any_alignment() -> list[Pair]:
+    """Lengths around those of blocks and programs of the kernel; aligned on neither, one and both sides."""
+    sizes = [1, 15, 16, 17, 1023, 8 * 1024 + 8, 64 * 1024, 2 * 64 * 1024 + 24]
+    offsets = [(0, 0), (3, 3), (0, 5), (8, 0)]
+    return [
+        (shifted((size,), 2 * number, one), shifted((size,), 2 * number + 1, other))
+        for number, (size, (one, other)) in enumerate((size, offset) for size in sizes for offset in offsets)
+    ]
+
+
+def around(tensor: torch.Tensor) -> bytes:
+    """All bytes of a tensor's storage that are not its own."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().copy()
+    begin = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    return bytes(whole[:begin]) + bytes(whole[begin + tensor.nbytes :])
+
+
+def exchange_by_kernel(rank: int, world_size: int) -> int:
+    """Under the interpreter, which is chosen when the kernel's module is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from megatron_patches.refit.vllm import exchange_kernel
+
+    pairs = [*of_any_alignment(), *alike(), *otherwise_laid()]
+    old, new = [raw(one) for one, _ in pairs], [raw(other) for _, other in pairs]
+    rest = [around(tensor) for pair in pairs for tensor in pair]
+    swap = Swap(pairs, room_bytes=ROOM, kernels=True)
+    assert swap.copied_bytes == 0
+    kinds = [type(step).__name__ for step in swap._steps]
+    assert kinds.count("Exchange") == 1
+    assert kinds.count("_Group") >= 2  # those that lie otherwise
+    swap.run()
+    assert [raw(one) for one, _ in pairs] == new
+    assert [raw(other) for _, other in pairs] == old
+    swap.undo()
+    assert [raw(one) for one, _ in pairs] == old
+    assert [around(tensor) for pair in pairs for tensor in pair] == rest
+
+    # The second of its launches fails: the first is undone alone.
+    def refused() -> None:
+        raise MemoryError("no room for a launch")
+
+    whole = exchange_kernel.Exchange([(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in pairs[:32]], CPU)
+    assert len(whole._launches) == 2
+    start, whole._launches[1].start = whole._launches[1].start, refused  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        whole.run()
+    whole._launches[1].start = start  # type: ignore[method-assign]
+    assert [raw(one) for one, _ in pairs[:32]] != old[:32]
+    whole.undo()
+    assert [raw(one) for one, _ in pairs] == old
+    return len(pairs)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_one_kernel_exchanges_all_that_lies_alike() -> None:
+    assert run_distributed(exchange_by_kernel, 1, None, args=(), fresh=True) == [42]
 
 
 def test_what_shares_memory_is_copied_and_undone() -> None:

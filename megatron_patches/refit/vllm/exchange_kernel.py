@@ -1,0 +1,130 @@
+"""The Triton kernel with which contents of memory change places: all weights of a model in one launch, read once.
+
+Imported only where there is Triton. It runs on the current stream; under ``TRITON_INTERPRET=1`` on a CPU as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+Stretch = tuple[int, int, int]
+"""Two addresses, and how many bytes from each on change places."""
+
+_WARPS = 4
+_WIDE = 8  # bytes of an element where all is aligned
+_ALIGNED = 16  # bytes that a thread reads at a time there
+_BLOCK = {_WIDE: 1024, 1: 1024}  # elements at a time
+_LOOPS = 8  # blocks that a program exchanges, one after the other
+_FIELDS = 4  # of an entry: where its two stretches begin, and its length, in elements; its first program
+_TYPES = {_WIDE: tl.int64, 1: tl.int8}
+
+
+# Without annotations: Triton takes them for types of its own.
+@triton.jit  # type: ignore[untyped-decorator]
+def _exchange(  # type: ignore[no-untyped-def]
+    origin,  # noqa: ANN001
+    table,  # noqa: ANN001
+    programs,  # noqa: ANN001
+    fields: tl.constexpr,
+    vector: tl.constexpr,
+    block: tl.constexpr,
+    loops: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    entry = table + tl.load(programs + program).to(tl.int64) * fields
+    one, other, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    first = (program - tl.load(entry + 3)) * (block * loops)
+    if vector > 1:  # what the host has seen to lets the compiler read 16 bytes at a time
+        one = tl.multiple_of(one, vector)
+        other = tl.multiple_of(other, vector)
+        count = tl.multiple_of(count, vector)
+    for loop in range(loops):
+        at = first + loop * block + tl.arange(0, block)
+        mask = at < count
+        mine = tl.load(origin + one + at, mask=mask)
+        theirs = tl.load(origin + other + at, mask=mask)
+        tl.store(origin + one + at, theirs, mask=mask)
+        tl.store(origin + other + at, mine, mask=mask)
+
+
+class Exchange:
+    """Stretches of one device's memory that change places, as often as it is run.
+
+    Args:
+        stretches: which; none shares a byte with another one.
+        device: where they lie.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
+        if device.type == "cuda":
+            _compile(device)  # while requests go on, not when they wait
+        self._launches = _launches(stretches, device)
+        self._run = 0
+
+    def run(self) -> None:
+        """Lets them change places."""
+        for launch in self._launches[self._run :]:
+            launch.start()
+            self._run += 1
+
+    def undo(self) -> None:
+        """Lets those change places again that have."""
+        while self._run:
+            self._launches[self._run - 1].start()
+            self._run -= 1
+
+
+class _Launch:
+    """Entries whose elements are of one width."""
+
+    def __init__(self, entries: NDArray[np.int64], width: int, device: torch.device) -> None:
+        self._width = width
+        self._origin = torch.empty(_ALIGNED, dtype=torch.uint8, device=device)
+        lengths = entries[:, 2] // width
+        counts = -(-lengths // (_BLOCK[width] * _LOOPS))
+        table = np.empty((len(entries), _FIELDS), dtype=np.int64)
+        table[:, :2] = (entries[:, :2] - self._origin.data_ptr()) // width
+        table[:, 2], table[:, 3] = lengths, np.cumsum(counts) - counts
+        programs = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+        self._table, self._programs = (torch.from_numpy(array).to(device) for array in (table, programs))
+
+    def start(self) -> None:
+        _exchange[(self._programs.numel(),)](
+            triton.reinterpret(self._origin, _TYPES[self._width]),
+            self._table,
+            self._programs,
+            fields=_FIELDS,
+            vector=_ALIGNED // self._width if self._width > 1 else 1,
+            block=_BLOCK[self._width],
+            loops=_LOOPS,
+            num_warps=_WARPS,
+        )
+
+
+def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launch]:
+    """Of each stretch what is aligned on both sides, in wide elements, and the rest byte by byte."""
+    given = np.array(stretches, dtype=np.int64).reshape(-1, 3)
+    aligned = (given[:, 0] % _ALIGNED == 0) & (given[:, 1] % _ALIGNED == 0)
+    wide_bytes = np.where(aligned, given[:, 2] // _ALIGNED * _ALIGNED, 0)
+    wide, narrow = given.copy(), given.copy()
+    wide[:, 2] = wide_bytes
+    narrow[:, :2] += wide_bytes[:, None]
+    narrow[:, 2] -= wide_bytes
+    parts = [(wide[wide[:, 2] > 0], _WIDE), (narrow[narrow[:, 2] > 0], 1)]
+    return [_Launch(entries, width, device) for entries, width in parts if len(entries)]
+
+
+@cache
+def _compile(device: torch.device) -> None:
+    """Has the kernel compiled, for both widths."""
+    scratch = torch.zeros(4 * _ALIGNED, dtype=torch.uint8, device=device)
+    address = scratch.data_ptr()
+    for launch in _launches([(address, address + 2 * _ALIGNED, _ALIGNED + 1)], device):
+        launch.start()
