@@ -12,6 +12,7 @@ from megatron_patches.refit.errors import PartyFailedError
 
 _LENGTH = struct.Struct("<Q")
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
+_INTRODUCTION_S = 10.0  # from a connection to the first message on it
 
 
 class Patience:
@@ -19,11 +20,13 @@ class Patience:
 
     Args:
         timeout_s: seconds from now.
-        what: what is waited for, for the message.
+        what: what is waited for, for the message; or what gives it once it is needed.
         check: called now and then while waiting; raises if the wait has become pointless.
     """
 
-    def __init__(self, timeout_s: float, what: str, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, timeout_s: float, what: str | Callable[[], str], check: Callable[[], None] = lambda: None
+    ) -> None:
         self._timeout_s, self._what, self._check = timeout_s, what, check
         self._deadline = time.monotonic() + timeout_s
 
@@ -35,12 +38,16 @@ class Patience:
         """
         self._check()
         if time.monotonic() > self._deadline:
-            raise PartyFailedError(f"waited {self._timeout_s:.0f} s for {self._what}; a longer time-out is an option")
+            raise PartyFailedError(f"waited {self._timeout_s:.0f} s for {self._named}; a longer time-out is an option")
 
     def lost(self, reason: str) -> PartyFailedError:
         """The error for a connection that ended during this wait; the peer's own reason if it is known."""
         self._check()
-        return PartyFailedError(f"lost the connection while waiting for {self._what}: {reason}")
+        return PartyFailedError(f"lost the connection while waiting for {self._named}: {reason}")
+
+    @property
+    def _named(self) -> str:
+        return self._what if isinstance(self._what, str) else self._what()
 
 
 def prepare(connection: socket.socket) -> socket.socket:
@@ -95,6 +102,24 @@ def receive(connection: socket.socket, patience: Patience, *, most_bytes: int | 
     if most_bytes is not None and length > most_bytes:
         raise patience.lost(f"the peer announces a message of {length} bytes")
     return receive_exactly(connection, length, patience)
+
+
+def receive_first(connection: socket.socket, patience: Patience, most_bytes: int) -> bytearray | None:
+    """The first message on a connection that anybody may have made, or None for a stranger's.
+
+    Args:
+        connection: from :func:`prepare`.
+        patience: of the wait for whoever is expected, of which a stranger takes a little.
+        most_bytes: the longest message of whoever is expected.
+
+    Raises:
+        PartyFailedError: when ``patience`` ends.
+    """
+    try:
+        return receive(connection, Patience(_INTRODUCTION_S, "an introduction", patience.tick), most_bytes=most_bytes)
+    except PartyFailedError:
+        patience.tick()
+        return None
 
 
 def receive_exactly(connection: socket.socket, length: int, patience: Patience) -> bytearray:

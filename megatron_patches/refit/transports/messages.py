@@ -67,4 +67,5 @@ decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_message = msgspec.msgpack.Decoder(Told | Head).decode
 encode = msgspec.msgpack.Encoder().encode
 SLOT = struct.Struct("<B")
+MOST_HELLO_BYTES = 1024
 NO_SLOT = 255  # of a direct load

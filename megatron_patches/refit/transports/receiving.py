@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import msgspec
+
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
@@ -45,7 +47,7 @@ class _Arriving:
     """A packet that was announced."""
 
     def __init__(self, source: int, packet: Packet, slot: int, payload: Pending[object]) -> None:
-        self._source, self._packet, self._slot, self._payload = source, packet, slot, payload
+        self.source, self._packet, self._slot, self._payload = source, packet, slot, payload
 
     def done(self) -> bool:
         return self._payload.done()
@@ -53,8 +55,8 @@ class _Arriving:
     def result(self) -> Incoming:
         payload = self._payload.result()
         if self._slot == messages.NO_SLOT:
-            return Incoming(self._packet, self._slot, self._source)
-        return Incoming(replace(self._packet, payload=cast(Payload, payload)), self._slot, self._source)
+            return Incoming(self._packet, self._slot, self.source)
+        return Incoming(replace(self._packet, payload=cast(Payload, payload)), self._slot, self.source)
 
 
 class ReceivingEnd:
@@ -104,7 +106,10 @@ class ReceivingEnd:
             patience = Patience(self._place.timeout_s, f"links from source ranks {sorted(waiting)[:8]}", check)
             connection = self._accept(patience)
             try:
-                hello = messages.decode_hello(frames.receive(connection, patience))
+                hello = self._introduced(connection, patience)
+                if hello is None:
+                    connection.close()
+                    continue
                 if hello.plan_digest != plan_digest or hello.source not in waiting:
                     raise PlanMismatchError(
                         f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {plan_digest[:12]}, "
@@ -143,6 +148,14 @@ class ReceivingEnd:
                 self._arriving.remove(arriving)
                 return arriving.result()
         return None
+
+    @property
+    def awaited(self) -> str:
+        """What it is waiting for, for messages."""
+        announced = sorted({arriving.source for arriving in self._arriving})
+        if announced:
+            return f"what source ranks {announced[:8]} have announced and not delivered"
+        return f"a packet from any of source ranks {sorted(self._links)[:8]}"
 
     @property
     def idle(self) -> bool:
@@ -198,6 +211,14 @@ class ReceivingEnd:
             wire.fetch_direct(load, places_of(load)) if load.direct else wire.fetch(head.slot, head.nbytes)
         )
         return _Arriving(source, replace(packet, parts=parts), head.slot, payload)
+
+    def _introduced(self, connection: socket.socket, patience: Patience) -> messages.Hello | None:
+        """What a source says first; None for whoever is none."""
+        first = frames.receive_first(connection, patience, messages.MOST_HELLO_BYTES)
+        try:
+            return None if first is None else messages.decode_hello(first)
+        except msgspec.MsgspecError:
+            return None
 
     def _accept(self, patience: Patience) -> socket.socket:
         while True:

@@ -41,6 +41,7 @@ class TcpTransport:
     """
 
     one_host = False
+    turns = None
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -84,7 +85,8 @@ class TcpTransport:
                 except TimeoutError:
                     end.patience.tick()
                     continue
-                if secrets.compare_digest(bytes(frames.receive(connection, end.patience)), secret):
+                said = frames.receive_first(connection, end.patience, len(secret))
+                if said is not None and secrets.compare_digest(bytes(said), secret):
                     return TcpIncoming(connection, end, self._place)
                 connection.close()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_patches.refit import loads
+from megatron_patches.refit import frames, loads
 from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
@@ -70,6 +72,52 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other(mo
     assert np.array_equal(taken, held)
     sender.close()
     receiver.close()
+
+
+LONG, RUBBISH = struct.pack("<Q", 1 << 40), struct.pack("<Q", 5) + b"hello"
+
+
+dial = socket.create_connection
+
+
+def strange(address: tuple[str, int], says: bytes) -> socket.socket:
+    """Somebody who has no business there, and stays."""
+    connection = dial(address)
+    connection.sendall(says)
+    return connection
+
+
+@pytest.mark.parametrize("says", [LONG, RUBBISH, b""], ids=["long", "rubbish", "nothing"])
+def test_strangers_keep_no_link_from_being_made(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who dials a destination's control connection, nor who dials that of the payload."""
+    monkeypatch.setattr(frames, "_INTRODUCTION_S", 0.3)
+    receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
+    sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
+    offers = [sender.offer(512, {}), receiver.offer(512)]
+    host, _, port = offers[1].address.rpartition(":")
+    strangers = [strange((host, int(port)), says)]
+
+    def dial_second(address: tuple[str, int], *args: Any, **kwargs: Any) -> socket.socket:
+        strangers.append(strange(address, says))
+        return dial(address, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "create_connection", dial_second)
+    with ThreadPoolExecutor(1) as pool:
+        linked = pool.submit(sender.connect, offers, {0: 512}, "d" * 64, check)
+        receiver.connect(offers, {0: 512}, "d" * 64, check)
+        linked.result(20)
+    assert len(strangers) == 3
+    assert list(receiver._links) == [0]
+    for end in (sender, receiver):
+        end.close()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_first_message_is_waited_for_no_longer_than_the_link() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(PartyFailedError, match="waited 0 s for the link"):
+        frames.receive_first(frames.prepare(ours), Patience(0.0, "the link"), 8)
 
 
 class Agent:
