@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from etp.te import te_available
+from tests.support.at_once import report_at_once
 from tests.support.launch import (
     DEVICE_VARIABLE,
     RANKS_PER_GPU_VARIABLE,
@@ -45,13 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Pass the options on to the launcher."""
+    """Pass the options on to the launcher; on GPUs, where time is short, report at once."""
     os.environ[DEVICE_VARIABLE] = config.getoption("--device")
     os.environ[TRANSPORT_VARIABLE] = config.getoption("--transport")
     ranks = config.getoption("--ranks-per-gpu")
     os.environ[RANKS_PER_GPU_VARIABLE] = str(ranks)
     if ranks > 1:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    if on_gpus():
+        report_at_once(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
