@@ -240,9 +240,10 @@ class WeightGroup:
         Raises:
             StaleWeightError: if the slot was claimed by another group since the gather.
         """
+        reader = lane.current_stream()
         if self._ready is not None:
             ready, self._ready = self._ready, None
-            ready.wait()
+            ready.wait(reader)
         if self.gather_state is GatherState.ISSUED:
             self._set_gather_state(GatherState.READY)
         slot = self.slot
@@ -250,7 +251,7 @@ class WeightGroup:
         if self.gather_state is GatherState.READY:
             self._set_gather_state(GatherState.NONE)
         slot.tenant = None
-        slot.reader_stream = lane.current_stream()
+        slot.reader_stream = reader
         slot.last_read = None
         return [
             _handed_out(buffer, shard.layout, trained)

@@ -71,10 +71,10 @@ class Ready:
         self._events = events
         self._device_module = device_module
 
-    def wait(self) -> None:
-        """Order the current stream after the work; without streams, block. Idempotent."""
+    def wait(self, stream: Any = None) -> None:
+        """Order ``stream``, or the current one, after the work; without streams, block. Idempotent."""
         if self._events:
-            stream = self._device_module.current_stream()
+            stream = stream or self._device_module.current_stream()
             for event in self._events:
                 stream.wait_event(event)
             return

@@ -192,9 +192,10 @@ class CopyEngineTransport:
         Raises:
             StaleWeightError: if a shard is not among those published last.
         """
-        stream, local = self._stream(), self._local.cuda_stream
+        calling = torch.cuda.current_stream(self._device)
+        stream, local = calling.cuda_stream, self._local.cuda_stream
         begin, end = torch.cuda.Event(), torch.cuda.Event()
-        begin.record(torch.cuda.current_stream(self._device))
+        begin.record(calling)
         self._local.wait_event(begin)
         for output, shard in zip(outputs, shards, strict=True):
             source = self._sources.get(shard.data_ptr())
