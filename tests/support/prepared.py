@@ -77,8 +77,12 @@ def variables_of(prepare: Callable[[], None]) -> dict[str, str]:
 
 
 def template_of(prepare: Callable[[], None]) -> Template | None:
-    """The session's template; None where there are GPUs, as what is made ready for CUDA cannot be copied."""
-    return None if torch.cuda.is_available() else _template_of(prepare)
+    """The session's template; None where there are GPUs and it cannot be copied, as most that makes CUDA ready."""
+    if not torch.cuda.is_available():
+        return _template_of(prepare)
+    if prepare is not torch_alone or _template_of(prepare).obstacle():
+        return None
+    return _template_of(prepare)
 
 
 @functools.cache

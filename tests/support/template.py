@@ -8,7 +8,7 @@
 Importing torch, Megatron and vLLM costs up to fifteen seconds of a processor, and the tests start well over a hundred
 processes that need one of them. A template imports once. It never runs what its copies run, so one copy knows nothing
 of another, and it refuses to be copied unless it has a single thread, as no other would exist in a copy. What is made
-ready for CUDA cannot be copied: on machines with GPUs processes are started the usual way.
+ready for CUDA cannot be copied either: importing torch is not that, importing what is built on it may be.
 """
 
 from __future__ import annotations
@@ -116,7 +116,23 @@ class Template:
         self._control.send(pickle.dumps(_path()))
         self._control.send(pickle.dumps(BodyReference.of(prepare)))
         self.pid = self._process.pid
-        self._is_ready = False
+        self._obstacle: str | None = None
+
+    def obstacle(self) -> str:
+        """Why it cannot be copied, once it has prepared itself; empty if it can.
+
+        Raises:
+            TimeoutError: if it does not say so in time.
+        """
+        if self._obstacle is None:
+            deadline = time.monotonic() + PREPARE_TIMEOUT_S
+            while not select.select([self._control], [], [], 1.0)[0]:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"a template was not ready after {PREPARE_TIMEOUT_S:.0f} s")
+            said = self._control.recv(LARGEST_MESSAGE)
+            answer = pickle.loads(said) if said else Prepared("it ended before it was ready")
+            self._obstacle = answer.error
+        return self._obstacle
 
     def start(
         self,
@@ -141,7 +157,9 @@ class Template:
         Raises:
             RuntimeError: if the template could not prepare itself, or has ended.
         """
-        self._await_preparation()
+        obstacle = self.obstacle()
+        if obstacle:
+            raise RuntimeError(f"a template cannot be copied: {obstacle}")
         ours, theirs = os.pipe()
         order = Order(
             BodyReference.of(function),
@@ -170,19 +188,6 @@ class Template:
         self._control.close()
         self._process.kill()
         self._process.wait()
-
-    def _await_preparation(self) -> None:
-        if self._is_ready:
-            return
-        deadline = time.monotonic() + PREPARE_TIMEOUT_S
-        while not select.select([self._control], [], [], 1.0)[0]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a template was not ready after {PREPARE_TIMEOUT_S:.0f} s")
-        said = self._control.recv(LARGEST_MESSAGE)
-        answer = pickle.loads(said) if said else Prepared("it ended before it was ready")
-        if answer.error:
-            raise RuntimeError(f"a template cannot be copied: {answer.error}")
-        self._is_ready = True
 
 
 def _path() -> list[str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LARGEST_MESSAGE = 1 << 20
 MOST_DESCRIPTORS = 8
+CUDA_DEVICES = "/dev/nvidia"
 LOOK_FOR_PARENT_S = 1.0
 
 
@@ -36,9 +37,7 @@ def main() -> None:
     error = ""
     try:
         pickle.loads(control.recv(LARGEST_MESSAGE)).load()()
-        threads = sum(1 for _ in Path("/proc/self/task").iterdir())
-        if threads != 1:
-            error = f"it has {threads} threads, and a copy would have one of them"
+        error = _obstacle()
     except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
         error = traceback.format_exc()
     # What is there stays: copies need not look for garbage in it, nor write to its pages.
@@ -47,6 +46,21 @@ def main() -> None:
     control.send(pickle.dumps(Prepared(error)))
     if not error:
         Copier(control, parent).run()
+
+
+def _obstacle() -> str:
+    """Why this process must not be copied as it is; empty if it may."""
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    if threads != 1:
+        return f"it has {threads} threads, and a copy would have one of them"
+    opened = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            opened.add(str(descriptor.readlink()))
+    devices = sorted(path for path in opened if path.startswith(CUDA_DEVICES))
+    if devices:
+        return f"it has opened {', '.join(devices)}, and what CUDA has made ready for it is not there for a copy"
+    return ""
 
 
 class Copier:

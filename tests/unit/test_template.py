@@ -32,6 +32,11 @@ def prepare_with_a_thread() -> None:
     threading.Thread(target=time.sleep, args=(LIMIT_S,), daemon=True).start()
 
 
+def prepare_with_a_device() -> None:
+    vars(sys.modules["__main__"])["CUDA_DEVICES"] = "/dev/zero"
+    os.open("/dev/zero", os.O_RDONLY)
+
+
 def tell(said: str) -> None:
     """What this copy is like, and a change that no other one may see."""
     is_changed, is_leader = "CHANGED" in os.environ, os.getsid(0) == os.getpid()
@@ -105,7 +110,11 @@ def test_a_copy_that_runs_can_be_killed(template: Template) -> None:
 
 @pytest.mark.parametrize(
     ("preparation", "message"),
-    [(prepare_badly, "ImportError: nothing to be found"), (prepare_with_a_thread, "it has 2 threads")],
+    [
+        (prepare_badly, "ImportError: nothing to be found"),
+        (prepare_with_a_thread, "it has 2 threads"),
+        (prepare_with_a_device, "it has opened /dev/zero"),
+    ],
 )
 def test_what_cannot_be_copied_is_refused(preparation: object, message: str) -> None:
     template = Template(preparation, {})  # type: ignore[arg-type]
