@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.packets import Packing, Sender, Unpacker
@@ -85,7 +86,13 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
     end.finish(check)
 
 
-def receive_version(unpacker: Unpacker, end: ReceivingEnd, timeout_s: float, check: Check) -> None:
+def receive_version(
+    unpacker: Unpacker,
+    end: ReceivingEnd,
+    timeout_s: float,
+    check: Check,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     """Receives and unpacks all packets of the version that ``unpacker`` has begun.
 
     Args:
@@ -93,6 +100,8 @@ def receive_version(unpacker: Unpacker, end: ReceivingEnd, timeout_s: float, che
         end: where they come.
         timeout_s: seconds that one may take to come.
         check: raises if another party has failed.
+        meanwhile: done once, when all that is still to come is on its way. In this thread: another one that computes
+            in Python would hold up every step of this one.
 
     Raises:
         RefitError: if a packet is not what it should be, none comes in time, or ``check`` raises.
@@ -107,6 +116,9 @@ def receive_version(unpacker: Unpacker, end: ReceivingEnd, timeout_s: float, che
         if found is not None:
             unpacking.append((found, unpacker.accept(found.packet)))
             left -= 1
+        if meanwhile is not None and left == end.on_their_way:
+            meanwhile()
+            meanwhile = None
         ended = bool(unpacking) and unpacking[0][1].done()
         if ended:
             incoming, pending = unpacking.popleft()
@@ -119,3 +131,5 @@ def receive_version(unpacker: Unpacker, end: ReceivingEnd, timeout_s: float, che
         patience.tick()
         if not waiting:
             looks.nothing(check)
+    if meanwhile is not None:
+        meanwhile()

@@ -61,7 +61,14 @@ class DestinationParty(Party[ReceivingEnd]):
         self._manifest = found[0]
         return found[0]
 
-    def receive(self, version: int, step: int, linked: bool, make_memory: Callable[[], Memory]) -> Memory:
+    def receive(
+        self,
+        version: int,
+        step: int,
+        linked: bool,
+        make_memory: Callable[[], Memory],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Memory:
         """Receives one version into fresh memory and compares every box with what was sent.
 
         Args:
@@ -69,6 +76,7 @@ class DestinationParty(Party[ReceivingEnd]):
             step: number of the step at which the sources are; this party may have missed one that failed.
             linked: whether the sources' links are up.
             make_memory: makes the storages of the manifest; called before the first byte comes.
+            meanwhile: done once while bytes arrive; see :func:`megatron_patches.refit.pump.receive_version`.
 
         Returns:
             The memory.
@@ -94,7 +102,7 @@ class DestinationParty(Party[ReceivingEnd]):
                 unpacker.begin(version, memory)
                 with closing(unpacker):
                     with self._timed("move"):
-                        receive_version(unpacker, end, self._assembly.timeout_s, self._assembly.check)
+                        receive_version(unpacker, end, self._assembly.timeout_s, self._assembly.check, meanwhile)
                     with self._timed("verify"):
                         unpacker.verify()
                 received.append(memory)

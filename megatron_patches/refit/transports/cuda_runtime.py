@@ -45,16 +45,19 @@ class _Library:
             raise PartyFailedError(f"CUDA's run-time library libcudart.so.{major} cannot be loaded: {error}") from error
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self._library.cudaMemcpyAsync.argtypes = [pointer, pointer, size, kind, pointer]
-        self._library.cudaMemcpy2DAsync.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
+        # Thousands of calls that only begin something: each would let go of the interpreter and wait for it again.
+        begins = ctypes.PyDLL(None, handle=self._library._handle)
+        self._copy, self._copy_rows = begins.cudaMemcpyAsync, begins.cudaMemcpy2DAsync
+        self._copy.argtypes = [pointer, pointer, size, kind, pointer]
+        self._copy_rows.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Begins to copy bytes; raises as :meth:`call` does."""
-        self._check("cudaMemcpyAsync", self._library.cudaMemcpyAsync(target, source, nbytes, _COPY_KIND, stream))
+        self._check("cudaMemcpyAsync", self._copy(target, source, nbytes, _COPY_KIND, stream))
 
     def copy_rows(self, target: int, source: int, rows: Rows, stream: int) -> None:
         """Begins to copy rows; raises as :meth:`call` does."""
-        copy = self._library.cudaMemcpy2DAsync
+        copy = self._copy_rows
         steps = rows.target_step, source, rows.source_step
         self._check("cudaMemcpy2DAsync", copy(target, *steps, rows.nbytes, rows.count, _COPY_KIND, stream))
 

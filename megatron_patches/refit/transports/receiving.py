@@ -158,6 +158,11 @@ class ReceivingEnd:
         return f"a packet from any of source ranks {sorted(self._links)[:8]}"
 
     @property
+    def on_their_way(self) -> int:
+        """How many packets were announced and have not come."""
+        return len(self._arriving)
+
+    @property
     def idle(self) -> bool:
         """Whether nothing that was announced is still on its way."""
         return not self._arriving

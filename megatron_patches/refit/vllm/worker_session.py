@@ -2,7 +2,7 @@
 
 [Note: meanwhile] vLLM carries out a call between two steps of its engine, so no request goes on during one. A version
 that is received beside the weights that serve therefore arrives in a thread of its own: ``receive`` only begins, and
-the next call waits for its end. What can be put together of it is, meanwhile, in another thread: where the new weights
+the next call waits for its end. What can be put together of it is, once all of it is on its way: where the new weights
 lie is known before they come. With NCCL it does not: its kernels and those of the engine's own communication could
 wait for each other in a circle, across workers.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -209,20 +208,20 @@ class WorkerSession:
 
     def _take(self, version: int, step: int, linked: bool) -> None:
         made: list[Arriving] = []
-        begun: list[Future[Replacement]] = []
+        begun: list[Replacement] = []
 
         def make() -> Memory:
             made.append(self._make(version))
-            if self._may_begin:
-                begun.append(meanwhile.submit(self._begin, dict(made[0].tensors)))
             return made[0].received_in
 
+        def begin() -> None:
+            begun.append(self._put_together(dict(made[0].tensors)))
+
         try:
-            with ThreadPoolExecutor(1, f"refit-begin-{version}") as meanwhile:
-                self._party.receive(version, step, linked, make)
+            self._party.receive(version, step, linked, make, begin if self._may_begin else None)
             made[0].bits.clear()  # whoever received into them may keep the dictionary
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
-            replacement = begun[0].result(self._timeout_s) if begun else self._put_together(parameters)
+            replacement = begun[0] if begun else self._put_together(parameters)
             self._staged = version, replacement
         except Exception as error:
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
@@ -235,13 +234,6 @@ class WorkerSession:
         made = self._memory.make(self._timeout_s)
         self._party.beside_bytes = made.beside_bytes
         return made
-
-    def _begin(self, parameters: dict[str, torch.Tensor]) -> Replacement:
-        """:meth:`_put_together` in a thread of its own, while the content of ``parameters`` arrives."""
-        if self._serving.device.type == "cuda":
-            torch.cuda.set_device(self._serving.device)
-        with torch.no_grad():
-            return self._put_together(parameters)
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
         """New weights, as far as they can be made ready before the commit, for which requests wait."""

@@ -66,11 +66,25 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other(mo
         narrow(sender._links[0].connection)
         narrow(receiver._links[0][0])
         sent = pool.submit(send_version, Sender(plan, 0, {"w": held}, terms), sender, 1, check)
-        receive_version(unpacker, receiver, 20.0, check)
+        began: list[int] = []
+        receive_version(
+            unpacker, receiver, 20.0, check, lambda: began.append(len(unpacker._arrived) + receiver.on_their_way)
+        )
         sent.result()
+    assert began == [1500]  # once, when all was on its way
     unpacker.verify()
     assert np.array_equal(taken, held)
     sender.close()
+    receiver.close()
+
+
+def test_where_nothing_comes_what_is_done_meanwhile_is_done_all_the_same() -> None:
+    nothing = Manifest(0, "", (), ())
+    receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
+    began: list[int] = []
+    unpacker = Unpacker(make_plan([], [nothing], [nothing]), nothing, {})
+    receive_version(unpacker, receiver, 20.0, check, lambda: began.append(1))
+    assert began == [1]
     receiver.close()
 
 

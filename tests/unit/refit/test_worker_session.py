@@ -35,11 +35,20 @@ class Party:
         self.receiving, self.asked, self.failure = False, list[str](), ""
         self.beside_bytes = -1
 
-    def receive(self, version: int, step: int, linked: bool, make_memory: Callable[[], object]) -> object:
+    def receive(
+        self,
+        version: int,
+        step: int,
+        linked: bool,
+        make_memory: Callable[[], object],
+        meanwhile: Callable[[], None] | None,
+    ) -> object:
         self.receiving = True
         self.started.set()
         try:
             memory = make_memory()
+            if meanwhile is not None:
+                meanwhile()
             while not self.may_receive.wait(0.01):
                 if self.left.is_set():
                     raise PartyFailedError("it has left")
