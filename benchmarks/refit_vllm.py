@@ -38,7 +38,7 @@ from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 
 _PATHS = ("folder", "json")
-PARTS = ("prepare", "push", "send", "move", "verify", "commit", "paused")
+PARTS = ("prepare", "push", "send", "look_up", "move", "verify", "commit", "paused")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -133,6 +133,13 @@ class Trainer:
         self.model = TrainerModel(task.config, task.mesh, self.device, _PROMPT + _LENGTH)
         self.server = VllmServer(task.server_port)
         self.version = 0
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What both sides take at their first work, such as ETP's slots and symmetric memory, is not the push's."""
+        if self.rank == 0:
+            self.server.sample([0] * _PROMPT, _LENGTH, 0)
+        self.model.log_probs([[0] * (_PROMPT + _LENGTH)] * _SAMPLES, _PROMPT)
 
     def measure(self, name: str) -> Outcome:
         """Pushes versions one way."""

@@ -73,9 +73,9 @@ class PushReport:
         backup_bytes: the most memory of its host in which a worker keeps the weights that serve.
         seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
             waited for it, ``commit`` until all engines serve the new weights, and ``paused``, the longest that one of
-            them began no request, from when it was asked to pause. Of ``send``, on the slowest worker:
-            ``allocate`` memory beside the weights that serve, ``move`` (packing, the way and unpacking, which
-            overlap), and ``verify``.
+            them began no request, from when it was asked to pause. Of ``send``, on the slowest rank, ``look_up``
+            of the weights, and on the slowest worker ``allocate`` memory beside the weights that serve, ``move``
+            (packing, the way and unpacking, which overlap, and what of ``look_up`` it has to wait for), and ``verify``.
     """
 
     version: int

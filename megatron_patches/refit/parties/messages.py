@@ -65,8 +65,8 @@ class Moved(msgspec.Struct, frozen=True):
     """How a party moved a version, or how all did.
 
     Attributes:
-        seconds: what its parts took; of all, the longest on any destination. ``move`` (packing, the way and unpacking,
-            which overlap), and on a destination ``allocate`` before and ``verify`` after it.
+        seconds: what its parts took; of all, the longest on any. On a source ``look_up`` its storages. On a destination
+            ``move`` (packing, the way and unpacking, which overlap), ``allocate`` before and ``verify`` after it.
         staged_bytes: the most memory that packets took at a time; of all, on any party.
         beside_bytes: memory that a destination made for the version beside what serves; of all, on any.
         backup_bytes: memory of its host in which it keeps what serves; of all, on any.
@@ -86,9 +86,11 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
         sources: number of sources.
     """
     destinations = moved[sources:]
-    parts = {part for item in destinations for part in item.seconds}
+    parts = sorted({part for item in destinations for part in item.seconds})
+    looked_up = max(item.seconds.get("look_up", 0.0) for item in moved[:sources])
+    seconds = {part: max(item.seconds.get(part, 0.0) for item in destinations) for part in parts}
     return Moved(
-        seconds={part: max(item.seconds.get(part, 0.0) for item in destinations) for part in sorted(parts)},
+        seconds={"look_up": looked_up, **seconds},
         staged_bytes=max(item.staged_bytes for item in moved),
         beside_bytes=max(item.beside_bytes for item in moved),
         backup_bytes=max(item.backup_bytes for item in moved),

@@ -192,9 +192,10 @@ def test_tensors_arrive_as_arrays_do(seed: int, transport: TransportName) -> Non
         parties.check(1, taken)
         for moved in answers[: len(case.sources)]:
             assert moved.staged_bytes == max(party.staging.peak_bytes for party in parties.everybody) > 0
-            assert set(moved.seconds) == {"allocate", "move", "verify"}
+            assert set(moved.seconds) == {"look_up", "allocate", "move", "verify"}
             for part, seconds in moved.seconds.items():
-                assert seconds == max(party.seconds[part] for party in parties.destinations) > 0
+                whose = parties.sources if part == "look_up" else parties.destinations
+                assert seconds == max(party.seconds[part] for party in whose) > 0
 
 
 def as_tensors(arrays: dict[str, Bits]) -> dict[str, torch.Tensor]:
