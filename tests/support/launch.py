@@ -174,7 +174,6 @@ class WorkerPool:
     variables: Mapping[str, str] = field(default_factory=dict)
     _workers: list[_Worker] = field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] | None = None
-    _store: dist.TCPStore | None = None
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     def run[T](
@@ -183,11 +182,10 @@ class WorkerPool:
         """Run ``fn(rank, world_size, *args)`` on every rank; see :func:`run_distributed`."""
         body = BodyReference.of(fn)
         workers = self._ready(world_size)
-        call = next(self._calls)
+        store = str(self._files() / f"store-{next(self._calls)}")
         arguments = pickle.dumps(args)
         for rank, worker in enumerate(workers):
-            port = self._rendezvous().port
-            worker.connection.send(Job(body, rank, world_size, backend, timeout_s, f"call-{call}", port, arguments))
+            worker.connection.send(Job(body, rank, world_size, backend, timeout_s, store, arguments))
         results, failures = self._collect(workers, timeout_s)
         if failures:
             # Ranks that have got differently far number their next process groups differently. Copies cost nothing.
@@ -206,19 +204,18 @@ class WorkerPool:
             self._folder.cleanup()
             self._folder = None
 
-    def _rendezvous(self) -> dist.TCPStore:
-        if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store
+    def _files(self) -> Path:
+        """The folder of these workers' files."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory()
+        return Path(self._folder.name)
 
     def _ready(self, world_size: int) -> list[_Worker]:
         """At least ``world_size`` workers that have imported torch."""
         if any(worker.process.poll() is not None for worker in self._workers):
             self.close()
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory()
         new = [
-            _Worker.start(Path(self._folder.name), number, self.prepare, self.variables)
+            _Worker.start(self._files(), number, self.prepare, self.variables)
             for number in range(len(self._workers), world_size)
         ]
         self._workers += new

@@ -59,8 +59,7 @@ class Job:
         world_size: number of ranks.
         backend: of the default process group; None for none.
         timeout_s: the whole call's limit.
-        call: name of the call; its keys in the session's store start with it.
-        port: the store's port on the loopback device.
+        store: a file that the ranks of this call alone find each other through.
         arguments: pickled tuple; unpickled after the body's module is loaded, since it may hold its classes.
     """
 
@@ -69,8 +68,7 @@ class Job:
     world_size: int
     backend: str | None
     timeout_s: float
-    call: str
-    port: int
+    store: str
     arguments: bytes
 
 

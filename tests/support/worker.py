@@ -82,7 +82,9 @@ def _join_group(job: Job) -> None:
     if "nccl" in job.backend or "cuda" in job.backend:
         torch.cuda.set_device(job.rank % torch.cuda.device_count())
     limit = timedelta(seconds=0.8 * job.timeout_s)
-    store = dist.PrefixStore(job.call, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=limit))
+    # A TCPStore asks for the name of each address that it connects: 5 s where a name server does not answer.
+    store = dist.FileStore(job.store)
+    store.set_timeout(limit)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
 
 
