@@ -23,7 +23,7 @@ from megatron_patches.refit.device_tables import VALUES, Part, Shape, describe
 from megatron_patches.refit.digest import add_digest
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Spot, host_bytes
+from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, host_bytes
 from megatron_patches.refit.staging import Lease, StagingPool
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,7 +77,7 @@ class DevicePort:
         self._memory: Mapping[str, torch.Tensor] = {}
         self._addresses: Mapping[str, int] = {}
         self._forms: Mapping[str, tuple[int, int, torch.dtype]] = {}
-        self._checked: WeakKeyDictionary[Batch, tuple[object, ...]] = WeakKeyDictionary()
+        self._checked: WeakKeyDictionary[Batch, tuple[tuple[str, ...], object]] = WeakKeyDictionary()
         self._device = _device_of(memory, where)
         self._stream: Any = None
         self._bounce: Lease[torch.Tensor] | None = None
@@ -151,12 +151,14 @@ class DevicePort:
 
     def places(self, batch: Batch) -> Sequence[Spot]:
         """See :class:`megatron_patches.refit.ports.Port`."""
-        form = tuple(self._forms.get(piece.view.storage) for piece in batch.pieces)
-        if self._checked.get(batch) != form:
+        names, known = self._checked.get(batch, ((), None))
+        form = tuple(map(self._forms.get, names))
+        if known != form:
+            names = tuple({piece.view.storage: None for piece in batch.pieces})
             for piece in batch.pieces:
                 self._elements(piece)  # the storages are as described
-            self._checked[batch] = form
-        return [Spot(self._memory[piece.view.storage], piece.view) for piece in batch.pieces]
+            self._checked[batch] = names, tuple(map(self._forms.get, names))
+        return Places(self._memory, batch.pieces)
 
     def close(self) -> None:
         """Waits for what is under way, gives the buffer back, and lets go of the storages."""

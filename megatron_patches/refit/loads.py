@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from itertools import groupby
 
 from megatron_patches.refit.boxes import pitch_of
@@ -55,7 +56,7 @@ class Terms:
 DEFAULT_TERMS = Terms()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Load:
     """What one packet is to carry.
 
@@ -75,7 +76,7 @@ class Load:
     items: tuple[Transfer, ...]
     direct: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the payload."""
         return sum(item.nbytes for item in self.items)

@@ -13,15 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
+from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.digest import combine
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Link, Load, Terms, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement
-from megatron_patches.refit.plan import Plan, Transfer
+from megatron_patches.refit.plan import Plan
 from megatron_patches.refit.port_choice import open_port
 from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Shared, Spot
 from megatron_patches.refit.staging import StagingPool
@@ -42,6 +43,42 @@ class Part:
     box: Box
     dtype: str
     digest: int
+
+
+class PlannedParts(Sequence[Part]):
+    """The boxes that the plan has in a load, with the digests that their sender has computed.
+
+    Thousands of boxes come with each version, of which nobody looks at one where nothing is wrong.
+
+    Args:
+        load: the load.
+        digests: of its boxes, in order.
+
+    Raises:
+        TransferError: if there are more or fewer of them.
+    """
+
+    def __init__(self, load: Load, digests: Sequence[int]) -> None:
+        if len(digests) != len(load.items):
+            raise TransferError(f"{len(digests)} digests came for {len(load.items)} boxes")
+        self.load, self.digests = load, digests
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    @overload
+    def __getitem__(self, at: int) -> Part: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Part, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> Part | tuple[Part, ...]:
+        """One of them, or several."""
+        if isinstance(at, slice):
+            pairs = zip(self.load.items[at], self.digests[at], strict=True)
+            return tuple(Part(item.box, item.dtype, digest) for item, digest in pairs)
+        item = self.load.items[at]
+        return Part(item.box, item.dtype, self.digests[at])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +102,15 @@ class Packet:
     number: int
     source: int
     destination: int
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     payload: Payload
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """The digests of its boxes."""
+        if isinstance(self.parts, PlannedParts):
+            return self.parts.digests
+        return [part.digest for part in self.parts]
 
 
 class Packing:
@@ -81,8 +125,7 @@ class Packing:
 
     def result(self) -> Packet:
         """The packet; waits until it is ready."""
-        pairs = zip(self.load.items, self._digests.result(), strict=True)
-        return replace(self._packet, parts=tuple(Part(item.box, item.dtype, digest) for item, digest in pairs))
+        return replace(self._packet, parts=PlannedParts(self.load, self._digests.result()))
 
 
 class Sender:
@@ -228,7 +271,7 @@ class Unpacker:
         )
         self._version = 0
         self._port: Port | None = None
-        self._arrived: dict[_Key, tuple[Part, ...]] = {}
+        self._arrived: dict[_Key, Sequence[int]] = {}  # digests, as they were sent
 
     @property
     def expected(self) -> int:
@@ -284,7 +327,7 @@ class Unpacker:
                 f"the packet from source rank {packet.source}, to destination rank {packet.destination}, in round "
                 f"{packet.round}, has {len(packet.payload)} bytes and not the {nbytes} planned"
             )
-        self._arrived[_key(load)] = packet.parts
+        self._arrived[_key(load)] = packet.digests
         if load.direct:
             return Done(None)
         return self._open.unpack(self._batches[_key(load)], packet.payload)
@@ -336,14 +379,13 @@ class Unpacker:
                 f"destination rank {self._manifest.rank} never got {self._expected[missing[0]].items[0].box}, which "
                 f"source rank {source} sends in round {number}, of version {self._version}"
             )
-        found = self._open.digest(self._wanted).result()
-        sent: list[list[tuple[int, int]]] = [[] for _ in found]
-        for key, parts in self._arrived.items():
-            for part, homes in zip(parts, self._homes[key], strict=True):
-                for home in homes:
-                    sent[home].append((key[0], part.digest))
-        for placement, digest, digests in zip(self._manifest.placements, found, sent, strict=True):
-            self._compare(placement, digest, digests)
+        found = np.array(self._open.digest(self._wanted).result(), dtype=np.uint64)
+        sent = np.zeros_like(found)
+        for key, digests in self._arrived.items():
+            homes = self._homes[key]
+            np.add.at(sent, homes.placements, np.array(digests, dtype=np.uint64)[homes.boxes])  # wraps
+        for home in np.flatnonzero(found != sent):
+            self._refuse(int(home), int(found[home]), int(sent[home]))
 
     def close(self) -> None:
         """Waits for what is still being unpacked, and gives back what was leased for it."""
@@ -351,33 +393,51 @@ class Unpacker:
             self._port.close()
 
     @cached_property
-    def _homes(self) -> Mapping[_Key, Sequence[Sequence[int]]]:
-        """For each box of each load, the placements that it is a part of, by their numbers in the manifest."""
+    def _homes(self) -> Mapping[_Key, _Homes]:
+        """Of each load, which placements its boxes are parts of."""
         known: dict[tuple[str, str], list[tuple[int, Placement]]] = defaultdict(list)
         for number, placement in enumerate(self._manifest.placements):
             known[placement.box.tensor, placement.view.storage].append((number, placement))
 
-        def homes(item: Transfer) -> list[int]:
-            return [
-                number
+        def homes(load: Load) -> _Homes:
+            pairs = [
+                (index, number)
+                for index, item in enumerate(load.items)
                 for number, home in known[item.box.tensor, item.write.storage]
                 if home.box.contains(item.box) and home.view.cut(home.box, item.box) == item.write
             ]
+            columns = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            return _Homes(columns[:, 0], columns[:, 1])
 
-        return {key: [homes(item) for item in load.items] for key, load in self._expected.items()}
+        return {key: homes(load) for key, load in self._expected.items()}
 
-    def _compare(self, placement: Placement, found: int, sent: Sequence[tuple[int, int]]) -> None:
-        expected = combine(digest for _, digest in sent)
-        if found != expected:
-            raise DigestError(
-                f"{placement.box} in {placement.view.storage} of destination rank {self._manifest.rank} has digest "
-                f"{found:016x}, but source ranks {sorted({source for source, _ in sent})} sent {expected:016x}; "
-                f"version {self._version} is not taken"
-            )
+    def _refuse(self, number: int, found: int, expected: int) -> None:
+        """Raises because of a placement that does not hold what was sent."""
+        placement = self._manifest.placements[number]
+        sources = sorted({key[0] for key, homes in self._homes.items() if number in homes.placements})
+        raise DigestError(
+            f"{placement.box} in {placement.view.storage} of destination rank {self._manifest.rank} has digest "
+            f"{found:016x}, but source ranks {sources} sent {expected:016x}; version {self._version} is not taken"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Homes:
+    """Which placements the boxes of a load are parts of; one box may be part of several.
+
+    Attributes:
+        boxes: their numbers in the load.
+        placements: for each of ``boxes``, the number of a placement in the manifest.
+    """
+
+    boxes: NDArray[np.int64]
+    placements: NDArray[np.int64]
 
 
 def _check_parts(packet: Packet, load: Load, what: str) -> None:
     """The packet must hold exactly the planned boxes, in order, with the planned dtypes."""
+    if isinstance(packet.parts, PlannedParts) and packet.parts.load is load:
+        return
     items = load.items
     sent = {part.box for part in packet.parts}
     missing = [item.box for item in items if item.box not in sent]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,34 @@ class Spot:
         import torch
 
         return self.storage.detach()[low:high].view(torch.uint8)
+
+
+class Places(Sequence[Spot]):
+    """Where the boxes of a batch lie; each spot is made when it is asked for.
+
+    Args:
+        memory: the storages, by name.
+        pieces: the boxes.
+    """
+
+    def __init__(self, memory: Memory, pieces: Sequence[Piece]) -> None:
+        self._memory, self._pieces = memory, pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @overload
+    def __getitem__(self, at: int) -> Spot: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Spot]: ...
+
+    def __getitem__(self, at: int | slice) -> Spot | list[Spot]:
+        """One of them, or several."""
+        if isinstance(at, slice):
+            return [Spot(self._memory[piece.view.storage], piece.view) for piece in self._pieces[at]]
+        view = self._pieces[at].view
+        return Spot(self._memory[view.storage], view)
 
 
 class Pending[T](Protocol):

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_patches.refit import frames
 from megatron_patches.refit.boxes import pitch_of
@@ -27,7 +29,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.plan import Transfer
-from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.ports import Elements, Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS, Lease
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
 from megatron_patches.refit.transports.cuda_mapped import Fetch
@@ -54,8 +56,8 @@ class OpenedMemory(Protocol):
     def copy(self, start: int, target: Payload) -> Pending[None]:
         """Begins to copy its bytes from ``start`` on into memory of the own device, which they fill."""
 
-    def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
-        """Begins to copy rows, the first of which begins at byte ``start``, to where ``target`` lies."""
+    def copy_rows(self, start: int, target: int, rows: Rows) -> None:
+        """Begins to copy rows, the first of which begins at byte ``start``, to address ``target`` of the own device."""
 
     def ended(self) -> Pending[None]:
         """All copies that have begun."""
@@ -130,6 +132,13 @@ class DeviceRuntime(Protocol):
 
     def allocate(self, nbytes: int) -> Payload:
         """Memory that nobody else opens."""
+
+    def address_of(self, storage: Elements) -> int:
+        """Where a storage of the own device begins.
+
+        Raises:
+            PartyFailedError: if it lies elsewhere.
+        """
 
     def close(self) -> None:
         """Forgets what was located."""
@@ -237,7 +246,7 @@ class CudaIpcTransport:
                     f"where they lie: {error}; another transport does not ask for that"
                 ) from error
 
-        return CudaIpcIncoming(opened, lease, end.slot_bytes, open_weights)
+        return CudaIpcIncoming(opened, lease, end.slot_bytes, open_weights, self._runtime.address_of)
 
     def _locate(self, memory: Memory, link: object) -> Mapping[str, Location]:
         """Where the storages are now; found once for all links, each of which asks once a version.
@@ -319,6 +328,7 @@ class CudaIpcIncoming:
         lease: the own slots.
         slot_bytes: size of one.
         open_memory: opens memory of the source by its handle.
+        address_of: where a storage of the own device begins.
     """
 
     def __init__(
@@ -327,12 +337,13 @@ class CudaIpcIncoming:
         lease: Lease[Payload],
         slot_bytes: int,
         open_memory: Callable[[bytes], OpenedMemory],
+        address_of: Callable[[Elements], int],
     ) -> None:
         self._opened, self._lease, self._slot_bytes = opened, lease, slot_bytes
-        self._open = open_memory
+        self._open, self._address_of = open_memory, address_of
         self._allocations: dict[bytes, OpenedMemory] = {}
         self._locations: Mapping[str, Location] = {}
-        self._rows: dict[tuple[int, int], list[Rows]] = {}
+        self._tables: dict[tuple[int, int], _Table] = {}
 
     def begin(self, told: bytes) -> None:
         """Opens the allocations that the source's storages lie in, and forgets those that none lies in any longer.
@@ -363,17 +374,24 @@ class CudaIpcIncoming:
             PartyFailedError: if the source has not told where a storage lies, or CUDA refuses.
         """
         key = load.round, load.number
-        if key not in self._rows:
-            self._rows[key] = [_rows_of(item) for item in load.items]
-        used: dict[bytes, OpenedMemory] = {}
-        for item, spot, rows in zip(load.items, places, self._rows[key], strict=True):
-            location = self._locations.get(item.read.storage)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = _Table.of(load)
+        opened, starts = [], []
+        for name in table.sources:
+            location = self._locations.get(name)
             if location is None:
-                raise PartyFailedError(f"source rank {item.source} has not told where {item.read.storage} lies")
-            start = location.start + item.read.offset * itemsize(item.dtype)
-            opened = used.setdefault(location.handle, self._allocations[location.handle])
-            opened.copy_rows(start, spot, rows)
-        return _All([opened.ended() for opened in used.values()])
+                raise PartyFailedError(f"source rank {load.source} has not told where {name} lies")
+            opened.append(self._allocations[location.handle])
+            starts.append(location.start)
+        targets = [self._address_of(places[box].storage) for box in table.first_boxes]
+        froms = np.array(starts, dtype=np.int64)[table.source] + table.source_offset
+        tos = np.array(targets, dtype=np.int64)[table.target] + table.target_offset
+        for number, start, target, rows in zip(
+            table.source.tolist(), froms.tolist(), tos.tolist(), table.rows, strict=True
+        ):
+            opened[number].copy_rows(start, target, rows)
+        return _All([memory.ended() for memory in dict.fromkeys(opened)])
 
     def close(self) -> None:
         """Waits for copies, and forgets the memory."""
@@ -381,6 +399,51 @@ class CudaIpcIncoming:
             opened.close()
         self._allocations.clear()
         self._lease.release()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """The boxes of a direct load, as far as they are the same in every version; numbers by box, offsets in bytes.
+
+    Attributes:
+        sources: the storages that they come from.
+        source: number of a box's storage among ``sources``.
+        source_offset: its first byte in that.
+        first_boxes: of each storage that they go to, the first box that does.
+        target: number of a box's storage among those.
+        target_offset: its first byte in that.
+        rows: what each consists of.
+    """
+
+    sources: list[str]
+    source: NDArray[np.int64]
+    source_offset: NDArray[np.int64]
+    first_boxes: list[int]
+    target: NDArray[np.int64]
+    target_offset: NDArray[np.int64]
+    rows: list[Rows]
+
+    @classmethod
+    def of(cls, load: Load) -> Self:
+        """The table of a load.
+
+        Raises:
+            PartyFailedError: if one of its boxes does not consist of rows.
+        """
+        sources: dict[str, int] = {}
+        targets: dict[str, int] = {}
+        first_boxes: list[int] = []
+        found: list[tuple[int, int, int, int]] = []
+        for index, item in enumerate(load.items):
+            width = itemsize(item.dtype)
+            if item.write.storage not in targets:
+                targets[item.write.storage] = len(targets)
+                first_boxes.append(index)
+            source = sources.setdefault(item.read.storage, len(sources))
+            found.append((source, item.read.offset * width, targets[item.write.storage], item.write.offset * width))
+        source, source_offset, target, target_offset = np.array(found, dtype=np.int64).T.copy()
+        rows = [_rows_of(item) for item in load.items]
+        return cls(list(sources), source, source_offset, first_boxes, target, target_offset, rows)
 
 
 def _rows_of(item: Transfer) -> Rows:

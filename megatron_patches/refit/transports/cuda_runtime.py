@@ -10,21 +10,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
+from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
 from megatron_patches.refit.transports.cuda_ipc import Location, Rows
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-_STREAMS = 2  # of copies from one allocation: the next begins while the last one ends
+_STREAMS = 8  # of copies: a GPU has several copy engines, and the next copy begins while the last one ends
 _COPY_KIND = 4  # cudaMemcpyDefault: the addresses say from where to where
 
 
@@ -120,6 +120,11 @@ class CudaRuntime:
         self._index = torch.cuda.current_device() if index is None else index
         self.uuid = str(torch.cuda.get_device_properties(self._device).uuid)
 
+    @cached_property
+    def _streams(self) -> CopyStreams:
+        """Of a destination; a source copies nothing."""
+        return CopyStreams(self._device)
+
     def export(self, nbytes: int) -> CudaExport:
         """Allocates memory that others may open."""
         with torch.cuda.device(self._device):
@@ -139,7 +144,7 @@ class CudaRuntime:
         with self._current():
             if isinstance(how, MappedHandle):
                 row = MappedRow(self._driver, self._index, how.chunks, fetch)
-                return CudaOpened(self._library, self._device, row.address, row.close)
+                return CudaOpened(self._library, self._device, self._streams, row.address, row.close)
             address = ctypes.c_void_p()
             self._library.call(
                 "cudaIpcOpenMemHandle",
@@ -148,7 +153,7 @@ class CudaRuntime:
                 ctypes.c_uint(_ENABLE_PEER_ACCESS),
             )
         close = partial(self._library.call, "cudaIpcCloseMemHandle", address)
-        return CudaOpened(self._library, self._device, int(address.value or 0), close)
+        return CudaOpened(self._library, self._device, self._streams, int(address.value or 0), close)
 
     def locate(self, memory: Memory) -> Mapping[str, Location]:
         """Where storages lie; left out are those in memory that CUDA cannot export in either way."""
@@ -203,6 +208,12 @@ class CudaRuntime:
             return None  # memory that is mapped by hand, as expandable segments and symmetric memory are
         return _encode(_ipc(handle))
 
+    def address_of(self, storage: Elements) -> int:
+        """Where a storage begins; raises PartyFailedError if it is not on a GPU."""
+        if not isinstance(storage, torch.Tensor) or not storage.is_cuda:
+            raise PartyFailedError("memory of the host cannot take a copy from a GPU's memory")
+        return storage.data_ptr()
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that nobody else opens."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -253,21 +264,40 @@ class CudaExport:
                 self._library.call("cudaFree", ctypes.c_void_p(self._address))
 
 
+class CopyStreams:
+    """The streams of one GPU's copies, from whatever memory, in turn.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+        self._handles = [stream.cuda_stream for stream in self.streams]
+        self._turn = 0
+
+    def next(self) -> tuple[int, int]:
+        """Number of the next one, and CUDA's handle of it."""
+        self._turn = (self._turn + 1) % _STREAMS
+        return self._turn, self._handles[self._turn]
+
+
 class CudaOpened:
     """Memory of another process.
 
     Args:
         library: CUDA.
         device: the own GPU.
+        streams: for copies.
         address: its first byte, in this process.
         forget: undoes what has opened it.
     """
 
-    def __init__(self, library: _Library, device: torch.device, address: int, forget: Callable[[], None]) -> None:
+    def __init__(
+        self, library: _Library, device: torch.device, streams: CopyStreams, address: int, forget: Callable[[], None]
+    ) -> None:
         self._library, self._device, self._address, self._forget = library, device, address, forget
-        self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
-        self._handles = [stream.cuda_stream for stream in self._streams]
-        self._turn, self._used = 0, set[int]()
+        self._streams, self._used = streams, set[int]()
 
     def copy(self, start: int, target: Payload) -> Pending[None]:
         """Begins to copy its bytes from ``start`` on, as many as ``target`` has.
@@ -281,28 +311,25 @@ class CudaOpened:
         self._copy(target.data_ptr(), start, Rows(1, nbytes, nbytes, nbytes))
         return self.ended()
 
-    def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
-        """Begins to copy rows, the first of which begins at byte ``start``, to where ``target`` lies.
+    def copy_rows(self, start: int, target: int, rows: Rows) -> None:
+        """Begins to copy rows, the first of which begins at byte ``start``, to address ``target``.
 
         Raises:
-            PartyFailedError: if the target is not on a GPU, or CUDA refuses.
+            PartyFailedError: if CUDA refuses.
         """
-        storage = target.storage
-        if not isinstance(storage, torch.Tensor):
-            raise PartyFailedError("an array on the host cannot take a copy from a GPU's memory")
-        self._copy(storage.data_ptr() + target.view.offset * storage.element_size(), start, rows)
+        self._copy(target, start, rows)
 
     def ended(self) -> Pending[None]:
         """All copies that have begun since this was asked last."""
         used, self._used = self._used, set()
         with torch.cuda.device(self._device):
-            return _Copying([self._streams[turn].record_event() for turn in sorted(used)])
+            return _Copying([self._streams.streams[number].record_event() for number in sorted(used)])
 
     def _copy(self, target: int, start: int, rows: Rows) -> None:
         """Into the next of the streams, in turn. CUDA knows from the stream which GPU it is."""
-        self._turn = (self._turn + 1) % _STREAMS
-        self._used.add(self._turn)
-        stream, source = self._handles[self._turn], self._address + start
+        number, stream = self._streams.next()
+        self._used.add(number)
+        source = self._address + start
         if rows.count == 1:
             self._library.copy(target, source, rows.nbytes, stream)
         else:
@@ -311,7 +338,7 @@ class CudaOpened:
     def close(self) -> None:
         """Waits for copies and forgets it."""
         with torch.cuda.device(self._device):
-            for stream in self._streams:
+            for stream in self._streams.streams:
                 stream.synchronize()
             self._forget()
 

@@ -19,7 +19,7 @@ from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import Packet, Part
+from megatron_patches.refit.packets import Packet, PlannedParts
 from megatron_patches.refit.ports import Payload, Pending, Spot
 from megatron_patches.refit.transports import messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
@@ -211,7 +211,7 @@ class ReceivingEnd:
                 f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
                 f"in round {head.round}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
-        parts = tuple(Part(item.box, item.dtype, digest) for item, digest in zip(load.items, head.digests, strict=True))
+        parts = PlannedParts(load, head.digests)
         payload: Pending[object] = (
             wire.fetch_direct(load, places_of(load)) if load.direct else wire.fetch(head.slot, head.nbytes)
         )

@@ -195,7 +195,7 @@ class SendingEnd:
             packet.number,
             packet.source,
             packet.destination,
-            tuple(part.digest for part in packet.parts),
+            tuple(packet.digests),
             nbytes,
             slot,
         )

@@ -14,7 +14,7 @@ import pytest
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
 from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Bits, Bytes, Done, Memory, Payload, Pending, Spot, host_bytes
+from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory, Rows
@@ -99,6 +99,10 @@ class HostGpu:
         with open(handle.decode(), "rb") as file:  # noqa: PTH123 - not a path but a descriptor
             return Opened(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.out)
 
+    def address_of(self, storage: Elements) -> int:
+        assert isinstance(storage, np.ndarray)
+        return int(storage.ctypes.data)
+
     def allocate(self, nbytes: int) -> Payload:
         return np.zeros(nbytes, dtype=np.uint8)
 
@@ -133,10 +137,10 @@ class Opened:
         into[...] = np.frombuffer(self._content, dtype=np.uint8)[start : start + into.size]
         return Done(None)
 
-    def copy_rows(self, start: int, target: Spot, rows: Rows) -> None:
+    def copy_rows(self, start: int, target: int, rows: Rows) -> None:
         theirs = np.frombuffer(self._content, dtype=np.uint8)[start:]
-        assert isinstance(target.storage, np.ndarray)
-        ours = target.storage.view(np.uint8)[target.view.offset * target.storage.itemsize :]
+        span = (rows.count - 1) * rows.target_step + rows.nbytes
+        ours = np.frombuffer(content_at(target, span), dtype=np.uint8)
         for row in range(rows.count):
             end = row * rows.target_step + rows.nbytes
             ours[end - rows.nbytes : end] = theirs[row * rows.source_step :][: rows.nbytes]
