@@ -139,7 +139,7 @@ class Sender:
         pool: staging memory of the party, of which a GPU needs some.
 
     Attributes:
-        loads: what goes to each destination.
+        loads: what goes to each destination. Sources begin with different ones, lest one is everybody's first.
 
     Raises:
         TransferError: if a box would have to be converted on the way.
@@ -157,7 +157,10 @@ class Sender:
         self._port = open_port(memory, f"source rank {rank}", pool)
         shapes = {spec.name: spec.shape for spec in plan.tensors}
         mine = cut_into_loads((item for item in plan.transfers if item.source == rank), terms)
-        self.loads = {destination: loads for (_, destination), loads in mine.items()}
+        sources = len({item.source for item in plan.transfers})
+        links = list(mine.items())
+        first = rank * len(links) // max(1, sources) % max(1, len(links))
+        self.loads = {destination: loads for (_, destination), loads in links[first:] + links[:first]}
         self._waves: dict[tuple[_Key, ...], Batch] = {}
         self._batches = {_key(load): load.batch(shapes, read=True) for loads in self.loads.values() for load in loads}
 
@@ -183,7 +186,7 @@ class Sender:
             count *= _GROWTH if self._port.asynchronous else 1
 
     def pack(self, number: int, version: int) -> Iterator[Packet]:
-        """The packets of round ``number``, in the order of destinations, each in memory of its own.
+        """The packets of round ``number``, in the order of :attr:`loads`, each in memory of its own.
 
         Raises:
             TransferError: if a box would have to be converted, or a storage has elements of another width.

@@ -109,7 +109,7 @@ def receive_version(
     left = unpacker.expected
     unpacking: deque[tuple[Incoming, Pending[None]]] = deque()
     looks = _Looks()
-    patience = Patience(timeout_s, "a packet from any source", check)
+    patience = Patience(timeout_s, lambda: end.awaited, check)
     while left or unpacking:
         waiting = end.idle and not unpacking
         found = end.receive(unpacker.load_of, unpacker.places, check, wait_s=_LOOK_AROUND_S if waiting else 0.0)
@@ -126,7 +126,7 @@ def receive_version(
             end.release(incoming, check)
         if found is not None or ended:
             looks.found()
-            patience = Patience(timeout_s, "a packet from any source", check)
+            patience = Patience(timeout_s, lambda: end.awaited, check)
             continue
         patience.tick()
         if not waiting:

@@ -8,7 +8,8 @@ common; a module a transport makes the wires.
 [Note: progress] Links depend on nothing of each other: each has its own slots on both sides, a source fills any slot
 that is free, and a destination takes any packet that has come. So whatever the layout and however small the slots, as
 long as something is left to move, the source of it waits for a slot of this link alone, and that comes back as soon
-as its destination has unpacked what is in it; no cycle of waits can arise.
+as its destination has unpacked what is in it; no cycle of waits can arise. Where links do share something, which is
+the queue of an NCCL communicator, a source's links take turns: [Note: turns] in the module ``turns``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.transports.turns import Turns
 
 Check = Callable[[], None]
 """Raises if waiting has become pointless, because another party has failed."""
@@ -203,6 +205,10 @@ class Transport(Protocol):
     @property
     def reach(self) -> Reach:
         """What may travel directly."""
+
+    @property
+    def turns(self) -> Turns | None:
+        """Who says which link of a source sends next, once it is connected; None where links need no turns."""
 
     def hidden(self, memory: Memory) -> frozenset[str]:
         """The storages of a source that others cannot reach where they lie."""

@@ -3,17 +3,16 @@
 The group is of trainer ranks and engine workers together, made from a store of its own and of no default group, so
 neither Megatron's groups nor vLLM's know of it. Both sides need the same version of torch, and of NCCL.
 
-[Note: NCCL] A pair of parties has a communicator of its own, which is made when they first meet, so that links need
-no common order. Waits look at events and can end; a communicator whose peer has gone is aborted with the group.
+Over NCCL a party has one communicator, in which everything takes its turn: see [Note: turns] in
+:mod:`megatron_patches.refit.transports.turns` and [Note: NCCL] in :mod:`megatron_patches.refit.transports.c10d_groups`.
+Waits look at events and can end.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -25,10 +24,13 @@ from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
-from megatron_patches.refit.transports.worker import Outbox, Worker, wait_for
+from megatron_patches.refit.transports.c10d_groups import Group, Way, open_group
+from megatron_patches.refit.transports.turns import Turns
+from megatron_patches.refit.transports.worker import Worker, wait_for
 
 _GREETING = 63  # tag of the first message of a link; slots have the lowest tags
 _DIRECT = 62  # tag of boxes that travel unpacked
+_PAUSE_S = 0.001  # between looks at a greeting
 
 
 class _Details(msgspec.Struct):
@@ -48,16 +50,19 @@ class C10dTransport:
 
     Args:
         place: where this party is.
+        make_group: makes the group; as :func:`megatron_patches.refit.transports.c10d_groups.open_group`.
     """
 
     one_host = False
     reach = Reach.CONTIGUOUS
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(
+        self, place: Place, make_group: Callable[[dist.Store, int, Sequence[str], str, float], Group] = open_group
+    ) -> None:
+        self._place, self._make_group = place, make_group
         self._store: dist.TCPStore | None = None
-        self._group: Any = None
-        self._nccl = False
+        self._group: Group | None = None
+        self.turns: Turns | None = None
 
     def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
         """All are alike."""
@@ -82,22 +87,22 @@ class C10dTransport:
         versions = {item.torch.split("+")[0] for item in details}
         if len(versions) > 1:
             raise PartyFailedError(f"the transport c10d needs one version of torch; parties have {sorted(versions)}")
-        self._nccl = all(torch.device(item.device).type == "cuda" for item in details)
         what = f"the group of {len(offers)} parties"
         patience = Patience(self._place.timeout_s, what, check)
-        self._group = self._in_thread(lambda: self._make_group(details[0], len(offers)), patience)
+        self._group = _in_thread(lambda: self._open_group(details), patience)
+        self.turns = Turns() if self._group.ordered else None
 
     def outgoing(self, end: LinkEnd) -> C10dOutgoing:
         """Greets the destination, which makes the pair's connection."""
-        greeting = self._buffer(1)
-        self._in_thread(lambda: self._finish(self._group.send([greeting], end.peer, _GREETING)), end.patience)
-        return C10dOutgoing(self._group, self._slots(end), end.peer, nccl=self._nccl)
+        way, greeting = self._open.way(end.peer), self._buffer(1)
+        self._greet(way, lambda: way.send([greeting], _GREETING), end.patience)
+        return C10dOutgoing(way, self._slots(end), self.turns)
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
-        greeting = self._buffer(1)
-        self._in_thread(lambda: self._finish(self._group.recv([greeting], end.peer, _GREETING)), end.patience)
-        return C10dIncoming(self._group, self._slots(end), end.peer, nccl=self._nccl)
+        way, greeting = self._open.way(end.peer), self._buffer(1)
+        self._greet(way, lambda: way.receive([greeting], _GREETING), end.patience)
+        return C10dIncoming(way, self._slots(end))
 
     def stop(self) -> None:
         """Ends the group, and with it every wait of a link."""
@@ -106,7 +111,13 @@ class C10dTransport:
 
     def close(self) -> None:
         """Forgets the group and the store."""
-        self._group, self._store = None, None
+        self._group, self._store, self.turns = None, None, None
+
+    @property
+    def _open(self) -> Group:
+        if self._group is None:
+            raise PartyFailedError("the transport c10d has made no group; connect() has not succeeded")
+        return self._group
 
     def _open_store(self, port: int, *, master: bool, host: str | None = None) -> dist.TCPStore:
         return dist.TCPStore(
@@ -117,46 +128,34 @@ class C10dTransport:
             wait_for_workers=False,
         )
 
-    def _make_group(self, first: _Details, size: int) -> Any:
+    def _open_group(self, details: Sequence[_Details]) -> Group:
         if self._store is None:
-            self._store = self._open_store(first.port, master=False, host=first.host)
-        store = dist.PrefixStore("refit", self._store)
-        timeout = timedelta(seconds=self._place.timeout_s)
-        options: Any
-        if self._nccl:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, self._place.party, size, options)
-        gloo: Any = dist.ProcessGroupGloo  # whose options the type stubs leave out
-        options = gloo._Options()
-        options._timeout = timeout
-        # The address that reached the rendezvous; gloo would take whatever the host's name resolves to.
-        options._devices = [gloo.create_device(hostname=self._place.host)]
-        return gloo(store, self._place.party, size, options)
+            self._store = self._open_store(details[0].port, master=False, host=details[0].host)
+        devices = [item.device for item in details]
+        place = self._place
+        return self._make_group(self._store, place.party, devices, place.host, place.timeout_s)
 
-    def _in_thread[T](self, work: Callable[[], T], patience: Patience) -> T:
-        """Has something done that cannot be interrupted; waits with patience, and leaves it behind if that ends."""
+    def _greet(self, way: Way, begin: Callable[[], Pending[None]], patience: Patience) -> None:
+        """Makes the connection of a pair, which on NCCL waits for the peer where nothing can interrupt it.
 
-        def on_device() -> T:
-            with torch.cuda.device(self._place.device) if self._nccl else nullcontext():
-                return work()
-
-        worker = Worker("refit-c10d")
+        Sources greet one destination after the other, and each destination the source that has just said hello, and
+        so greets no other: every greeting that a destination has begun ends.
+        """
         try:
-            return wait_for(worker.submit(on_device), patience)
-        finally:
-            worker.close(0.0)
+            greeted = _in_thread(begin, patience)
+            while not greeted.done():
+                patience.tick()
+                time.sleep(_PAUSE_S)
+            greeted.result()
+        except BaseException:
+            way.close()
+            raise
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self._place.device if self._nccl else "cpu")
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._open.device)
 
     def _slots(self, end: LinkEnd) -> _Slots:
         return _Slots(self._place, end.slot_bytes, self._buffer)
-
-    def _finish(self, work: Any) -> None:
-        work.wait()
-        if self._nccl:
-            torch.cuda.synchronize(self._place.device)
 
 
 class _Slots:
@@ -176,16 +175,14 @@ class C10dOutgoing(NothingToTell):
     """A source's side of a link.
 
     Args:
-        group: the group.
+        way: how tensors get to the destination.
         slots: the memory.
-        peer: rank of the destination in the group.
-        nccl: whether the group is NCCL's.
+        turns: is told what is under way; None where links do not mind each other.
     """
 
-    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
-        self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
-        self._outbox = Outbox(f"refit-to-{peer}")
-        self._under_way: list[Any] = []
+    def __init__(self, way: Way, slots: _Slots, turns: Turns | None) -> None:
+        self._way, self._slots, self._turns = way, slots, turns
+        self._under_way: list[Pending[None]] = []
 
     @property
     def slots(self) -> Sequence[Payload]:
@@ -193,38 +190,29 @@ class C10dOutgoing(NothingToTell):
         return self._slots.tensors
 
     def start(self, slot: int, payload: Payload) -> None:
-        """Sends a payload: NCCL at once, in a stream of its own; gloo in the link's thread."""
+        """Sends a payload."""
         self._send([payload], slot)
 
     def start_direct(self, places: Sequence[Spot]) -> None:
-        """Sends the boxes one after the other."""
+        """Sends the boxes."""
         self._send([spot.payload() for spot in places], _DIRECT)
 
     def _send(self, payloads: Sequence[Payload], tag: int) -> None:
         tensors = [_tensor(payload) for payload in payloads]
-        if self._nccl:
-            works = _coalesced(
-                self._group, [partial(self._group.send, [tensor], self._peer, tag) for tensor in tensors]
-            )
-            self._under_way += works
-            return
-
-        def send() -> None:
-            for tensor in tensors:
-                _complete(self._group.send([tensor], self._peer, tag))
-
-        self._outbox.put(send)
+        pending = self._way.send(tensors, tag)
+        self._under_way.append(pending)
+        if self._turns is not None:
+            self._turns.started(pending, sum(tensor.nbytes for tensor in tensors))
 
     def check(self) -> None:
         """Raises what sending raised."""
-        self._outbox.check()
-        for work in [work for work in self._under_way if work.is_completed()]:
-            self._under_way.remove(work)
-            work.wait()
+        for pending in [pending for pending in self._under_way if pending.done()]:
+            self._under_way.remove(pending)
+            pending.result()
 
     def close(self) -> None:
         """Ends it; the group was ended before."""
-        self._outbox.close()
+        self._way.close()
         self._under_way.clear()
         self._slots.release()
 
@@ -233,85 +221,50 @@ class C10dIncoming(NothingToTell):
     """A destination's side of a link.
 
     Args:
-        group: the group.
+        way: how tensors come from the source.
         slots: the memory.
-        peer: rank of the source in the group.
-        nccl: whether the group is NCCL's.
     """
 
-    def __init__(self, group: Any, slots: _Slots, peer: int, *, nccl: bool) -> None:
-        self._group, self._slots, self._peer, self._nccl = group, slots, peer, nccl
-        self._worker = Worker(f"refit-from-{peer}")
+    def __init__(self, way: Way, slots: _Slots) -> None:
+        self._way, self._slots = way, slots
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into the own slot of the same number, which is free if the source's is."""
         payload = self._slots.tensors[slot][:nbytes]
-        return self._receive([payload], slot, payload)
+        return _Received(self._way.receive([payload], slot), payload)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
-        """Receives the boxes one after the other."""
-        return self._receive([spot.payload() for spot in places], _DIRECT, None)
-
-    def _receive[T](self, payloads: Sequence[Payload], tag: int, result: T) -> Pending[T]:
-        tensors = [_tensor(payload) for payload in payloads]
-        if self._nccl:
-            works = _coalesced(
-                self._group, [partial(self._group.recv, [tensor], self._peer, tag) for tensor in tensors]
-            )
-            return _Received(works, result)
-
-        def receive() -> T:
-            for tensor in tensors:
-                _complete(self._group.recv([tensor], self._peer, tag))
-            return result
-
-        return self._worker.submit(receive)
+        """Receives the boxes."""
+        return self._way.receive([_tensor(spot.payload()) for spot in places], _DIRECT)
 
     def close(self) -> None:
         """Ends it; the group was ended before."""
-        self._worker.close()
+        self._way.close()
         self._slots.release()
 
 
-def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Has NCCL do what ``calls`` begin in one kernel; each would need one of its own, one after the other."""
-    if len(calls) == 1:
-        return [calls[0]()]
-    group._start_coalescing()
-    try:
-        for call in calls:
-            call()
-    finally:
-        work = group._end_coalescing()
-    return [work]
+class _Received:
+    """A payload that is being received."""
 
-
-class _Received[T]:
-    """What NCCL receives, in order."""
-
-    def __init__(self, works: Sequence[Any], result: T) -> None:
-        self._works, self._result = works, result
+    def __init__(self, pending: Pending[None], payload: Payload) -> None:
+        self._pending, self._payload = pending, payload
 
     def done(self) -> bool:
-        return bool(self._works[-1].is_completed())
+        return self._pending.done()
 
-    def result(self) -> T:
-        for work in self._works:
-            work.wait()
-        return self._result
+    def result(self) -> Payload:
+        self._pending.result()
+        return self._payload
+
+
+def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:
+    """Has something done that cannot be interrupted; waits with patience, and leaves it behind if that ends."""
+    worker = Worker("refit-c10d")
+    try:
+        return wait_for(worker.submit(work), patience)
+    finally:
+        worker.close(0.0)
 
 
 def _tensor(payload: Payload) -> torch.Tensor:
     return payload if isinstance(payload, torch.Tensor) else torch.from_numpy(host_bytes(payload))
-
-
-def _complete(work: Any) -> None:
-    """Waits for gloo, whose time-out is the group's.
-
-    Raises:
-        PartyFailedError: if the peer has gone, or the time is over.
-    """
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise PartyFailedError(f"gloo: {error}") from error

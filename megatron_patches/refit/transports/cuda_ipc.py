@@ -177,6 +177,7 @@ class CudaIpcTransport:
     """
 
     one_host = True
+    turns = None
     reach = Reach.ROWS
 
     def __init__(self, place: Place, runtime: DeviceRuntime) -> None:

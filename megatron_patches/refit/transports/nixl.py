@@ -72,6 +72,7 @@ class NixlTransport:
     """
 
     one_host = False
+    turns = None
     reach = Reach.CONTIGUOUS
 
     def __init__(self, place: Place) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
@@ -22,6 +24,7 @@ from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Outgoi
 
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 _DRIVE_S = 0.001  # how often a source calls its wires, some of which move nothing else while it waits
+_HURRY_S = 0.00005  # the same while something waits for its turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +42,16 @@ class Slot:
     payload: Payload
 
 
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A packet that is ready to leave."""
+
+    packet: Packet
+    nbytes: int
+    slot: int
+    start: Callable[[], None]
+
+
 class _Outgoing:
     """A link of a source."""
 
@@ -46,6 +59,16 @@ class _Outgoing:
         self.connection, self.wire = connection, wire
         self.free = deque(range(SLOTS))
         self.direct = 0  # loads under way
+        self.packed: deque[_Departure] = deque()
+        self.unpacked: deque[_Departure] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self.packed or self.unpacked)
+
+    def leave(self) -> _Departure:
+        """Packed ones first: their slots are wanted back."""
+        return (self.packed or self.unpacked).popleft()
 
     @property
     def quiet(self) -> bool:
@@ -68,6 +91,7 @@ class SendingEnd:
         self._place, self._transport = place, transport
         self._links: dict[int, _Outgoing] = {}
         self._selector = selectors.DefaultSelector()
+        self._news = 0  # slots and loads that were given back
 
     def offer(self, slot_bytes: int, memory: Memory) -> Offer:
         """What other parties must know.
@@ -135,6 +159,7 @@ class SendingEnd:
             PartyFailedError: if a destination has gone, or ``check`` raises.
         """
         self._collect(0.0, Patience(self._place.timeout_s, "slots that were given back", check))
+        self._depart_in_turn(check)
         best = max(destinations, key=lambda destination: len(self._links[destination].free), default=None)
         if best is None or not self._links[best].free:
             return None
@@ -148,15 +173,17 @@ class SendingEnd:
         Raises:
             PartyFailedError: if the destination has gone, or ``check`` raises.
         """
-        self._announce(packet, len(packet.payload), slot.number, check)
-        self._links[packet.destination].wire.start(slot.number, packet.payload)
+        link = self._links[packet.destination]
+        start = partial(link.wire.start, slot.number, packet.payload)
+        link.packed.append(_Departure(packet, len(packet.payload), slot.number, start))
+        self._depart_in_turn(check)
 
     def send_direct(self, packet: Packet, nbytes: int, places: Sequence[Spot], check: Check) -> None:
         """Sends a direct load, of ``nbytes`` bytes, whose boxes lie in ``places``; raises as :meth:`send` does."""
-        self._announce(packet, nbytes, messages.NO_SLOT, check)
         link = self._links[packet.destination]
         link.direct += 1
-        link.wire.start_direct(places)
+        link.unpacked.append(_Departure(packet, nbytes, messages.NO_SLOT, partial(link.wire.start_direct, places)))
+        self._depart_in_turn(check)
 
     def wait_for_news(self, check: Check, what: str) -> None:
         """Waits until a slot has come back, or a direct load was received.
@@ -165,8 +192,16 @@ class SendingEnd:
             PartyFailedError: if none does in time, a destination has gone, or ``check`` raises.
         """
         patience = Patience(self._place.timeout_s, what, check)
-        while not self._collect(_DRIVE_S, patience):
+        before = self._news
+        while True:
+            self._depart_in_turn(check)
+            waiting = any(link.waiting for link in self._links.values())
+            self._collect(0.0 if waiting else _DRIVE_S, patience)
+            if self._news != before:
+                return
             patience.tick()
+            if waiting:
+                time.sleep(_HURRY_S)
 
     def finish(self, check: Check) -> None:
         """Waits until all packets have been unpacked.
@@ -185,6 +220,17 @@ class SendingEnd:
             link.close()
         self._links.clear()
         self._transport.close()
+
+    def _depart_in_turn(self, check: Check) -> None:
+        """Announces and starts what may leave now, which is all where links take no turns."""
+        turns = self._transport.turns
+        while waiting := [rank for rank, link in self._links.items() if link.waiting]:
+            chosen = waiting[0] if turns is None else turns.choose(waiting)
+            if chosen is None:
+                return
+            departure = self._links[chosen].leave()
+            self._announce(departure.packet, departure.nbytes, departure.slot, check)
+            departure.start()
 
     def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
         patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
@@ -213,19 +259,18 @@ class SendingEnd:
 
         return Patience(self._place.timeout_s, what, look_after)
 
-    def _collect(self, wait_s: float, patience: Patience) -> bool:
-        """Takes what was given back; waits up to ``wait_s`` for the first. Whether there was anything."""
+    def _collect(self, wait_s: float, patience: Patience) -> None:
+        """Takes what was given back; waits up to ``wait_s`` for the first."""
         for link in self._links.values():
             link.wire.check()
-        found = self._selector.select(wait_s)
-        for key, _ in found:
+        for key, _ in self._selector.select(wait_s):
+            self._news += 1
             link = self._links[key.data]
             (number,) = messages.SLOT.unpack(frames.receive_exactly(link.connection, messages.SLOT.size, patience))
             if number == messages.NO_SLOT:
                 link.direct -= 1
             else:
                 link.free.append(number)
-        return bool(found)
 
 
 def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:

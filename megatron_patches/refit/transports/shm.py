@@ -29,6 +29,7 @@ class ShmTransport:
     """
 
     one_host = True
+    turns = None
     reach = Reach.NONE  # the destination unpacks from the source's slot, which is the one copy that either side makes
 
     def __init__(self, place: Place) -> None:

@@ -36,6 +36,7 @@ class Ends:
         destinations: number of destinations.
         device: that all parties are on.
         make: makes the transport of a party.
+        timeout_s: of every wait.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class Ends:
         destinations: int,
         device: str,
         make: Callable[[Place], Transport],
+        timeout_s: float = 10.0,
     ) -> None:
         sources = len(held)
-        self.plan = plan
+        self.plan, self._timeout_s = plan, timeout_s
         self.pools = [StagingPool(1 << 12) for _ in range(sources + destinations)]
         places = [
-            Place(party=i, sources=sources, host="127.0.0.1", device=device, pool=pool, timeout_s=10.0)
+            Place(party=i, sources=sources, host="127.0.0.1", device=device, pool=pool, timeout_s=timeout_s)
             for i, pool in enumerate(self.pools)
         ]
         made = [make(place) for place in places]
@@ -88,22 +90,33 @@ class Ends:
         unpackers = [Unpacker(self.plan, manifest, terms) for manifest in case.destinations]
         for version in versions:
             received: list[dict[str, Bits]] = [memory(manifest, None) for manifest in case.destinations]
-
-            def send(rank: int, version: int = version) -> None:
-                now = settled(rank, version)
-                senders[rank].renew(now)
-                self.senders[rank].begin(now, check)
-                send_version(senders[rank], self.senders[rank], version, check)
-
-            def take(rank: int, version: int = version, received: list[dict[str, Bits]] = received) -> None:
-                unpackers[rank].begin(version, received[rank])
-                receive_version(unpackers[rank], self.receivers[rank], 10.0, check)
-                unpackers[rank].verify()
-
-            assert self.all(send, take) == [None] * len(self.ends)
+            now = [settled(rank, version) for rank in range(len(self.senders))]
+            assert self.attempt(version, senders, unpackers, now, received) == [None] * len(self.ends)
             for manifest, found in zip(case.destinations, received, strict=True):
                 for name, expected in memory(manifest, values(case, version)).items():
                     assert np.array_equal(found[name], expected)
+
+    def attempt(
+        self,
+        version: int,
+        senders: Sequence[Sender],
+        unpackers: Sequence[Unpacker],
+        held: Sequence[dict[str, Bits]],
+        received: Sequence[dict[str, Bits]],
+    ) -> list[Any]:
+        """Moves a version from ``held`` to ``received``; what each end raised, or None."""
+
+        def send(rank: int) -> None:
+            senders[rank].renew(held[rank])
+            self.senders[rank].begin(held[rank], check)
+            send_version(senders[rank], self.senders[rank], version, check)
+
+        def take(rank: int) -> None:
+            unpackers[rank].begin(version, received[rank])
+            receive_version(unpackers[rank], self.receivers[rank], self._timeout_s, check)
+            unpackers[rank].verify()
+
+        return self.all(send, take)
 
     def close(self) -> None:
         """Closes all; every slot is given back."""
