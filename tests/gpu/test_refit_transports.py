@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from megatron_patches.refit import loads
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, cut_into_loads
@@ -23,8 +25,9 @@ from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
-from megatron_patches.refit.transports import cuda_vmm
+from megatron_patches.refit.rendezvous import Rendezvous
+from megatron_patches.refit.rendezvous_messages import Invitation
+from megatron_patches.refit.transports import cuda_vmm, turns
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime, MappedHandle, decode_handle
@@ -39,11 +42,13 @@ SPECS = (
     TensorSpec("d", (12, 1000), "int64"),
     TensorSpec("rows", (640, 1024), "bfloat16"),
     TensorSpec("contiguous", (2500, 300), "bfloat16"),
+    TensorSpec("whole", (2100, 300), "bfloat16"),
 )
 INTEGERS = {"bfloat16": torch.int16, "float32": torch.int32, "float8_e4m3fn": torch.int8, "int64": torch.int64}
 STAGING = 1 << 20  # less than half of what is moved
 VERSIONS = (1, 2, 3)
-UNTRANSPOSED = ("rows", "contiguous", "wide")
+UNTRANSPOSED = ("rows", "contiguous", "whole", "wide")
+GAPLESS = ("contiguous", "whole")
 PLACED = (
     TensorSpec("a", (1030, 700), "bfloat16"),  # transposed on one side, so it is packed
     TensorSpec("rows", (641, 1024), "bfloat16"),
@@ -65,18 +70,21 @@ def manifest(rank: int, ranks: int, *, by_columns: bool, specs: Sequence[TensorS
     """An equal share of every tensor, of its rows; or of its columns, which lie transposed behind a gap.
 
     The columns of "rows" and "wide" are not transposed, and "contiguous" is cut by rows, without gaps, on both sides.
+    Who has columns of others has all of "whole".
     """
     storages, placements = [], []
     for spec in specs:
         dim = len(spec.shape) - 1 if by_columns and spec.name != "contiguous" else 0
         extent = spec.shape[dim]
         box = spec.box.with_range(dim, extent * rank // ranks, extent * (rank + 1) // ranks)
+        if by_columns and spec.name == "whole":
+            box = spec.box
         transposed = by_columns and spec.name not in UNTRANSPOSED
         order = range(len(box.shape)) if transposed else reversed(range(len(box.shape)))
         strides, step = [0] * len(box.shape), 1
         for at in order:
             strides[at] = step
-            step *= box.shape[at] + int(spec.name != "contiguous")
+            step *= box.shape[at] + int(spec.name not in GAPLESS)
         storages.append(Storage(spec.name, spec.dtype, step + 8, step + 8))
         placements.append(Placement(box, View(spec.name, 8, box.shape, tuple(strides))))
     return Manifest(rank, "here", tuple(storages), tuple(placements))
@@ -93,9 +101,17 @@ def memory(part: Manifest, version: int | None, device: torch.device) -> dict[st
     return found
 
 
-def body(rank: int, world_size: int, invitation: Invitation, transport: TransportName) -> tuple[int, int]:
-    """Moves some versions from the first half of the ranks to the second; the most that packets took, direct loads."""
+def body(
+    rank: int, world_size: int, invitation: Invitation, transport: TransportName, load_bytes: int | None = None
+) -> tuple[int, int]:
+    """Moves some versions from the first half of the ranks to the second; the most that packets took, direct loads.
+
+    With ``load_bytes``, direct loads are no larger, and a source goes to the next destination after some of them.
+    """
     direct = 0
+    if load_bytes is not None:
+        loads._DIRECT_BYTES = load_bytes
+        turns.WINDOW_BYTES, turns.TURN_BYTES = 2 * load_bytes, 5 * load_bytes
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     sources = world_size // 2
@@ -143,6 +159,20 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
     assert all(0 < peak <= STAGING for peak, _ in peaks)
     able = transport in (TransportName.C10D, TransportName.CUDA_IPC, TransportName.NIXL)
     assert [bool(direct) for _, direct in peaks] == [able] * (ranks // 2) + [False] * (ranks // 2)
+
+
+@needs_gpus(4)
+@pytest.mark.parametrize("load_bytes", [1 << 12, 1 << 15, 1 << 18])
+def test_over_nccl_sources_and_destinations_never_wait_for_each_other(load_bytes: int) -> None:
+    """Two of each, hundreds of loads and many turns."""
+    server = Rendezvous(4, 60.0)
+    try:
+        args = (server.invitation, TransportName.C10D, load_bytes)
+        peaks = run_distributed(body, 4, None, args=args, timeout_s=150, fresh=True)
+    finally:
+        server.close()
+    assert all(0 < peak <= STAGING for peak, _ in peaks)
+    assert all(direct > 2 for _, direct in peaks[:2])
 
 
 class Kind(StrEnum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 import selectors
 from collections import deque
@@ -59,11 +58,11 @@ class Unfair(selectors.DefaultSelector):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._random = random.Random(seed)
+        self._rng = np.random.default_rng(seed)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
-        return [self._random.choice(ready)] if ready else []
+        return [ready[int(self._rng.integers(len(ready)))]] if ready else []
 
 
 class Meeting:
