@@ -68,7 +68,12 @@ VARIABLES: Mapping[Callable[[], None], Mapping[str, str]] = {
 }
 """Environment variables, most of which are read while a module is imported."""
 
-OF_ALL = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+OF_ALL = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # torch asks for the names of loopback addresses when a TCPStore connects; a name server may not answer at all.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 
 
 def variables_of(prepare: Callable[[], None]) -> dict[str, str]:
