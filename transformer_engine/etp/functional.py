@@ -8,6 +8,7 @@ where the unsharded one would be, and its gradient is reduced in the autocast dt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -179,6 +180,11 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def _without_autocast(x: torch.Tensor, cast: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast off, for products whose operands are cast already; nothing to do, in less time, where it is off."""
+    return nullcontext() if cast is None else torch.autocast(x.device.type, enabled=False)
+
+
 def _cast_input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """An input as autocast would cast it: fp64 and integers are left alone."""
     eligible = dtype is not None and tensor.is_floating_point() and tensor.dtype is not torch.float64
@@ -195,7 +201,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     cast = _autocast_dtype(x)
     bias = None if bias is None else _cast_input(bias, cast)
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x, cast):
         out: torch.Tensor = _Linear.apply(_cast_input(x, cast), weight, bias, cast)
     return out
 
@@ -248,7 +254,7 @@ def grouped_linear(
         )
     cast = _autocast_dtype(x)
     biases = [_cast_input(bias, cast) for bias in biases]
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x, cast):
         args = (list(m_splits), len(weights), cast, *weights, *biases)
         out: torch.Tensor = _GroupedLinear.apply(_cast_input(x, cast), *args)
     return out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ class ShardLayout:
         """Elements in one row."""
         return math.prod(self.shape[1:])
 
-    @property
+    @cached_property
     def padded_rows(self) -> int:
         """Rows of all shards together, padding included."""
         multiple = self.num_shards * max(self.pad_for_alignment, 1)
         return -(-self.rows // multiple) * multiple
 
-    @property
+    @cached_property
     def pad_rows(self) -> int:
         """Rows of padding at the tail."""
         return self.padded_rows - self.rows
@@ -72,7 +73,7 @@ class ShardLayout:
         """Rows in each shard, padding included."""
         return self.padded_rows // self.num_shards
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the gathered weight, padding included."""
         return (self.padded_rows, *self.shape[1:])
