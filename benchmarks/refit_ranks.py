@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.errors import RefitError
@@ -25,7 +26,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.rendezvous import Assembly, Rendezvous
+from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.offline import TrainerOptions
 from megatron_patches.refit.transports.base import TransportName

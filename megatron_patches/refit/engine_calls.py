@@ -6,10 +6,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.rendezvous import Assembly
 
 
 class EngineCalls:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engine_calls import EngineCalls
 from megatron_patches.refit.engines import EngineClient, PauseMode
@@ -21,7 +22,8 @@ from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
+from megatron_patches.refit.rendezvous import Rendezvous
+from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
 from megatron_patches.refit.transports.base import TransportName
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PlanMismatchError
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
 from megatron_patches.refit.parties.messages import Held, HeldAnswer, Model, WantedAnswer
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.proof import prove
-from megatron_patches.refit.rendezvous import Assembly
 
 
 def agree_on_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Unpacker
@@ -13,7 +14,6 @@ from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.pump import receive_version
-from megatron_patches.refit.rendezvous import Assembly
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Link, Terms
 from megatron_patches.refit.manifest import Manifest
@@ -13,7 +14,6 @@ from megatron_patches.refit.parties.agreement import agree_on_plan
 from megatron_patches.refit.parties.messages import Held, Model
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.plan import Plan
-from megatron_patches.refit.rendezvous import Assembly
 from megatron_patches.refit.staging import StagingPool, slot_bytes
 from megatron_patches.refit.transports.base import Offer, Place, Transport
 from megatron_patches.refit.transports.opening import open_transport

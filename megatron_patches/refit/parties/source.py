@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.parties.messages import Held, Moved, commit_topic, moved_by_all
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.pump import send_version
-from megatron_patches.refit.rendezvous import Assembly
 from megatron_patches.refit.transports.sending import SendingEnd
 
 

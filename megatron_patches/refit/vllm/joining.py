@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.rendezvous import Assembly, Invitation
+from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.vllm.in_place import InPlace

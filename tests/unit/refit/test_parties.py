@@ -18,6 +18,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from megatron_patches.refit import rendezvous
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -27,7 +29,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.rendezvous import Assembly, Rendezvous
+from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.staging import SLOTS, StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.opening import open_transport
@@ -114,6 +116,14 @@ class Scene:
 
         return self.each(send, take)[len(self.sources) :]
 
+    def exchange(self, version: int, held: Callable[[int], Any], room: Callable[[int], Any]) -> list[Any]:
+        """One version from what each source looks up to what each destination does; the answers of all."""
+        step, linked = self.assemblies[0].next_step, self.sources[0].linked
+        return self.each(
+            lambda rank: self.sources[rank].push(version, lambda: held(rank)),
+            lambda rank: self.destinations[rank].receive(version, step, linked, lambda: room(rank)),
+        )
+
     def check(self, version: int, received: list[Any]) -> None:
         dense = values(self.case, version)
         for manifest, found in zip(self.case.destinations, received, strict=True):
@@ -182,13 +192,10 @@ def test_tensors_arrive_as_arrays_do(seed: int, transport: TransportName) -> Non
     case = coverable(seed)
     with scene(case, transport, staging=200) as parties:
         parties.prepare()
-        dense, step = values(case, 1), parties.assemblies[0].next_step
+        dense = values(case, 1)
         held = [memory(manifest, dense) for manifest in case.sources]
         taken = [memory(manifest, None) for manifest in case.destinations]
-        answers = parties.each(
-            lambda rank: parties.sources[rank].push(1, lambda: as_tensors(held[rank])),
-            lambda rank: parties.destinations[rank].receive(1, step, False, lambda: as_tensors(taken[rank])),
-        )
+        answers = parties.exchange(1, lambda rank: as_tensors(held[rank]), lambda rank: as_tensors(taken[rank]))
         parties.check(1, taken)
         for moved in answers[: len(case.sources)]:
             assert moved.staged_bytes == max(party.staging.peak_bytes for party in parties.everybody) > 0
@@ -233,21 +240,18 @@ def test_a_destination_that_fails_ends_the_sources_too() -> None:
     with scene(case, TransportName.SHM, staging=128) as parties:
         parties.prepare()
 
-        def refuse() -> dict[str, Bits]:
+        def refuse(rank: int) -> dict[str, Bits]:
             raise MemoryError("no room for 7 GB")
 
-        step = parties.assemblies[0].next_step
         dense = values(case, 1)
-        answers = parties.each(
-            lambda rank: parties.sources[rank].push(1, lambda: memory(case.sources[rank], dense)),
-            lambda rank: parties.destinations[rank].receive(1, step, False, refuse),
-        )
+        answers = parties.exchange(1, lambda rank: memory(case.sources[rank], dense), refuse)
         assert all(isinstance(answer, PartyFailedError) and "no room for 7 GB" in str(answer) for answer in answers)
         parties.check(2, parties.move(2))
 
 
-def test_a_destination_that_missed_a_version_takes_part_in_the_next() -> None:
+def test_a_destination_that_missed_a_version_takes_part_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine could not be reached: the others fail, and go on together afterwards."""
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)  # for the one that missed it
     case = coverable(3)
     with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
         parties.prepare()
@@ -305,13 +309,8 @@ def test_a_source_that_cannot_look_its_memory_up_fails_the_step_at_once() -> Non
     case = coverable(7)
     with scene(case, TransportName.SHM, timeout_s=60.0) as parties:
         parties.prepare()
-        step = parties.assemblies[0].next_step
-        manifests = case.destinations
         started = time.monotonic()
-        answers = parties.each(
-            lambda rank: parties.sources[rank].push(1, lambda: look_up(rank)),
-            lambda rank: parties.destinations[rank].receive(1, step, False, lambda: memory(manifests[rank], None)),
-        )
+        answers = parties.exchange(1, look_up, lambda rank: memory(case.destinations[rank], None))
         assert time.monotonic() - started < 30
         assert all(isinstance(a, PartyFailedError) and "the parameters are others" in str(a) for a in answers)
         parties.check(2, parties.move(2))

@@ -15,9 +15,10 @@ import msgspec
 import pytest
 
 from megatron_patches.refit import frames, rendezvous
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.rendezvous import Assembly, Rendezvous
+from megatron_patches.refit.rendezvous import Rendezvous
 
 TIMEOUT_S = 3.0
 
@@ -43,6 +44,14 @@ def on_all[T](members: list[Assembly], work: Callable[[Assembly], T]) -> list[T 
 
     with ThreadPoolExecutor(len(members)) as pool:
         return list(pool.map(run, members))
+
+
+def work_until_failed(member: Assembly, seconds: float) -> None:
+    """What a party does that looks for failures of others meanwhile; it gives up late."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        member.check()
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("parties", [1, 2, 7])
@@ -75,10 +84,7 @@ def test_who_waits_for_a_peer_inside_a_step_learns_of_its_failure_at_once() -> N
         def part() -> int:
             if member.party == 0:
                 raise ValueError("the cause")
-            started = time.monotonic()
-            while time.monotonic() - started < 60:
-                member.check()
-                time.sleep(0.01)
+            work_until_failed(member, 60.0)
             return 0
 
         return member.gather("work", int, part)
@@ -138,8 +144,9 @@ def test_a_wrong_token_is_turned_away() -> None:
     server.close()
 
 
-def test_another_thread_can_fail_a_step_that_a_party_is_missing_from() -> None:
+def test_another_thread_can_fail_a_step_that_a_party_is_missing_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the call that makes an engine take part fails; the engine then takes part in the next step again."""
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)
 
     def work(member: Assembly) -> list[int]:
         if member.party == 0:
@@ -179,7 +186,8 @@ def test_a_party_that_ends_or_keeps_silent_has_failed() -> None:
         assert members[0].collect("commit 7", [2], 0.3) == {2: "no answer within 0.3 s"}
 
 
-def test_a_step_can_be_failed_before_it_is_begun() -> None:
+def test_a_step_can_be_failed_before_it_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)
     with meeting(2, timeout_s=60) as (_, members):
         members[0].fail(members[0].next_step, "work", "the engine cannot be reached")
         started = time.monotonic()
@@ -195,7 +203,7 @@ def connected(server: Rendezvous) -> socket.socket:
 
 
 def introduce(connection: socket.socket, server: Rendezvous, party: int) -> None:
-    join = {"type": "_Join", "token": server.invitation.token, "party": party, "name": f"party {party}"}
+    join = {"type": "Join", "token": server.invitation.token, "party": party, "name": f"party {party}"}
     frames.send(connection, msgspec.msgpack.encode(join), Patience(5, "the server"))
 
 
@@ -299,17 +307,15 @@ def test_a_party_that_takes_no_messages_is_cut_off_and_named(monkeypatch: pytest
 
 
 def outcome(step: int, payload: bytes) -> bytes:
-    content = {"type": "_Outcome", "step": step, "what": "work", "payload": msgspec.msgpack.encode(payload)}
+    content = {"type": "Outcome", "step": step, "what": "work", "payload": msgspec.msgpack.encode(payload)}
     return msgspec.msgpack.encode(content)
 
 
 def test_a_party_that_takes_too_long_learns_of_it_in_its_work() -> None:
     def work(member: Assembly) -> list[int]:
         def part() -> int:
-            deadline = time.monotonic() + 15
-            while member.party == 1 and time.monotonic() < deadline:
-                member.check()
-                time.sleep(0.01)
+            if member.party == 1:
+                work_until_failed(member, 15.0)
             return 0
 
         return member.gather("work", int, part)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
@@ -18,7 +19,8 @@ from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.rendezvous import Assembly, Invitation, Rendezvous
+from megatron_patches.refit.rendezvous import Rendezvous
+from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.launch import RanksFailedError, run_distributed
 from tests.unit.refit.transport_cases import usable

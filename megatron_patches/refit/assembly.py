@@ -1,0 +1,206 @@
+"""One party's side of a rendezvous: takes its steps, and hears what became of everybody's part."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from megatron_patches.refit import frames
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.rendezvous_messages import (
+    FOREVER_S,
+    TICK_S,
+    Alert,
+    Failure,
+    Invitation,
+    Join,
+    Notice,
+    Outcome,
+    Results,
+    decode_of_server,
+    encode,
+)
+
+_GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
+_TOPICS = 16  # on which notices are kept for whoever collects them
+
+
+class Assembly:
+    """One party's place among all. Steps must be taken in the same order by all parties.
+
+    Attributes:
+        local_host: address of this machine from which it reached the rendezvous.
+        next_step: number of the next step. A party that was not there for a step that failed sets it to the others'.
+
+    Args:
+        invitation: from :class:`Rendezvous`.
+        party: the own number, from 0.
+        name: for messages: "trainer rank 3 on host a".
+
+    Raises:
+        PartyFailedError: if the server cannot be reached within the time-out.
+    """
+
+    def __init__(self, invitation: Invitation, party: int, name: str) -> None:
+        self.party, self.size, self.name = party, invitation.parties, name
+        self.timeout_s = invitation.timeout_s
+        self._condition = threading.Condition()
+        self._answers: dict[int, Results | Failure] = {}
+        self._alerts: dict[int, str] = {}
+        self._notices: dict[str, dict[int, str | None]] = {}
+        self._lost: str | None = None
+        self.next_step = 0
+        self._sending = threading.Lock()
+        self._connection = frames.prepare(_connect(invitation))
+        self.local_host: str = self._connection.getsockname()[0]
+        self._send(Join(invitation.token, party, name))
+        threading.Thread(target=self._listen, name="refit-assembly", daemon=True).start()
+
+    def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
+        """Does this party's part of the next step and waits for all others.
+
+        Args:
+            what: name of the step; the same for all parties.
+            kind: type of every part, which msgspec can encode.
+            work: this party's part.
+
+        Returns:
+            Everybody's parts, by party.
+
+        Raises:
+            PartyFailedError: on every party, if any failed; names each, with its reason. Its cause is the own error.
+        """
+        step, self.next_step = self.next_step, self.next_step + 1
+        mine: Exception | None = None
+        try:
+            outcome = Outcome(step, what, payload=encode(work()))
+        except Exception as error:  # noqa: BLE001 - reported to all parties, and raised below as the cause
+            mine = error
+            # A party that only passes on another's failure adds nothing to the reasons.
+            known = self._alerts.get(step) if isinstance(error, PartyFailedError) else None
+            reason = known or f"{self.name}: {type(error).__name__}: {describe_error(error)}"
+            outcome = Outcome(step, what, reason=reason)
+        self._send(outcome)
+        answer = self._answer(step, what)
+        if isinstance(answer, Failure):
+            raise PartyFailedError(f"{what} failed: {'; '.join(answer.reasons)}") from mine
+        return [msgspec.msgpack.decode(payload, type=kind) for payload in answer.payloads]
+
+    def check(self) -> None:
+        """Raises if another party has failed in the step that this one is at work in.
+
+        Raises:
+            PartyFailedError: with its reason.
+        """
+        step = self.next_step - 1
+        reason, verdict = self._alerts.get(step), self._answers.get(step)
+        if isinstance(verdict, Failure):  # such as that this party has taken too long
+            reason = "; ".join(verdict.reasons)
+        if reason is not None or self._lost is not None:
+            raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
+
+    def fail(self, step: int, what: str, reason: str) -> None:
+        """Fails a step from another thread than the one that takes it, even before that one has begun it.
+
+        Args:
+            step: its number, from :attr:`next_step`; if this party is further already, the step under way fails.
+            what: its name.
+            reason: why, for everybody.
+        """
+        self._send(Outcome(max(step, self.next_step - 1), what, reason=reason))
+
+    def post(self, topic: str, reason: str | None) -> None:
+        """Tells all parties how something went that is no step: ``reason`` is why it failed, or None."""
+        self._send(Notice(topic, self.party, reason))
+
+    def collect(self, topic: str, parties: Iterable[int], timeout_s: float) -> dict[int, str | None]:
+        """Waits until each of ``parties`` has posted on ``topic`` or ended; one that does neither has failed.
+
+        Returns:
+            By party: why it failed, or None.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = set(parties)
+        with self._condition:
+            while True:
+                found = self._notices.get("", {}) | self._notices.get(topic, {})
+                if wanted <= set(found) or self._lost is not None or time.monotonic() > deadline:
+                    break
+                self._condition.wait(TICK_S)
+            self._notices.pop(topic, None)
+        missing = self._lost or f"no answer within {timeout_s:g} s"
+        return {party: found.get(party, missing) for party in wanted}
+
+    def close(self) -> None:
+        """Leaves; steps that others still take will fail, and so does what another thread of this party waits for."""
+        frames.end(self._connection)
+
+    def _send(self, message: Join | Outcome | Notice) -> None:
+        with self._sending:
+            try:
+                frames.send(self._connection, encode(message), Patience(self.timeout_s, "the rendezvous"))
+            except BaseException:
+                frames.end(self._connection)  # after a part of a message the rendezvous could read nothing more
+                raise
+
+    def _answer(self, step: int, what: str) -> Results | Failure:
+        deadline = time.monotonic() + self.timeout_s + _GRACE_S
+        with self._condition:
+            while step not in self._answers:
+                if self._lost is not None:
+                    raise PartyFailedError(f"{what}: {self.name} lost the rendezvous: {self._lost}")
+                if time.monotonic() > deadline:
+                    raise PartyFailedError(f"{what}: {self.name} got no answer from the rendezvous in time")
+                self._condition.wait(TICK_S)
+            answer = self._answers.pop(step)
+            for kept in (self._alerts, self._answers):  # of steps that this party has not taken as well
+                for old in [number for number in kept if number <= step]:
+                    del kept[old]
+            return answer
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                patience = Patience(FOREVER_S, "the rendezvous")
+                message = decode_of_server(frames.receive(self._connection, patience))
+                with self._condition:
+                    if isinstance(message, Alert):
+                        self._alerts.setdefault(message.step, message.reason)
+                    elif isinstance(message, Notice):
+                        self._note(message)
+                    else:
+                        self._answers[message.step] = message
+                    self._condition.notify_all()
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens any more
+            with self._condition:
+                self._lost = describe_error(error)
+                self._condition.notify_all()
+
+    def _note(self, notice: Notice) -> None:
+        """Keeps a notice for :meth:`collect`, which most parties never call."""
+        if notice.topic not in self._notices:
+            topics = [topic for topic in self._notices if topic]
+            for old in topics[: len(topics) - _TOPICS + 1]:
+                del self._notices[old]
+        self._notices.setdefault(notice.topic, {})[notice.party] = notice.reason
+
+
+def _connect(invitation: Invitation) -> socket.socket:
+    deadline = time.monotonic() + invitation.timeout_s
+    while True:
+        try:
+            return socket.create_connection((invitation.host, invitation.port), timeout=5.0)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PartyFailedError(
+                    f"cannot reach the rendezvous at {invitation.host}:{invitation.port} within "
+                    f"{invitation.timeout_s:.0f} s ({error.strerror or error}); the trainer's option host must be an "
+                    "address of its machine that engines reach"
+                ) from error
+            time.sleep(TICK_S)

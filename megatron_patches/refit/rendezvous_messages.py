@@ -1,0 +1,82 @@
+"""What a rendezvous and its parties say to each other: msgpack over TCP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+class Join(msgspec.Struct, tag=True):
+    """A party introduces itself."""
+
+    token: str
+    party: int
+    name: str
+
+
+class Outcome(msgspec.Struct, tag=True):
+    """What a party's part of a step came to."""
+
+    step: int
+    what: str
+    payload: bytes = b""
+    reason: str | None = None
+
+
+class Results(msgspec.Struct, tag=True):
+    """All parts of a step, by party."""
+
+    step: int
+    payloads: list[bytes]
+
+
+class Failure(msgspec.Struct, tag=True):
+    """A step has failed."""
+
+    step: int
+    reasons: list[str]
+
+
+class Alert(msgspec.Struct, tag=True):
+    """A party has failed in a step that others are still at work in."""
+
+    step: int
+    reason: str
+
+
+class Notice(msgspec.Struct, tag=True):
+    """What a party has to say outside of any step; with an empty topic, that it has ended."""
+
+    topic: str
+    party: int
+    reason: str | None = None
+
+
+TICK_S = 0.2
+"""How often a wait on either side looks around."""
+FOREVER_S = 10.0 * 365 * 86400
+"""How long either side listens."""
+
+decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
+decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice).decode
+encode = msgspec.msgpack.encode
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a party needs to know to join.
+
+    Attributes:
+        host: address that the server listens on.
+        port: its port.
+        token: secret that all parties share.
+        parties: how many there are.
+        timeout_s: seconds that a step may take after its first party has finished.
+    """
+
+    host: str
+    port: int
+    token: str
+    parties: int
+    timeout_s: float
