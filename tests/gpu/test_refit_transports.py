@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from megatron_patches.refit import loads
 from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, cut_into_loads
