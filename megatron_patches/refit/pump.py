@@ -2,13 +2,16 @@
 
 While packets are on their way the next are packed, and while some are unpacked the next arrive. Nothing waits in
 turn; see [Note: progress] in :mod:`megatron_patches.refit.transports.base`.
+
+If anything fails, what is under way is ended first: on a GPU, all that is done afterwards may have to wait for it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.packets import Packing, Sender, Unpacker
@@ -41,12 +44,26 @@ class _Looks:
         time.sleep(_PAUSE_S)
 
 
+@contextmanager
+def _stopped_by_errors(end: SendingEnd | ReceivingEnd) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        end.stop()
+        raise
+
+
 def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -> None:
     """Sends all loads of one version; returns when their destinations have unpacked them.
 
     Raises:
         RefitError: if a box cannot be packed, a destination does not take it, or ``check`` raises.
     """
+    with _stopped_by_errors(end):
+        _send_version(sender, end, version, check)
+
+
+def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -> None:
     packed = {
         destination: deque(load for load in loads if not load.direct) for destination, loads in sender.loads.items()
     }
@@ -55,6 +72,12 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
     digesting: deque[Packing] = deque()
     packing: deque[tuple[Slot, Packing]] = deque()
     looks = _Looks()
+
+    def at_work() -> str:
+        working = {item.load.destination for item in [*digesting, *(item for _, item in packing)]}
+        return f"the own device to pack or digest what goes to destination ranks {sorted(working)[:8]}"
+
+    patience = Patience(end.timeout_s, at_work, check)
     while packed or waves or digesting or packing:
         progress = False
         # One group is always under way behind the one whose loads leave.
@@ -76,13 +99,13 @@ def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) ->
             ready = digesting.popleft()
             end.send_direct(ready.result(), ready.load.nbytes, sender.places(ready.load), check)
             progress = True
-        if progress:
-            looks.found()
-        elif packing or digesting:
-            looks.nothing(check)
-        else:
+        if not progress and (packing or digesting):
+            looks.nothing(patience.tick)
+            continue
+        if not progress:
             end.wait_for_news(check, f"room for a packet to destination ranks {sorted(packed)[:8]}")
-            looks.found()
+        looks.found()
+        patience = Patience(end.timeout_s, at_work, check)
     end.finish(check)
 
 
@@ -106,6 +129,17 @@ def receive_version(
     Raises:
         RefitError: if a packet is not what it should be, none comes in time, or ``check`` raises.
     """
+    with _stopped_by_errors(end):
+        _receive_version(unpacker, end, timeout_s, check, meanwhile)
+
+
+def _receive_version(
+    unpacker: Unpacker,
+    end: ReceivingEnd,
+    timeout_s: float,
+    check: Check,
+    meanwhile: Callable[[], None] | None,
+) -> None:
     left = unpacker.expected
     unpacking: deque[tuple[Incoming, Pending[None]]] = deque()
     looks = _Looks()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.ports import Pending
 from megatron_patches.refit.transports.worker import Worker
 
@@ -88,8 +89,12 @@ class NcclGroup:
         worker = Worker("refit-c10d-abort")
         try:
             worker.submit(self._group.abort).result(_ABORT_S)
-        except TimeoutError:
-            logger.warning("refit: NCCL did not end what was under way within %.0f s", _ABORT_S)
+        except (TimeoutError, RuntimeError) as error:
+            logger.warning(
+                "refit: NCCL did not end what was under way within %.0f s (%s); this process needs to be started anew",
+                _ABORT_S,
+                describe_error(error),
+            )
         finally:
             worker.close(0.0)
 

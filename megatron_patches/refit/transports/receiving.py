@@ -71,6 +71,7 @@ class ReceivingEnd:
         self._place, self._transport = place, transport
         self._links: dict[int, tuple[socket.socket, IncomingWire]] = {}
         self._selector = selectors.DefaultSelector()
+        self._stopped = False
         self._arriving: deque[_Arriving] = deque()
         if transport.one_host:
             self._address = f"refit-{secrets.token_hex(12)}"
@@ -176,11 +177,17 @@ class ReceivingEnd:
         patience = Patience(self._place.timeout_s, f"source rank {incoming.source} to take a slot back", check)
         frames.send_all(self._links[incoming.source][0], messages.SLOT.pack(incoming.slot), patience)
 
+    def stop(self) -> None:
+        """Makes everything that is under way end; what comes next is :meth:`close`."""
+        if not self._stopped:
+            self._stopped = True
+            self._transport.stop()
+
     def close(self) -> None:
         """Ends all links."""
         self._listener.close()
         self._selector.close()
-        self._transport.stop()
+        self.stop()
         self._arriving.clear()
         for connection, wire in self._links.values():
             wire.close()

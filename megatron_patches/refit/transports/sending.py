@@ -91,7 +91,13 @@ class SendingEnd:
         self._place, self._transport = place, transport
         self._links: dict[int, _Outgoing] = {}
         self._selector = selectors.DefaultSelector()
+        self._stopped = False
         self._news = 0  # slots and loads that were given back
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that one wait may take."""
+        return self._place.timeout_s
 
     def offer(self, slot_bytes: int, memory: Memory) -> Offer:
         """What other parties must know.
@@ -212,10 +218,16 @@ class SendingEnd:
         while late := [rank for rank, link in self._links.items() if not link.quiet]:
             self.wait_for_news(check, f"destination ranks {late[:8]} to take their packets")
 
+    def stop(self) -> None:
+        """Makes everything that is under way end; what comes next is :meth:`close`."""
+        if not self._stopped:
+            self._stopped = True
+            self._transport.stop()
+
     def close(self) -> None:
         """Ends all links."""
         self._selector.close()
-        self._transport.stop()
+        self.stop()
         for link in self._links.values():
             link.close()
         self._links.clear()

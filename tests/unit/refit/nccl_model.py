@@ -50,7 +50,7 @@ class Communicator:
         self.together: list[set[int]] = [set() for _ in range(size)]  # the most peers that they were with
         self._news = threading.Condition()
         self._met: set[tuple[int, int]] = set()
-        self._aborted: set[int] = set()
+        self.aborted: set[int] = set()
 
     def group(self, party: int) -> ModelGroup:
         return ModelGroup(self, party)
@@ -63,20 +63,20 @@ class Communicator:
         with self._news:
             self._met.add((party, batch.peer))
             self._news.notify_all()
-            while (batch.peer, party) not in self._met and party not in self._aborted:
+            while (batch.peer, party) not in self._met and party not in self.aborted:
                 self._news.wait()
             queue = self.queues[party]
             queue.append(batch)
             self.most[party] = max(self.most[party], len(queue))
             self.together[party] = max(self.together[party], {item.peer for item in queue}, key=len)
-            if party in self._aborted:
+            if party in self.aborted:
                 self._end(party)
             self._advance()
         return batch
 
     def abort(self, party: int) -> None:
         with self._news:
-            self._aborted.add(party)
+            self.aborted.add(party)
             self._end(party)
             self._news.notify_all()
 

@@ -218,21 +218,37 @@ def test_sources_begin_with_different_destinations() -> None:
     assert firsts == {(2, 2): [0, 1], (4, 4): [0, 1, 2, 3], (4, 2): [0, 0, 1, 1], (2, 4): [0, 2]}
 
 
+class Endless:
+    """What a device never ends."""
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> list[int]:
+        raise AssertionError
+
+
 @pytest.mark.usefixtures("small")
-def test_whoever_waits_in_vain_says_for_whom() -> None:
-    """A destination's GPU is stuck: its sources end within the time-out, and say which destination; so does it."""
-    meeting = Meeting(case_of(0, 2, 2), timeout_s=1.5)
+def test_whoever_waits_in_vain_says_for_whom_and_ends_what_is_under_way() -> None:
+    """A destination's GPU is stuck, and a source's: all end within the time-out, and say what they waited for.
+
+    What is under way has been ended by then: whatever else waits for those GPUs can end, too.
+    """
+    meeting = Meeting(case_of(0, 3, 2), timeout_s=1.5)
     assert set(meeting.ends.connect()) == {None}
-    meeting.communicator.met([2, 3])
-    meeting.communicator.begin(2, Batch(3, False, deque([torch.zeros(1)])))  # from who never sends
+    meeting.communicator.met([3, 4])
+    meeting.communicator.begin(3, Batch(4, False, deque([torch.zeros(1)])))  # from who never sends
     senders = [Sender(meeting.plan, rank, held, meeting.terms) for rank, held in enumerate(meeting.held)]
+    senders[2]._port.digest = lambda batch: Endless()  # type: ignore[method-assign]  # noqa: ARG005
     unpackers = [Unpacker(meeting.plan, manifest, meeting.terms) for manifest in meeting.case.destinations]
     taken = [memory(manifest, None) for manifest in meeting.case.destinations]
     errors = meeting.ends.attempt(1, senders, unpackers, meeting.held, taken)
     assert all(isinstance(error, PartyFailedError) for error in errors)
-    first, second, stuck, other = map(str, errors)
-    for source in (first, second):
+    *sources, working, stuck, other = map(str, errors)
+    for source in sources:
         assert re.match(r"waited 2 s for (room for a packet to )?destination ranks \[0", source), source
-    assert stuck.startswith("waited 2 s for what source ranks [0"), stuck
+    assert re.match(r"waited 2 s for the own device to .* goes to destination ranks \[", working), working
+    assert stuck.startswith("waited 2 s for what source ranks ["), stuck
     assert re.match(r"waited 2 s for (a packet from any of|what) source ranks \[", other), other
+    assert meeting.communicator.aborted == set(range(5))
     meeting.ends.close()
