@@ -110,6 +110,8 @@ class Replacement:
         if self._left is None:
             self.begin()
         left, self._left = self._left, []
+        if left:
+            logger.info("refit: vLLM processes the weights of %d layers while the engine waits", len(left))
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in left or ():
                 self._pairs += self._new_tensors(layer, names)
