@@ -9,7 +9,6 @@ it is the backend's ``reduce_scatter_tensor``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from etp.collectives.base import GradSink
 from etp.collectives.driver import CudaDriver
 from etp.collectives.failures import reported
+from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes
@@ -51,10 +51,8 @@ class C10dTransport:
         self._line = WorkLine()
         ranks = dist.get_process_group_ranks(group)
         self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
-        # new_group sorts its ranks; in another order the chunks would go to the wrong peers.
-        if device is not None and device.type == "cuda" and ranks == sorted(ranks):
-            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-            self._reduce_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        if device is not None and device.type == "cuda":
+            self._reduce_group = sibling_group(group, timeout_s)
         self._watchdog: Watchdog | None = None
         self._captured = False
         if device is not None and device.type == "cuda" and timeout_s is not None:
