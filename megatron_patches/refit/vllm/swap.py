@@ -226,7 +226,8 @@ def _by_kernel(pairs: Sequence[Pair], kernels: bool | None) -> tuple[dict[torch.
     others: list[Pair] = []
     for old, new in pairs:
         apt = there and (old.is_cuda if kernels is None else True)
-        if apt and old.stride() == new.stride() and old.device == new.device:
+        alike = old.dtype == new.dtype and old.stride() == new.stride() and old.device == new.device
+        if apt and alike:
             flat[old.device].append((old, new))
         else:
             others.append((old, new))
