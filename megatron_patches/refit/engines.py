@@ -3,7 +3,7 @@
 [Note: pausing] vLLM's route ``/pause`` answers 20 ms after the engine has come to rest, and has the workers empty
 caches of encoders, which no model has that can be refitted. ``/sleep`` at level 0 is the same pause of the scheduler
 without either, and leaves the prefix cache, which is emptied while the workers commit. Only for ``keep`` it is not
-taken: there ``/pause`` also takes requests under way off the cache that the old weights have filled.
+taken: there ``/pause`` itself empties the cache, and takes requests under way off it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PauseMode(StrEnum):
     ABORT = "abort"
     """They are ended at once."""
     KEEP = "keep"
-    """They go on, on the new weights, with what the old ones left in the KV cache."""
+    """They go on, on the new weights; vLLM first computes anew what they had in the KV cache."""
 
 
 class EngineClient(Protocol):
@@ -177,6 +177,8 @@ class LocalEngine:
 
     def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""
+        if mode is PauseMode.KEEP:  # what a server's pause does in this mode
+            self._llm.reset_prefix_cache()
 
     def resume(self, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""

@@ -9,7 +9,8 @@ from threading import Thread
 
 import pytest
 
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.commit import Pauses
+from megatron_patches.refit.engines import HttpEngine, LocalEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
@@ -96,3 +97,30 @@ def test_a_cache_that_could_not_be_emptied_is_an_error_where_it_matters() -> Non
 def test_why_a_commit_failed_comes_before_what_became_of_caches() -> None:
     with answering(b"HTTP/1.0 500 no\r\n\r\nnothing here") as engine, pytest.raises(RefitError, match="init_weight_"):
         engine.commit(1, reset_cache=True)
+
+
+class _Llm:
+    """What a LocalEngine calls of vLLM's ``LLM``, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def init_weight_transfer_engine(self, request: dict[str, dict[str, object]]) -> None:
+        self.calls.append(str(request["init_info"]["call"]))
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("empty")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(PauseMode.WAIT, ["commit", "empty"]), (PauseMode.KEEP, ["empty", "commit"])],
+)
+def test_nothing_in_a_cache_of_this_process_outlives_its_weights(mode: PauseMode, expected: list[str]) -> None:
+    llm = _Llm()
+    engine = LocalEngine(llm)
+    pauses = Pauses(mode)
+    pauses.begin(engine)
+    engine.commit(3, reset_cache=pauses.empties_caches)
+    pauses.end(engine, reset_cache=False)
+    assert llm.calls == expected
