@@ -166,6 +166,22 @@ class IncomingWire(Protocol):
         """Ends it, whatever is under way, and gives its memory back."""
 
 
+class Delivery:
+    """A payload that is there once something pending has ended."""
+
+    def __init__(self, pending: Pending[None], payload: Payload) -> None:
+        self._pending, self._payload = pending, payload
+
+    def done(self) -> bool:
+        """See :class:`megatron_patches.refit.ports.Pending`."""
+        return self._pending.done()
+
+    def result(self) -> Payload:
+        """See :class:`megatron_patches.refit.ports.Pending`."""
+        self._pending.result()
+        return self._payload
+
+
 class NothingToTell:
     """Part of a wire whose destinations need to know nothing of storages."""
 

@@ -23,7 +23,7 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS
-from megatron_patches.refit.transports.base import Check, LinkEnd, NothingToTell, Offer, Place
+from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, NothingToTell, Offer, Place
 from megatron_patches.refit.transports.c10d_groups import Group, Way, open_group
 from megatron_patches.refit.transports.turns import Turns
 from megatron_patches.refit.transports.worker import Worker, wait_for
@@ -231,7 +231,7 @@ class C10dIncoming(NothingToTell):
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into the own slot of the same number, which is free if the source's is."""
         payload = self._slots.tensors[slot][:nbytes]
-        return _Received(self._way.receive([payload], slot), payload)
+        return Delivery(self._way.receive([payload], slot), payload)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
         """Receives the boxes."""
@@ -241,20 +241,6 @@ class C10dIncoming(NothingToTell):
         """Ends it; the group was ended before."""
         self._way.close()
         self._slots.release()
-
-
-class _Received:
-    """A payload that is being received."""
-
-    def __init__(self, pending: Pending[None], payload: Payload) -> None:
-        self._pending, self._payload = pending, payload
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def result(self) -> Payload:
-        self._pending.result()
-        return self._payload
 
 
 def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:

@@ -31,7 +31,7 @@ from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.plan import Transfer
 from megatron_patches.refit.ports import Elements, Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS, Lease
-from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Place
+from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, Offer, Place
 from megatron_patches.refit.transports.cuda_mapped import Fetch
 from megatron_patches.refit.transports.descriptors import Counter, DescriptorServer, take_descriptors
 
@@ -366,7 +366,7 @@ class CudaIpcIncoming:
         """Copies into the own slot of the same number, which is free if the source's is."""
         start = slot * self._slot_bytes
         target = self._lease.buffer[start : start + nbytes]
-        return _Copy(self._opened.copy(start, target), target)
+        return Delivery(self._opened.copy(start, target), target)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Copies each box from the source's weights to its place.
@@ -469,17 +469,3 @@ class _All:
     def result(self) -> None:
         while self._left:
             self._left.popleft().result()
-
-
-class _Copy:
-    """A packet that is being copied."""
-
-    def __init__(self, copying: Pending[None], payload: Payload) -> None:
-        self._copying, self._payload = copying, payload
-
-    def done(self) -> bool:
-        return self._copying.done()
-
-    def result(self) -> Payload:
-        self._copying.result()
-        return self._payload
