@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+# Where Linux keeps what shm_open has made.
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked for by its name
+
 
 def apply() -> None:
-    """Keeps linear weights where they are.
-
-    With oneDNN a linear layer packs its weight into memory of oneDNN's own and empties the parameter, so that no
-    later weight could reach it.
-    """
+    """Keeps linear weights where they are, and the shared memory of one engine's workers apart from another's."""
     from vllm import _custom_ops
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
+    # With oneDNN a linear layer packs its weight into memory of oneDNN's own and empties the parameter, so that no
+    # later weight could reach it.
     _custom_ops._supports_onednn = False
+    start = _CPUSHMDistributed._init_cpu_shm
+    if not hasattr(start, "__wrapped__"):
+        _CPUSHMDistributed._init_cpu_shm = _with_a_name_of_its_own(start)
+
+
+def _with_a_name_of_its_own(start: Callable[[_CPUSHMDistributed], int]) -> Callable[[_CPUSHMDistributed], int]:
+    """Gives the workers' shared memory a name that is used once, and takes it away when all have the memory.
+
+    By itself vLLM names it after a TCP port that was free, and leaves it behind when a worker ends: every start keeps
+    4 MiB, and one that is given a port of an earlier one ends with "create shm in SHMManager failed. errno: 17".
+    """
+    import torch.distributed as dist
+
+    @functools.wraps(start)
+    def started(shared: _CPUSHMDistributed) -> int:
+        communicator = shared.communicator
+        once = [uuid.uuid4().hex]
+        dist.broadcast_object_list(once, src=communicator.ranks[0], group=communicator.device_group)
+        shared.group_name = f"{shared.group_name}-{once[0]}"
+        handle = start(shared)  # returns after a barrier behind which every worker has opened all of it
+        (_SHARED_MEMORY / f"{shared.group_name}_{communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    return started
