@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may stand still")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that all ways together may take")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(arguments)
 
@@ -122,13 +124,25 @@ def line(found: Outcome) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table; returns 1 where a way failed."""
     options = parse(arguments)
+    # Ended from outside, it ends its processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(f"{HEADINGS[0]:20} {' '.join(f'{heading:>8}' for heading in HEADINGS[1:])}", flush=True)
     task = make_task(options)
-    found = run_ranks(run_rank, sum(task.sizes), task, line)
-    if options.json is not None:
-        content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
-        content["outcomes"] = [asdict(item) for item in found]
-        options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    found: list[Outcome] = []
+
+    def take(item: Outcome) -> None:
+        """At once, so that it is kept whatever becomes of the next way."""
+        found.append(item)
+        print(line(item), flush=True)
+        if options.json is not None:
+            content: dict[str, Any] = {"options": {key: str(value) for key, value in vars(options).items()}}
+            content["outcomes"] = [asdict(item) for item in found]
+            options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    try:
+        run_ranks(run_rank, sum(task.sizes), task, take, options.limit)
+    except RuntimeError as error:
+        take(Outcome("the rest", failure=str(error)))
     return int(any(item.failure for item in found))
 
 

@@ -34,8 +34,9 @@ class Row:
         seconds: by part; ``push`` is the whole.
         gb_per_s: into all workers while bytes moved.
         share: of what plain sends reach, in runs that measure it.
-        trainer_mib: memory beyond the weights of the busiest trainer rank.
-        engine_mib: the same of a worker.
+        trainer_mib: memory beyond the weights of the busiest trainer rank; None where it was not measured.
+        engine_mib: the same of a worker; with a server, of the first way into it.
+        beside_mib: what of it is another copy of the weights, in runs with a server.
         kl: generation KL in nats a token, in runs with a server.
     """
 
@@ -44,8 +45,9 @@ class Row:
     seconds: Mapping[str, float]
     gb_per_s: float
     share: float | None
-    trainer_mib: float
-    engine_mib: float
+    trainer_mib: float | None
+    engine_mib: float | None
+    beside_mib: float | None
     kl: float | None
 
 
@@ -61,6 +63,8 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
             seconds = {part: statistics.median(values) for part, values in item["seconds"].items()}
             moved = seconds.get("move", seconds["push"])
             has_server = "kl" in item
+            # Reports of before this was measured by way counted what ways before had left.
+            measured, made = "made_bytes" in item or not has_server, item.get("made_bytes", {})
             found.append(
                 Row(
                     case=case,
@@ -68,12 +72,17 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
                     seconds=seconds,
                     gb_per_s=item["nbytes"] / moved / 1e9 if has_server else item["gb_per_s"],
                     share=None if has_server else item["share_of_link"],
-                    trainer_mib=item["trainer_bytes"] / 2**20,
-                    engine_mib=item["engine_bytes" if has_server else "worker_bytes"] / 2**20,
+                    trainer_mib=_mib(item["trainer_bytes"] if measured else None),
+                    engine_mib=_mib(item["engine_bytes" if has_server else "worker_bytes"] if measured else None),
+                    beside_mib=_mib(made.get("beside")),
                     kl=item["kl"] if has_server else None,
                 )
             )
     return found
+
+
+def _mib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 2**20
 
 
 def _workers(options: Mapping[str, str]) -> str:
@@ -83,17 +92,20 @@ def _workers(options: Mapping[str, str]) -> str:
 
 
 HEADINGS = ("case", "way", "push ms", "moving", "verify", "commit", "paused", "GB/s", "of link", "KL")
+MEMORY = ("trainer MiB", "engine MiB", "beside MiB")
 
 
 def table(found: Sequence[Row]) -> str:
     """Markdown."""
-    lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
+    headings = (*HEADINGS, *MEMORY)
+    lines = [_line(headings), _line(["---"] * len(headings))]
     for row in found:
         parts = [_ms(row.seconds.get(part)) for part in ("push", *PARTS)]
         paused = _ms(row.seconds.get("paused", row.seconds.get("pause")))
         share = "" if row.share is None else f"{row.share:.0%}"
         kl = "" if row.kl is None else f"{row.kl:.1e}"
-        lines.append(_line([row.case, row.way, *parts, paused, f"{row.gb_per_s:.0f}", share, kl]))
+        memory = ["" if mib is None else f"{mib:.0f}" for mib in (row.trainer_mib, row.engine_mib, row.beside_mib)]
+        lines.append(_line([row.case, row.way, *parts, paused, f"{row.gb_per_s:.0f}", share, kl, *memory]))
     return "\n".join(lines) + "\n"
 
 

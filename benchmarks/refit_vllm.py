@@ -53,6 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one step may take")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that all ways of one server may take")
     parser.add_argument("--engine-arguments", default="", help="further arguments of vLLM's server")
     parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
     parser.add_argument("--json", type=Path, help="write all numbers here")
@@ -68,7 +69,7 @@ def write_model(config: Any, folder: Path) -> dict[str, Any]:
     return written
 
 
-HEADINGS = ("way", *PARTS, "GB/s", "trainer", "engine", "KL", "KL before")
+HEADINGS = ("way", *PARTS, "GB/s", "trainer", "engine", "beside", "KL", "KL before")
 
 
 def line(found: Outcome) -> str:
@@ -79,9 +80,17 @@ def line(found: Outcome) -> str:
     cells = [f"{medians[part]:9.3f}" if part in medians else f"{'':9}" for part in PARTS]
     moved = medians.get("move", medians.get("push", 0.0))
     cells.append(f"{found.nbytes / moved / 1e9 if moved else 0.0:9.1f}")
-    cells += [f"{nbytes / 2**20:8.0f}M" for nbytes in (found.trainer_bytes, found.engine_bytes)]
+    memory = (found.trainer_bytes, found.engine_bytes, found.made_bytes.get("beside"))
+    cells += [f"{'':9}" if nbytes is None else f"{nbytes / 2**20:8.0f}M" for nbytes in memory]
     cells += [f"{value:9.2e}" for value in (found.kl, found.untouched_kl)]
     return f"{found.way:17} {' '.join(cells)}"
+
+
+def write_report(options: argparse.Namespace, found: Sequence[Outcome]) -> None:
+    """Writes what there is so far."""
+    given = {key: str(value) for key, value in vars(options).items() if key not in _PATHS}
+    content: dict[str, Any] = {"options": given, "outcomes": [asdict(item) for item in found]}
+    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,6 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
     print(f"{HEADINGS[0]:17} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
     found: list[Outcome] = []
+
+    def take(item: Outcome) -> None:
+        """At once, so that it is kept whatever becomes of the next way."""
+        found.append(item)
+        print(line(item), flush=True)
+        if options.json is not None:
+            write_report(options, found)
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         written = write_model(config, folder / "model")
@@ -124,15 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         staging_bytes=options.staging_mib << 20,
                         timeout_s=options.timeout,
                     )
-                    found += run_ranks(run_rank, mesh.size, task, line)
+                    run_ranks(run_rank, mesh.size, task, take, options.limit)
             except (ServerError, RuntimeError) as error:  # the other servers are measured all the same
-                found.append(Outcome(log, failure=str(error)))
-                print(line(found[-1]), flush=True)
-            if options.json is not None:
-                given_options = {key: str(value) for key, value in vars(options).items() if key not in _PATHS}
-                content: dict[str, Any] = {"options": given_options}
-                content["outcomes"] = [asdict(item) for item in found]
-                options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                take(Outcome(log, failure=str(error)))
     return int(any(item.failure for item in found))
 
 

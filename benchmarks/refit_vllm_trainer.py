@@ -6,6 +6,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,7 +41,7 @@ class Task:
             serve byte by byte, or of :data:`benchmarks.refit_vllm_peers.PEERS`.
         repeats: pushes a transport.
         staging_bytes: see RefitOptions.
-        timeout_s: how long anything may take.
+        timeout_s: how long one step may take, and how long ranks wait for each other.
     """
 
     config: dict[str, Any]
@@ -65,8 +66,13 @@ class Outcome:
         prepare_s: meeting, recording, planning and proving, once.
         nbytes: that all workers were sent by a push.
         seconds: ``push`` from begin to end, its parts, and ``paused``: how long no request was answered.
-        trainer_bytes: memory that a trainer GPU has given out more than before, at most.
-        engine_bytes: the same of the engine's.
+        trainer_bytes: the most that any rank's PyTorch had given out on its GPU beyond the model while pushing; NCCL's
+            own buffers are not among it.
+        engine_bytes: what the busiest of the engine's GPUs holds more than before; None for a way whose server has been
+            pushed to another way before, and has kept that way's memory.
+        made_bytes: what the busiest worker has made: ``beside`` the weights that serve, on its device,
+            ``backup``, in its host's memory, and ``staged``, of packets (the most of either side); of ways of this
+            project alone.
         kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
         log_prob_error: mean absolute difference of log-probabilities.
         untouched_kl: the same KL against the trainer's weights before the last push; shows that it can tell.
@@ -78,7 +84,8 @@ class Outcome:
     nbytes: int = 0
     seconds: dict[str, list[float]] = field(default_factory=dict)
     trainer_bytes: int = 0
-    engine_bytes: int = 0
+    engine_bytes: int | None = None
+    made_bytes: dict[str, int] = field(default_factory=dict)
     kl: float = math.nan
     log_prob_error: float = math.nan
     untouched_kl: float = math.nan
@@ -97,13 +104,12 @@ def way_of(name: str) -> tuple[TransportName, MemoryMode]:
 def run_rank(rank: int, task: Task, results: Connection) -> None:
     """All measurements; the first rank sends what came out."""
     trainer = Trainer(rank, task)
-    try:
-        for name in task.ways:
-            found = trainer.measure(name)
-            if rank == 0:
-                results.send(found)
-    finally:
-        dist.destroy_process_group()
+    for name in task.ways:
+        found = trainer.measure(name)
+        if rank == 0:
+            results.send(found)
+    # Not after a failure: with work under way that no peer takes part in, NCCL would wait.
+    dist.destroy_process_group()
 
 
 class Trainer:
@@ -117,52 +123,62 @@ class Trainer:
     def __init__(self, rank: int, task: Task) -> None:
         import megatron_patches
 
+        # Read when CUDA starts; with tensor parallelism Megatron demands it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self.rank, self.task = rank, task
         self.device = torch.device("cpu")
         if task.gpus:
             self.device = torch.device("cuda", task.gpus[rank])
             torch.cuda.set_device(self.device)
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         megatron_patches.apply()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if task.gpus else "gloo",
             init_method=f"tcp://127.0.0.1:{task.port}",
             rank=rank,
             world_size=task.mesh.size,
+            timeout=timedelta(seconds=task.timeout_s),
         )
         self.model = TrainerModel(task.config, task.mesh, self.device, _PROMPT + _LENGTH)
-        self.server = VllmServer(task.server_port)
+        self.server = VllmServer(task.server_port, task.timeout_s)
         self.version = 0
         self._warm_up()
+        self._engine_in_use()
 
     def _warm_up(self) -> None:
-        """What both sides take at their first work, such as ETP's slots and symmetric memory, is not the push's."""
+        """What both sides take at their first work, such as ETP's slots and symmetric memory, is not the push's.
+
+        Nor are this process's contexts on the engine's GPUs, which looking at their memory makes.
+        """
         if self.rank == 0:
             self.server.sample([0] * _PROMPT, _LENGTH, 0)
         self.model.log_probs([[0] * (_PROMPT + _LENGTH)] * _SAMPLES, _PROMPT)
 
     def measure(self, name: str) -> Outcome:
         """Pushes versions one way."""
-        before = self._memory_in_use()
         found = Outcome(name)
+        engine_before, own_before = self._engine_in_use(), self._allocated()
+        self._peak = own_before
         try:
             if name in PEERS:
                 self._push_peer(found, PEERS[name])
             else:
                 self._push_session(found, *way_of(name))
+            if name == self.task.ways[0]:
+                found.engine_bytes = max(
+                    (now - before for now, before in zip(self._engine_in_use(), engine_before, strict=True)), default=0
+                )
             self._compare(found)
         except (RefitError, ServerError, ImportError) as error:
             found.failure = str(error)[:400]
-        after = self._memory_in_use()
-        grown = {gpu: after[gpu] - before[gpu] for gpu in after}
-        found.trainer_bytes = max((grown[gpu] for gpu in self.task.gpus), default=0)
-        found.engine_bytes = max((grown[gpu] for gpu in self.task.engine_gpus), default=0)
+        every: list[int] = [0] * self.task.mesh.size
+        dist.all_gather_object(every, self._peak - own_before)
+        found.trainer_bytes = max(every)
         return found
 
     # Pushes ------------------------------------------------------------------------------------------------------
 
     def _push_session(self, found: Outcome, transport: TransportName, memory: MemoryMode) -> None:
-        engine = HttpEngine(self.server.url)
+        engine = HttpEngine(self.server.url, self.task.timeout_s)
         options = RefitOptions(
             transport=transport, memory=memory, staging_bytes=self.task.staging_bytes, timeout_s=self.task.timeout_s
         )
@@ -182,10 +198,16 @@ class Trainer:
                 started = time.perf_counter()
                 report = session.push(self.version)
                 taken = {"push": time.perf_counter() - started, **report.seconds}
+                self._note_peak()
                 if push:  # the first makes links and allocates
                     for part, seconds in taken.items():
                         found.seconds.setdefault(part, []).append(seconds)
                 found.nbytes = report.nbytes
+                found.made_bytes = {
+                    "beside": report.beside_bytes,
+                    "backup": report.backup_bytes,
+                    "staged": report.staged_bytes,
+                }
         finally:
             session.close()
             engine.close()
@@ -210,6 +232,7 @@ class Trainer:
             started = time.perf_counter()
             parts = peer.push()
             self._all_ready()
+            self._note_peak()
             if push:  # the first makes communicators and allocates
                 for part, seconds in {"push": time.perf_counter() - started, **parts}.items():
                     found.seconds.setdefault(part, []).append(seconds)
@@ -218,19 +241,29 @@ class Trainer:
 
     def _compare(self, found: Outcome) -> None:
         """Generation KL: tokens that the engine has drawn, under the trainer's weights."""
-        samples: list[list[Sample] | None] = [None]
-        if self.rank == 0:
-            generator = torch.Generator().manual_seed(5)
-            prompts = torch.randint(0, ALPHABET, (_SAMPLES, _PROMPT), generator=generator).tolist()
-            samples = [[self.server.sample(prompt, _LENGTH, seed) for seed, prompt in enumerate(prompts)]]
-        dist.broadcast_object_list(samples, 0)
-        drawn = samples[0] or []
+        drawn = self._draw()
         texts = [sample.tokens for sample in drawn]
         theirs = torch.tensor([sample.log_probs for sample in drawn], dtype=torch.float64)
         ours = self.model.log_probs(texts, _PROMPT)
         found.kl, found.log_prob_error = k3(theirs, ours), float((ours - theirs).abs().mean())
         self._next()
         found.untouched_kl = k3(theirs, self.model.log_probs(texts, _PROMPT))
+
+    def _draw(self) -> list[Sample]:
+        """What the server writes now; the same on all ranks, its error too."""
+        answers: list[list[Sample] | ServerError | None] = [None]
+        if self.rank == 0:
+            generator = torch.Generator().manual_seed(5)
+            prompts = torch.randint(0, ALPHABET, (_SAMPLES, _PROMPT), generator=generator).tolist()
+            try:
+                answers = [[self.server.sample(prompt, _LENGTH, seed) for seed, prompt in enumerate(prompts)]]
+            except ServerError as error:
+                answers = [error]
+        dist.broadcast_object_list(answers, 0)
+        drawn = answers[0]
+        if isinstance(drawn, ServerError):
+            raise drawn
+        return drawn or []
 
     def _next(self) -> None:
         self.version += 1
@@ -241,18 +274,29 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
-    def _memory_in_use(self) -> dict[int, int]:
-        """Bytes by GPU; this process's own unused blocks do not count."""
+        if self.task.gpus:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _engine_in_use(self) -> list[int]:
+        """Bytes, a GPU; where trainer and engine share them, this side's unused blocks do not count."""
         self._all_ready()
         if not self.task.gpus:
-            return {}
+            return []
         torch.cuda.empty_cache()
         self._all_ready()
-        found = {}
-        for gpu in {*self.task.gpus, *self.task.engine_gpus}:
+        found = []
+        for gpu in self.task.engine_gpus:
             free, total = torch.cuda.mem_get_info(gpu)
-            found[gpu] = total - free
+            found.append(total - free)
         return found
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.task.gpus else 0
+
+    def _note_peak(self) -> None:
+        """What a push, since all were ready for it, has taken at most."""
+        if self.task.gpus:
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
 
 
 def k3(engine: torch.Tensor, trainer: torch.Tensor) -> float:

@@ -1,46 +1,92 @@
-"""Runs one function as several processes of this machine, and shows what the first of them finds, as it comes."""
+"""Runs one function as several processes of this machine, and passes on what the first of them finds, as it comes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import socket
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+_OTHERS_END_S = 15.0
+_KILLED_END_S = 30.0
 
 
 def run_ranks[Task, Found](
-    body: Callable[[int, Task, Connection], None], ranks: int, task: Task, line: Callable[[Found], str]
-) -> list[Found]:
-    """Runs all ranks, and gives what the first has sent.
+    body: Callable[[int, Task, Connection], None],
+    ranks: int,
+    task: Task,
+    take: Callable[[Found], None],
+    limit_s: float,
+) -> None:
+    """Runs all ranks until they have ended; none outlives the call, whatever ends it.
 
     Args:
         body: what a rank does, given its number, the task, and where to send what it has found.
         ranks: number of processes.
         task: what every rank is told.
-        line: the row that is printed of each.
+        take: called with what the first rank has sent, at once: what was found before a failure is not lost.
+        limit_s: seconds that all may take.
 
     Raises:
-        RuntimeError: if a rank failed.
+        RuntimeError: if a rank failed, which ends the others, or if the time is over.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     processes = [context.Process(target=body, args=(rank, task, sending)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    sending.close()
-    found: list[Found] = []
     try:
-        while True:
-            found.append(receiving.recv())
-            print(line(found[-1]), flush=True)
-    except EOFError:
-        pass  # all ranks have ended
-    for process in processes:
-        process.join()
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-    if failed:
-        raise RuntimeError(f"ranks {failed} failed")
-    return found
+        for process in processes:
+            process.start()
+        sending.close()
+        late = _take_all(processes, receiving, take, limit_s)
+        failures = [f"rank {rank} ended with exit status {code}" for rank, code in _failed(processes).items()]
+    finally:
+        _end(processes)
+        receiving.close()
+    if late:
+        when = f"{_OTHERS_END_S:g} s later" if failures else f"after {limit_s:g} s"
+        failures.append(f"ranks {late} were still busy {when}")
+    if failures:
+        raise RuntimeError(", ".join(failures))
+
+
+def _take_all[Found](
+    processes: Sequence[BaseProcess], receiving: Connection, take: Callable[[Found], None], limit_s: float
+) -> list[int]:
+    """Returns when all have ended, or those that have not when the time is over or one has failed."""
+    deadline = time.monotonic() + limit_s
+    closed = False
+    while (busy := _busy(processes)) or (not closed and receiving.poll()):
+        sentinels = [processes[rank].sentinel for rank in busy]
+        ready = wait(sentinels if closed else [receiving, *sentinels], max(0.0, deadline - time.monotonic()))
+        if receiving in ready:
+            try:
+                take(receiving.recv())
+            except EOFError:
+                closed = True
+        elif _failed(processes):
+            # The others may be waiting for it; what they say when they notice is worth a moment.
+            deadline = min(deadline, time.monotonic() + _OTHERS_END_S)
+        if not ready:
+            return busy
+    return []
+
+
+def _busy(processes: Sequence[BaseProcess]) -> list[int]:
+    return [rank for rank, process in enumerate(processes) if process.exitcode is None]
+
+
+def _failed(processes: Sequence[BaseProcess]) -> dict[int, int]:
+    return {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    for process in alive:
+        process.join(_KILLED_END_S)
 
 
 def free_port() -> int:

@@ -35,11 +35,16 @@ class Sample:
 class VllmServer:
     """A running server.
 
+    Args:
+        port: of this machine.
+        timeout_s: seconds that an answer may take.
+
     Attributes:
         url: its base URL.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, timeout_s: float = 300.0) -> None:
+        self._timeout_s = timeout_s
         self.url = f"http://127.0.0.1:{port}"
 
     def sample(self, prompt: Sequence[int], length: int, seed: int) -> Sample:
@@ -67,7 +72,7 @@ class VllmServer:
         choice = answer["choices"][0]
         return Sample([*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"])
 
-    def post(self, route: str, body: dict[str, Any] | None = None, timeout_s: float = 300.0) -> Any:
+    def post(self, route: str, body: dict[str, Any] | None = None) -> Any:
         """Calls a route.
 
         Raises:
@@ -80,7 +85,7 @@ class VllmServer:
             method="POST",
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:  # noqa: S310 - as above
                 content = answer.read()
         except urllib.error.HTTPError as error:
             raise ServerError(f"{self.url}/{route} answered {error.code}: {error.read()[:400]!r}") from error
