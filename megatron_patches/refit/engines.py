@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,11 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.resumer import EMPTY_CACHES, RESUME, Resumer
+
+_EMPTYING_S = 10.0  # for what still uses a prefix cache, such as a transfer of a KV connector, to end
+_RETRY_S = 0.25
 
 
 class PauseMode(StrEnum):
@@ -55,7 +60,7 @@ class EngineClient(Protocol):
         """Lets no request go on, and returns when none does; after an error they do."""
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Ends a pause; with ``reset_cache`` the prefix caches are emptied before."""
+        """Ends a pause; with ``reset_cache`` once the prefix caches are empty, and not where they cannot be emptied."""
 
 
 class HttpEngine:
@@ -108,25 +113,35 @@ class HttpEngine:
 
     def resume(self, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""
-        try:
-            if reset_cache:
-                self._empty_caches()
-        finally:
-            self._call("POST", RESUME)
-            self._resumer.resumed()
+        if reset_cache:
+            self._empty_caches()
+        self._call("POST", RESUME)
+        self._resumer.resumed()
 
     def close(self) -> None:
         """Resumes the server if it is still paused."""
         self._resumer.close()
 
     def _empty_caches(self) -> None:
-        """Empties the prefix caches, those of KV connectors too.
+        """Empties the prefix caches, those of KV connectors too, which may take some tries.
 
         Raises:
             RefitError: if something still uses them.
         """
-        if self._call("POST", EMPTY_CACHES).get("success") is False:
-            raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")
+        deadline = time.monotonic() + _EMPTYING_S
+        while True:
+            try:
+                if self._call("POST", EMPTY_CACHES).get("success") is not False:
+                    return
+                reason = "something uses it"
+            except RefitError as error:
+                reason = describe_error(error)
+            if time.monotonic() > deadline:
+                raise RefitError(
+                    f"{self.name} could not empty its prefix cache, which is of older weights ({reason}); "
+                    f"POST {self.name}/{EMPTY_CACHES}, and then {self.name}/{RESUME} if it stays paused"
+                )
+            time.sleep(_RETRY_S)
 
     def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         request = urllib.request.Request(  # noqa: S310 - the scheme was checked
@@ -169,7 +184,7 @@ class LocalEngine:
         """See :class:`EngineClient`."""
         self.call({"call": "commit", "version": version})
         if reset_cache:
-            self._llm.reset_prefix_cache()
+            self._empty_caches()
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
@@ -178,12 +193,21 @@ class LocalEngine:
     def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""
         if mode is PauseMode.KEEP:  # what a server's pause does in this mode
-            self._llm.reset_prefix_cache()
+            self._empty_caches()
 
     def resume(self, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""
         if reset_cache:
-            self._llm.reset_prefix_cache()
+            self._empty_caches()
+
+    def _empty_caches(self) -> None:
+        """Empties the prefix caches, those of KV connectors too.
+
+        Raises:
+            RefitError: if something still uses them.
+        """
+        if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")
 
 
 def _shown(content: bytes) -> str:

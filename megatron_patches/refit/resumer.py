@@ -4,7 +4,8 @@ A small process of its own, which imports nothing of this package, reads from a 
 server paused. When the trainer ends, however that happens, the system closes the pipe, or, where a process that it has
 forked still has it open, gives this one another parent. If the server is paused then, the process has its workers give
 up the version under way, which puts the old weights back where a new version has been received in their place; empties
-its prefix cache, as the commit may have gone through; and resumes it.
+its prefix cache, as the commit may have gone through; and resumes it. What cannot be brought to answer from one version
+stays paused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _END = b"e"  # of the trainer's interest, in whatever state
 _LOOK_AROUND_S = 1.0  # how often it looks whether the trainer is still there
 _PERSISTENCE_S = 120.0  # how long a server is tried that does not answer
 _ANSWER_S = 600.0  # it first ends the call that it is in
+_EMPTYING_S = 30.0  # for what still uses a prefix cache to end
 _RETRY_S = 1.0
 
 
@@ -100,12 +102,16 @@ def watch(url: str, trainer: int) -> None:
     state = _last_state(trainer)
     if state == _RESUMED:
         return
-    if not _post(f"{url}/init_weight_transfer_engine", {"init_info": {"call": "abandon"}}):
+    if _post(f"{url}/init_weight_transfer_engine", {"init_info": {"call": "abandon"}}) is None:
         _say(f"{url} stays paused: it did not say that its weights are back; start it anew")
         return
-    if state == _PAUSED and not _post(f"{url}/{EMPTY_CACHES}"):
-        _say(f"the prefix cache of {url} may be of older weights: it could not be emptied")
-    if not _post(f"{url}/{RESUME}"):
+    if state == _PAUSED and not _emptied(url):
+        _say(
+            f"{url} stays paused: its prefix cache may be of older weights, and could not be emptied; "
+            f"POST {url}/{EMPTY_CACHES}, then {url}/{RESUME}"
+        )
+        return
+    if _post(f"{url}/{RESUME}") is None:
         _say(f"{url} stays paused: it did not answer; POST {url}/{RESUME}")
 
 
@@ -127,22 +133,40 @@ def _say(text: str) -> None:
     sys.stderr.write(f"refit: {text}\n")
 
 
-def _post(url: str, body: dict[str, object] | None = None) -> bool:
-    """Posts until there is an answer; whether that was that it is done."""
+def _emptied(url: str) -> bool:
+    """Empties the prefix caches, which something may still use."""
+    deadline = time.monotonic() + _EMPTYING_S
+    while (answer := _post(f"{url}/{EMPTY_CACHES}")) is None or answer.get("success") is False:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_RETRY_S)
+    return True
+
+
+def _post(url: str, body: dict[str, object] | None = None) -> dict[str, object] | None:
+    """Posts until there is an answer, and gives it; None if it is an error, or none comes."""
     deadline = time.monotonic() + _PERSISTENCE_S
     headers = {"Content-Type": "application/json"}
     data = b"" if body is None else json.dumps(body).encode()
     while time.monotonic() < deadline:
         try:
             request = urllib.request.Request(url, data, headers, method="POST")  # noqa: S310 - the trainer checked it
-            urllib.request.urlopen(request, timeout=_ANSWER_S).close()  # noqa: S310 - as above
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310 - as above
+                return _fields(answer.read())
         except urllib.error.HTTPError:
-            return False
+            return None
         except (OSError, http.client.HTTPException):  # such as half an answer
             time.sleep(_RETRY_S)
-        else:
-            return True
-    return False
+    return None
+
+
+def _fields(content: bytes) -> dict[str, object]:
+    """Of an answer; none where it is something else."""
+    try:
+        found = json.loads(content) if content else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 if __name__ == "__main__":

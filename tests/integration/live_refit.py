@@ -275,7 +275,7 @@ def kill_in(owner: Any, name: str, calls: int = 1) -> None:
 
 
 class Unreachable(HttpEngine):
-    """A server that was there a moment ago."""
+    """A server that has said how many workers it has, and is not there any more."""
 
     def world_size(self) -> int:
         return 1
@@ -284,13 +284,15 @@ class Unreachable(HttpEngine):
 def unreachable_body(rank: int, world_size: int, case: Case) -> tuple[float, str]:
     """Prepares for an engine that cannot be reached: seconds until it failed, and why."""
     del world_size
-    with socket.create_server(("127.0.0.1", 0)) as gone:
+    with socket.socket() as gone:
+        # Nobody listens, and it is kept: one of the many ports that process groups listen on could be the same.
+        gone.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
-    pushing = RefitSession(start(case), [Unreachable(url)] if rank == 0 else [], vocab_size=37)
-    started = time.monotonic()
-    with contextlib.closing(pushing):
-        try:
-            pushing.prepare()
-        except RefitError as error:
-            return time.monotonic() - started, str(error)
+        pushing = RefitSession(start(case), [Unreachable(url)] if rank == 0 else [], vocab_size=37)
+        started = time.monotonic()
+        with contextlib.closing(pushing):
+            try:
+                pushing.prepare()
+            except RefitError as error:
+                return time.monotonic() - started, str(error)
     return 0.0, ""

@@ -34,11 +34,20 @@ _PAUSE_S = 0.001  # between looks at a greeting
 
 
 class _Details(msgspec.Struct):
-    """What parties tell each other: where the store is, from the first party, and where their memory is."""
+    """What parties tell each other: where the store is, from the first party, and where their memory is.
+
+    Attributes:
+        host: address of this party's machine.
+        port: of the store; 0 from all others.
+        device: torch's name of the device.
+        gpu: its UUID; empty for a host's memory.
+        torch: version.
+    """
 
     host: str
     port: int
     device: str
+    gpu: str
     torch: str
 
 
@@ -74,19 +83,22 @@ class C10dTransport:
         if self._place.party == 0:
             self._store = self._open_store(0, master=True)
             port = self._store.port
-        details = _Details(self._place.host, port, self._place.device, str(torch.__version__))
+        gpu = "" if self._place.memory == "cpu" else str(torch.cuda.get_device_properties(self._place.device).uuid)
+        details = _Details(self._place.host, port, self._place.device, gpu, str(torch.__version__))
         return msgspec.msgpack.encode(details)
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
         """Makes the group.
 
         Raises:
-            PartyFailedError: if another party has another version of torch, or does not come in time.
+            PartyFailedError: if another party has another version of torch, two share a GPU, or one does not come in
+                time.
         """
         details = [_decode_details(offer.details) for offer in offers]
         versions = {item.torch.split("+")[0] for item in details}
         if len(versions) > 1:
             raise PartyFailedError(f"the transport c10d needs one version of torch; parties have {sorted(versions)}")
+        _check_gpus([item.gpu for item in details], self._place.sources)
         what = f"the group of {len(offers)} parties"
         patience = Patience(self._place.timeout_s, what, check)
         self._group = _in_thread(lambda: self._open_group(details), patience)
@@ -241,6 +253,24 @@ class C10dIncoming(NothingToTell):
         """Ends it; the group was ended before."""
         self._way.close()
         self._slots.release()
+
+
+def _check_gpus(gpus: Sequence[str], sources: int) -> None:
+    """Refuses what NCCL would, without telling who it was.
+
+    Raises:
+        PartyFailedError: if two parties are on one GPU, and all on some.
+    """
+    if not all(gpus):
+        return
+    names = [f"trainer rank {party}" if party < sources else f"worker {party - sources}" for party in range(len(gpus))]
+    first: dict[str, str] = {}
+    for name, gpu in zip(names, gpus, strict=True):
+        if gpu in first:
+            raise PartyFailedError(
+                f"{first[gpu]} and {name} share GPU {gpu}, which NCCL cannot send through; use the transport cuda_ipc"
+            )
+        first[gpu] = name
 
 
 def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:

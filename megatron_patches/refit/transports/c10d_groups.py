@@ -10,7 +10,9 @@ that many kernels that wait, so some would not run; and each takes memory, time 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,7 +27,8 @@ from megatron_patches.refit.transports.worker import Worker
 logger = logging.getLogger(__name__)
 
 _ABORT_S = 20.0  # for NCCL to end what is under way
-_WATCHDOG_S = 600.0  # at least: torch's watchdog ends the process, so whoever waits gives up long before, with a reason
+_WATCHDOG_S = 600.0  # at least: torch's watchdog complains then; whoever waits gives up long before, with a reason
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Way(Protocol):
@@ -76,9 +79,11 @@ class NcclGroup:
         self.device = device
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(_WATCHDOG_S, 2 * timeout_s))
-        self._group: Any = dist.ProcessGroupNCCL(store, party, size, options)
-        # A tensor's device has a number where the name has none; communicators are found by it.
-        self._group.eager_connect_single_device(torch.empty(0, device=device).device)
+        with torch.cuda.device(device):
+            with _errors_left_to_the_caller():
+                self._group: Any = dist.ProcessGroupNCCL(store, party, size, options)
+            # A tensor's device has a number where the name has none; communicators are found by it.
+            self._group.eager_connect_single_device(torch.empty(0, device=device).device)
 
     def way(self, peer: int) -> NcclWay:
         """See :class:`Group`."""
@@ -97,6 +102,24 @@ class NcclGroup:
             )
         finally:
             worker.close(0.0)
+
+
+@contextmanager
+def _errors_left_to_the_caller() -> Iterator[None]:
+    """Makes groups at whose errors torch's watchdog does not end the process.
+
+    A peer that dies is such an error, and no reason for an engine to die. Whoever waits sees it, and tells the others.
+    The constructor reads it from the environment alone.
+    """
+    before = os.environ.get(_HANDLING)
+    os.environ[_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HANDLING]
+        else:
+            os.environ[_HANDLING] = before
 
 
 class NcclWay:

@@ -22,7 +22,6 @@ from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports import messages
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, OutgoingWire, Place, Transport
 
-_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 _DRIVE_S = 0.001  # how often a source calls its wires, some of which move nothing else while it waits
 _HURRY_S = 0.00005  # the same while something waits for its turn
 
@@ -217,6 +216,8 @@ class SendingEnd:
         """
         while late := [rank for rank, link in self._links.items() if not link.quiet]:
             self.wait_for_news(check, f"destination ranks {late[:8]} to take their packets")
+        if self._transport.turns is not None:
+            self._transport.turns.finish()
 
     def stop(self) -> None:
         """Makes everything that is under way end; what comes next is :meth:`close`."""

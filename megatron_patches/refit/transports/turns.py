@@ -64,6 +64,11 @@ class Turns:
         self._nbytes += nbytes
         self._given += nbytes
 
+    def finish(self) -> None:
+        """All that was sent has arrived: lets go of it."""
+        self._under_way.clear()
+        self._nbytes = 0
+
     def _after(self, waiting: Sequence[int]) -> int:
         """The next in the round; at first, the one that is ready first."""
         last = self._destination

@@ -6,7 +6,7 @@ Imported only where there is Triton. It runs on the current stream; under ``TRIT
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -63,8 +63,6 @@ class Exchange:
     """
 
     def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
-        if device.type == "cuda":
-            _compile(device)  # while requests go on, not when they wait
         self._launches = _launches(stretches, device)
         self._run = 0
 
@@ -96,16 +94,19 @@ class _Launch:
         self._table, self._programs = (torch.from_numpy(array).to(device) for array in (table, programs))
 
     def start(self) -> None:
-        _exchange[(self._programs.numel(),)](
-            triton.reinterpret(self._origin, _TYPES[self._width]),
-            self._table,
-            self._programs,
-            fields=_FIELDS,
-            vector=_ALIGNED // self._width if self._width > 1 else 1,
-            block=_BLOCK[self._width],
-            loops=_LOOPS,
-            num_warps=_WARPS,
-        )
+        device = self._origin.device
+        # Triton launches on the current device, which in the thread of a commit may be another one.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            _exchange[(self._programs.numel(),)](
+                triton.reinterpret(self._origin, _TYPES[self._width]),
+                self._table,
+                self._programs,
+                fields=_FIELDS,
+                vector=_ALIGNED // self._width if self._width > 1 else 1,
+                block=_BLOCK[self._width],
+                loops=_LOOPS,
+                num_warps=_WARPS,
+            )
 
 
 def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launch]:
@@ -121,9 +122,8 @@ def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launc
     return [_Launch(entries, width, device) for entries, width in parts if len(entries)]
 
 
-@cache
-def _compile(device: torch.device) -> None:
-    """Has the kernel compiled, for both widths."""
+def compile_for(device: torch.device) -> None:
+    """Has the kernel compiled for a GPU, for both widths, which takes a second: best while requests go on."""
     scratch = torch.zeros(4 * _ALIGNED, dtype=torch.uint8, device=device)
     address = scratch.data_ptr()
     for launch in _launches([(address, address + 2 * _ALIGNED, _ALIGNED + 1)], device):

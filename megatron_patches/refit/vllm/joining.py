@@ -20,6 +20,7 @@ from megatron_patches.refit.vllm.recording import record_loading
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
+from megatron_patches.refit.vllm.swap import make_ready
 from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
 
 
@@ -61,6 +62,8 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
         (layout,) = found
         if layout.in_place is not None:
             layout.in_place.backup.start()
+        else:
+            make_ready(serving.device)
     except BaseException:
         party.close()
         raise

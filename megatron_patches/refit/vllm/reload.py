@@ -112,6 +112,8 @@ class Replacement:
         left, self._left = self._left, []
         if left:
             logger.info("refit: vLLM processes the weights of %d layers while the engine waits", len(left))
+            # Whoever received the weights may have had views of them when this began.
+            self._users.settle(new for _, new in self._pairs)
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in left or ():
                 self._pairs += self._new_tensors(layer, names)

@@ -78,20 +78,29 @@ class Users:
         self._known = {int(holder._cdata) for tensor in self._tensors for holder in _holders(tensor)}
         self._count = {int(tensor.untyped_storage()._cdata): users_of(tensor) for tensor in self._tensors}
 
+    def settle(self, made: Iterable[torch.Tensor]) -> None:
+        """Forgets those who have let go of the memory since; ``made`` is what was made from it meanwhile."""
+        holders = self._new_holders(made)
+        for tensor in self._tensors:
+            storage = int(tensor.untyped_storage()._cdata)
+            self._count[storage] = min(self._count[storage], users_of(tensor) - len(holders.get(storage, ())))
+
     def joined_only_by(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Which storages of ``tensors`` nobody else has begun to refer to since; by identity."""
-        holders: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-        for tensor in tensors:
-            of_storage = holders[int(tensor.untyped_storage()._cdata)]
-            for holder in _holders(tensor):
-                if int(holder._cdata) not in self._known:
-                    of_storage[int(holder._cdata)] = holder
         # The storage itself counts as one.
         return {
             storage
-            for storage, found in holders.items()
+            for storage, found in self._new_holders(tensors).items()
             if torch._C._storage_Use_Count(storage) <= self._count.get(storage, 1) + len(found)
         }
+
+    def _new_holders(self, tensors: Iterable[torch.Tensor]) -> dict[int, set[int]]:
+        """By storage: which tensors, themselves or as what they are views of, have come to refer to it since."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for tensor in tensors:
+            of_storage = found[int(tensor.untyped_storage()._cdata)]
+            of_storage |= {int(holder._cdata) for holder in _holders(tensor)} - self._known
+        return found
 
 
 class Swap:
@@ -232,6 +241,14 @@ def _by_kernel(pairs: Sequence[Pair], kernels: bool | None) -> tuple[dict[torch.
         else:
             others.append((old, new))
     return flat, others
+
+
+def make_ready(device: torch.device) -> None:
+    """Does at once what the first exchange on a device would have to wait for."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from megatron_patches.refit.vllm.exchange_kernel import compile_for
+
+        compile_for(device)
 
 
 def _exchange_of(device: torch.device, pairs: Sequence[Pair]) -> _Step:

@@ -8,6 +8,7 @@ import selectors
 from collections import deque
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,9 +19,10 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Reach, Terms, links_of
 from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports import turns
-from megatron_patches.refit.transports.base import Place
-from megatron_patches.refit.transports.c10d import C10dTransport
+from megatron_patches.refit.transports.base import Offer, Place
+from megatron_patches.refit.transports.c10d import C10dTransport, _Details
 from megatron_patches.refit.transports.turns import Turns
 from tests.support.refit_cases import Case, Memory, grid
 from tests.unit.refit.link_ends import SLOT, Ends
@@ -252,3 +254,20 @@ def test_whoever_waits_in_vain_says_for_whom_and_ends_what_is_under_way() -> Non
     assert re.match(r"waited 2 s for (a packet from any of|what) source ranks \[", other), other
     assert meeting.communicator.aborted == set(range(5))
     meeting.ends.close()
+
+
+def test_two_parties_on_one_gpu_are_refused_by_name() -> None:
+    """NCCL alone would say that a GPU is there twice, to some of the parties."""
+    offers = [
+        Offer(
+            address="",
+            slot_bytes=8,
+            memory="cuda",
+            reach=0,
+            details=msgspec.msgpack.encode(_Details("", 0, "", gpu, "2")),
+        )
+        for gpu in ("A", "B", "C", "B")
+    ]
+    place = Place(party=1, sources=2, host="127.0.0.1", device="cuda:1", pool=StagingPool(64), timeout_s=5.0)
+    with pytest.raises(PartyFailedError, match=r"trainer rank 1 and worker 1 share GPU B, .*the transport cuda_ipc"):
+        C10dTransport(place).connect(offers, lambda: None)

@@ -9,6 +9,7 @@ from threading import Thread
 
 import pytest
 
+from megatron_patches.refit import engines
 from megatron_patches.refit.commit import Pauses
 from megatron_patches.refit.engines import HttpEngine, LocalEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
@@ -87,14 +88,16 @@ def test_a_commit_that_empties_caches(answer: str) -> None:
         engine.commit(1, reset_cache=True)
 
 
-def test_a_cache_that_could_not_be_emptied_is_an_error_where_it_matters() -> None:
+def test_a_cache_that_could_not_be_emptied_is_an_error_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_EMPTYING_S", 0.5)
     with answering(ok('{"success": false}')) as engine:
         engine.commit(1, reset_cache=False)
-        with pytest.raises(RefitError, match="could not empty its prefix cache"):
+        with pytest.raises(RefitError, match=r"could not empty its prefix cache, .*something uses it.*POST http"):
             engine.commit(1, reset_cache=True)
 
 
-def test_why_a_commit_failed_comes_before_what_became_of_caches() -> None:
+def test_why_a_commit_failed_comes_before_what_became_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_EMPTYING_S", 0.5)
     with answering(b"HTTP/1.0 500 no\r\n\r\nnothing here") as engine, pytest.raises(RefitError, match="init_weight_"):
         engine.commit(1, reset_cache=True)
 
@@ -102,14 +105,18 @@ def test_why_a_commit_failed_comes_before_what_became_of_caches() -> None:
 class _Llm:
     """What a LocalEngine calls of vLLM's ``LLM``, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, cache_is_used: bool = False) -> None:
         self.calls: list[str] = []
+        self.cache_is_used = cache_is_used
 
     def init_weight_transfer_engine(self, request: dict[str, dict[str, object]]) -> None:
         self.calls.append(str(request["init_info"]["call"]))
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert reset_running_requests
+        assert reset_connector
         self.calls.append("empty")
+        return not self.cache_is_used
 
 
 @pytest.mark.parametrize(
@@ -124,3 +131,9 @@ def test_nothing_in_a_cache_of_this_process_outlives_its_weights(mode: PauseMode
     engine.commit(3, reset_cache=pauses.empties_caches)
     pauses.end(engine, reset_cache=False)
     assert llm.calls == expected
+
+
+def test_a_cache_of_this_process_that_could_not_be_emptied_is_an_error() -> None:
+    engine = LocalEngine(_Llm(cache_is_used=True))
+    with pytest.raises(RefitError, match="could not empty its prefix cache"):
+        engine.commit(3, reset_cache=True)

@@ -16,7 +16,7 @@ from threading import Thread
 
 import pytest
 
-from megatron_patches.refit import resumer
+from megatron_patches.refit import engines, resumer
 from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.errors import RefitError
 from tests.support.launch import RanksFailedError, run_distributed
@@ -25,11 +25,14 @@ RESUME, EMPTY = resumer.RESUME, resumer.EMPTY_CACHES
 
 
 class Server(ThreadingHTTPServer):
-    """Answers everything; ``refused`` routes with an error, ``deaf`` ones not, and the first time in ``odd`` words."""
+    """Answers everything; ``refused`` routes with an error, ``deaf`` ones not, and the first time in ``odd`` words.
 
-    def __init__(self, refused: str = "", deaf: str = "", odd: str = "") -> None:
+    A cache can be emptied once it was tried ``used`` times.
+    """
+
+    def __init__(self, refused: str = "", deaf: str = "", odd: str = "", used: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.refused, self.deaf, self.odd = refused, deaf, odd
+        self.refused, self.deaf, self.odd, self.used = refused, deaf, odd, used
         self.asked: list[str] = []
 
     @property
@@ -54,15 +57,19 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(500 if asked == self.server.refused else 200)
         self.end_headers()
-        self.wfile.write(b"{}")
+        if asked == EMPTY and self.server.used:
+            self.server.used -= 1
+            self.wfile.write(b'{"success": false}')
+        else:
+            self.wfile.write(b"{}")
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Nothing."""
 
 
 @contextmanager
-def serving(refused: str = "", deaf: str = "", odd: str = "") -> Iterator[Server]:
-    with Server(refused, deaf, odd) as server:
+def serving(refused: str = "", deaf: str = "", odd: str = "", used: int = 0) -> Iterator[Server]:
+    with Server(refused, deaf, odd, used) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server
@@ -144,6 +151,27 @@ def test_a_server_whose_weights_are_not_back_is_left_paused() -> None:
         with pytest.raises(RanksFailedError):
             run_distributed(commit_and_die, 1, None, args=(server.url, PauseMode.WAIT), fresh=True)
         assert settled(server, len(expected)) == expected
+
+
+def test_a_cache_that_is_still_used_is_emptied_before_anything_is_resumed() -> None:
+    expected = ["sleep?level=0&mode=wait", "commit", "abandon", EMPTY, EMPTY, EMPTY, RESUME]
+    with serving(used=2) as server:
+        with pytest.raises(RanksFailedError):
+            run_distributed(commit_and_die, 1, None, args=(server.url, PauseMode.WAIT), fresh=True)
+        assert settled(server, len(expected)) == expected
+
+
+def test_a_server_with_a_cache_of_older_weights_stays_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_EMPTYING_S", 0.5)
+    with serving(used=1000) as server:
+        engine = HttpEngine(server.url)
+        engine.pause(PauseMode.WAIT)
+        with pytest.raises(RefitError, match="could not empty its prefix cache"):
+            engine.resume(reset_cache=True)
+        assert RESUME not in server.asked
+        server.used = 0
+        engine.close()
+        assert settled(server, len(server.asked) + 3)[-3:] == ["abandon", EMPTY, RESUME]
 
 
 def test_after_a_pause_has_ended_nothing_is_asked_when_the_trainer_ends() -> None:

@@ -205,6 +205,21 @@ def test_who_referred_to_new_content_before_does_not_count() -> None:
     assert (len(kept), len(held)) == (3, 200)
 
 
+def test_who_has_let_go_of_new_content_hides_nobody() -> None:
+    """A transport holds what it received into while the weights are put together, and no more when it has ended."""
+    serving, staged, also = bits((8, 6), 0), bits((48,), 1), bits((48,), 2)
+    held = [staged.view(torch.uint8).numpy(), also.view(torch.uint8).numpy()]
+    users = Users([staged, also])
+    before = (bits((48,), 3), also.view(48))  # made while it was held
+    held.clear()
+    users.settle([before[1]])
+    pairs = [(serving, staged.as_strided((8, 6), (6, 1))), before]
+    assert Swap(pairs, users, room_bytes=ROOM).copied_bytes == 0
+    kept = staged[:3], also[:3]
+    assert Swap(pairs, users, room_bytes=ROOM).copied_bytes == 2 * 96
+    assert len(kept) == 2
+
+
 def test_what_something_else_refers_to_keeps_its_content() -> None:
     """Processing may have kept a new tensor, or a part of it, for its own use."""
     pairs = alike()
