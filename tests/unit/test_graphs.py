@@ -54,6 +54,17 @@ def train(model: nn.Module) -> torch.Tensor:
     return loss.detach()
 
 
+def evaluate(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = model(torch.ones(2, SIDE))
+    return output
+
+
+def pending(runtime: EtpRuntime) -> list[str]:
+    """What is being gathered: nobody joins it if a capture ends here."""
+    return [group.name for group in runtime.groups if group.pending]
+
+
 def addresses(cache: BufferCache) -> set[int]:
     return {buffer.data_ptr() for slot in cache.slots() if slot.allocated for buffer in slot.buffers}
 
@@ -100,6 +111,59 @@ def test_nothing_gathered_before_a_capture_counts_inside_and_the_other_way_round
     model, runtime = sharded(reuse_across_forwards=True)
     gathers(None)
     assert gathers(None, announce=False) < fresh, "weights that did not change are still there outside of captures"
+
+
+def test_a_captured_evaluation_leaves_no_gather_behind(capture: list[int]) -> None:
+    """Of a module in training mode too, whose passes without gradients may be those of reentrant checkpointing."""
+    model, runtime = sharded(reuse_across_forwards=True)
+    for _ in range(2):
+        train(model)
+        etp.wait_async_comms(model)
+        runtime.mark_weights_changed()
+    expected = [evaluate(model) for _ in range(3)]
+    with capturing(capture, 1):
+        for before in expected:
+            assert torch.equal(evaluate(model), before)
+            assert pending(runtime) == []
+
+
+def test_a_captured_evaluation_that_ends_early_leaves_no_gather_behind(capture: list[int]) -> None:
+    """The order that it follows is that of passes which went further."""
+
+    class Ends(nn.Sequential):
+        def forward(self, x: torch.Tensor, layers: int = 4) -> torch.Tensor:
+            for layer in self[:layers]:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Ends(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
+    runtime = etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig())
+    for _ in range(2):
+        train(model)
+    x = torch.ones(2, SIDE)
+    with torch.no_grad():
+        expected = [model(x, 2), model(x)]
+        with capturing(capture, 1):
+            assert torch.equal(model(x, 2), expected[0])
+            assert pending(runtime) == []
+            assert torch.equal(model(x), expected[1])
+
+
+def test_a_captured_step_gathers_ahead_within_its_passes(capture: list[int]) -> None:
+    model, runtime = sharded(reuse_across_forwards=True)
+    for _ in range(3):
+        train(model)
+        etp.wait_async_comms(model)
+        runtime.mark_weights_changed()
+    seen: list[list[str]] = []
+    layer: Any = model[1]
+    layer.register_forward_pre_hook(lambda *_: seen.append(pending(runtime)))
+    with capturing(capture, 1):
+        train(model)
+        etp.wait_async_comms(model)
+        assert pending(runtime) == []
+    assert seen == [["1.weight"]]
 
 
 def test_captured_slots_survive_whatever_frees_the_others(capture: list[int]) -> None:

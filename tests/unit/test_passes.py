@@ -43,14 +43,14 @@ FIRST, SECOND = range(2)
 class Model:
     """Two groups and their passes."""
 
-    def __init__(self, at_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, at_end: Callable[[], None] = lambda: None, *, reuse: bool = False) -> None:
         config = etp.EtpConfig()
         self.groups = cast("list[WeightGroup]", [Group(), Group()])
         graphs = GraphModes(lambda: BufferCache(1, 0))
         self.reductions = Discards(config, Routes(config), TrafficCounters(), graphs)
         replicated = ReplicatedGrads(config.grad_reduction, lambda: None, lambda: False)
-        weights = WeightVersions([], reuse_across_forwards=False)
-        self.passes = Passes(self.groups, self.reductions, replicated, weights, at_end=at_end)
+        self.weights = WeightVersions([], reuse_across_forwards=reuse)
+        self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
 
     def visit(self, *which: int) -> list[int]:
         """Visit these groups. Returns the number of the pass that each visit belonged to."""
@@ -122,6 +122,40 @@ def test_uses_count_where_a_backward_pass_may_follow(training: bool, with_grad: 
     with torch.set_grad_enabled(with_grad):
         model.visit(FIRST, SECOND, SECOND)
     assert [cast("Any", group).used_more_than_once for group in model.groups] == [False, counts]
+
+
+def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
+    model, root = Model(reuse=True), nn.Linear(1, 1)
+    model.passes.set_root(root)
+
+    def forward(*, evaluating: bool = False) -> list[int]:
+        """What is expected behind the pass, as seen from its first visit."""
+        root.train(not evaluating)
+        with torch.set_grad_enabled(not evaluating):
+            model.passes.begin_forward()
+            model.visit(FIRST, SECOND)
+        return [model.groups.index(group) for group in model.passes.expected()]
+
+    def backward() -> list[int]:
+        expected: list[list[int]] = []
+        model.backward(
+            SECOND, FIRST, then=lambda: expected.append([model.groups.index(g) for g in model.passes.expected()])
+        )
+        return expected[0]
+
+    def iteration() -> list[list[int]]:
+        model.weights.epoch += 1
+        return [forward(), backward(), forward(), backward()]
+
+    iteration()
+    expected = [[SECOND, FIRST], [FIRST, SECOND], [SECOND, FIRST], []]
+    assert iteration() == expected
+    for _ in range(2):
+        # Weights have changed before the first of them, and stay so for the iteration behind.
+        model.weights.epoch += 1
+        assert [forward(evaluating=True) for _ in range(3)] == [[], [], []]
+        assert iteration() == expected
+        assert iteration() == expected
 
 
 @pytest.mark.parametrize("begin_next", [Model.visit, Model.backward, lambda model, *_: model.passes.drop_abandoned()])

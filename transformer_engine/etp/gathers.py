@@ -163,8 +163,12 @@ class Gathers:
             spoken_for.add(slot)
 
     def _expected(self, timeline: Timeline[WeightGroup]) -> Iterator[WeightGroup]:
-        """What comes after the pass under way, whose end must be known."""
-        return self._passes.expected() if timeline.knows_pass and not self._graphs.is_part else iter(())
+        """What comes after the pass under way, whose end must be known.
+
+        In a capture only behind a backward pass, whose end joins it: nobody knows which forward pass is the graph's last.
+        """
+        may_be_last = self._graphs.capture is not None and not self._passes.in_backward
+        return iter(()) if may_be_last or not timeline.knows_pass or self._graphs.is_part else self._passes.expected()
 
     def _may_prefetch(self, group: WeightGroup, route: Route) -> bool:
         return self._graphs.is_part or self._weights.is_observed(group, route)
@@ -189,10 +193,14 @@ class Gathers:
             group.change_mode()
         self._in_use = None
 
-    def release(self, groups: Sequence[WeightGroup]) -> None:
-        """Finish what is under way and free the slots of the mode that the runtime is in."""
+    def finish(self, groups: Sequence[WeightGroup]) -> None:
+        """Finish what is under way: gathers ahead of visits that have not come. What they gathered stays."""
         for group in groups:
             group.abandon_gather()
+
+    def release(self, groups: Sequence[WeightGroup]) -> None:
+        """Finish what is under way and free the slots of the mode that the runtime is in."""
+        self.finish(groups)
         self._in_use = None
         self.cache.clear()
 

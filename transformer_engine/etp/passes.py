@@ -67,6 +67,7 @@ class Passes:
         self._weights = weights
         self._at_end = at_end
         self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
+        self._in_sequence = False
         self._epoch = weights.epoch
         self._token: weakref.ref[_BackwardToken] | None = None
         self._root: weakref.ref[nn.Module] | None = None
@@ -126,7 +127,10 @@ class Passes:
         if self._epoch != self._weights.epoch:
             self._epoch = self._weights.epoch
             self._sequence.begin_iteration()
-        self._sequence.begin(self.chain.forward)
+        # The next training iteration has no passes of an evaluation.
+        self._in_sequence = self._may_have_backward()
+        if self._in_sequence:
+            self._sequence.begin(self.chain.forward)
 
     def enter_backward(self) -> None:
         """Begin a backward pass, inside autograd's graph task, unless it is under way."""
@@ -140,14 +144,16 @@ class Passes:
         self.number += 1
         self._reductions.begin_pass()
         self.chain.begin_backward()
+        self._in_sequence = True
         self._sequence.begin(self.chain.backward)
 
     def expected(self) -> Iterator[WeightGroup]:
         """What the pass after the one under way should visit, where the iteration before tells; else nothing.
 
-        See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes.
+        See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes, and not
+        in an evaluation, which is no part of an iteration.
         """
-        following = self._sequence.next if self._weights.trusted else None
+        following = self._sequence.next if self._in_sequence and self._weights.trusted else None
         return iter(()) if following is None else following.beginning()
 
     @property
@@ -177,6 +183,7 @@ class Passes:
         self._token = None
         self.in_backward = False
         self.number += 1
+        self._in_sequence = False
         self.chain.begin_forward()
 
     def forget_orders(self) -> None:

@@ -111,6 +111,7 @@ class EtpRuntime:
         for group in groups.values():
             self.add(group)
         self._hooks.append(module.register_forward_pre_hook(self._on_root_forward))
+        self._hooks.append(module.register_forward_hook(self._after_root_forward))
         self._passes.set_root(module)
 
     def add(self, group: WeightGroup) -> None:
@@ -155,6 +156,12 @@ class EtpRuntime:
         self._passes.begin_forward()
         if self._graphs.has_parts and self._graphs.capture is None:
             self.publish_weights()
+
+    def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        # The graph may end here, an evaluation's does; a pass that took another way than the last may have left a gather.
+        if self._graphs.capture is not None and not inside_backward():
+            self._gathers.finish(self.groups)
 
     # CUDA graphs: see [Note: graphs] in etp/graphs.py -------------------------------------------------------
 
@@ -218,8 +225,7 @@ class EtpRuntime:
         """Finish all that was started, inside a capture or outside: a graph must not leave work behind."""
         self._sync_mode()
         self._reductions.finish()
-        for group in self.groups:
-            group.abandon_gather()
+        self._gathers.finish(self.groups)
 
     @property
     def drained_after_parts(self) -> bool:
