@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from etp.collectives.base import GradSink
 from etp.collectives.sums import accumulate_parts
-from etp.errors import EtpStateError
+from etp.errors import EtpCommunicationError, EtpStateError
 from etp.grads import PendingReduction, WgradPool, gradient_sink, padded_wgrad
 from etp.group import ReduceState, WeightGroup
 from etp.streams import Enqueued, Ready
@@ -172,15 +172,20 @@ def test_a_ranks_own_part_takes_its_place_in_the_order(rank: int) -> None:
 class Event(Enqueued):
     """A started reduction that notes when it is waited for."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], *, lost: bool = False) -> None:
         super().__init__()
         self._log = log
+        self._lost = lost
 
     def join(self) -> None:
         self._log.append("joined")
+        if self._lost:
+            raise EtpCommunicationError
 
 
-def pending(world: dist.ProcessGroup, pool: WgradPool, log: list[str], *, fails: bool = False) -> PendingReduction:
+def pending(
+    world: dist.ProcessGroup, pool: WgradPool, log: list[str], *, fails: bool = False, lost: bool = False
+) -> PendingReduction:
     group = WeightGroup([FakeShard("w")], world)
     group.set_reduce_state(ReduceState.ISSUED)
 
@@ -190,7 +195,7 @@ def pending(world: dist.ProcessGroup, pool: WgradPool, log: list[str], *, fails:
             raise KeyError("a hook")
 
     wgrads = [pool.lease((8, 3), F32, CPU), torch.randn(8, 3)]
-    return PendingReduction(group, Ready(Event(log), None, None), wgrads, pool, publish)
+    return PendingReduction(group, Ready(Event(log, lost=lost), (), None), wgrads, pool, publish)
 
 
 def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers(world: dist.ProcessGroup) -> None:
@@ -231,5 +236,17 @@ def test_a_publication_that_raises_leaves_the_group_usable(world: dist.ProcessGr
     reduction = pending(world, pool, log, fails=True)
     with pytest.raises(KeyError, match="a hook"):
         reduction.finish()
+    assert reduction.group.reduce_state is ReduceState.NONE
+    assert pool.has_free((8, 3), F32, CPU)
+
+
+@pytest.mark.parametrize("end", [PendingReduction.finish, PendingReduction.discard])
+def test_a_lost_peer_leaves_the_group_usable(world: dist.ProcessGroup, end: Callable[[PendingReduction], None]) -> None:
+    pool = WgradPool()
+    log: list[str] = []
+    reduction = pending(world, pool, log, lost=True)
+    with pytest.raises(EtpCommunicationError):
+        end(reduction)
+    assert log == ["joined"], "what did not arrive is not published"
     assert reduction.group.reduce_state is ReduceState.NONE
     assert pool.has_free((8, 3), F32, CPU)

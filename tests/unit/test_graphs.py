@@ -132,7 +132,7 @@ def test_a_captured_evaluation_that_ends_early_leaves_no_gather_behind(capture: 
 
     class Ends(nn.Sequential):
         def forward(self, x: torch.Tensor, layers: int = 4) -> torch.Tensor:
-            for layer in self[:layers]:
+            for layer in list(self)[:layers]:
                 x = layer(x)
             return x
 

@@ -82,6 +82,33 @@ class Copies:
         raise NotImplementedError
 
 
+class PlannedError(Exception):
+    """A peer that is lost, or memory that is not there."""
+
+
+class Fails(Copies):
+    """A transport whose next collective fails: when it is started, or when it is waited for."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+        where, self._where = self._where, ""
+        if where == "start":
+            raise PlannedError
+        if where == "wait":
+            return Lost()
+        return super().all_gather(outputs, shards, label)
+
+
+class Lost(Enqueued):
+    """A collective that will not be done."""
+
+    def join(self) -> None:
+        raise PlannedError
+
+
 @pytest.fixture
 def world() -> Iterator[dist.ProcessGroup]:
     with fake_group(rank=1, world_size=RANKS) as group:
@@ -212,6 +239,51 @@ def test_an_abandoned_gather_is_waited_for_and_frees_its_slot(world: dist.Proces
     assert not group.pending
     group.abandon_gather()
     assert transport.joined == ["all-gather of w"]
+
+
+@pytest.mark.parametrize(
+    ("where", "then"), [("start", WeightGroup.take), ("wait", WeightGroup.take), ("wait", WeightGroup.abandon_gather)]
+)
+def test_what_a_failed_gather_left_is_taken_for_no_weight(
+    world: dist.ProcessGroup, where: str, then: Callable[..., object]
+) -> None:
+    cache, transport = BufferCache(1, 0), Fails(where)
+    group, other = WeightGroup([FakeShard("w")], world), WeightGroup([FakeShard("v")], world)
+    for each in (other, group):
+        each.attach(cache)
+    gather(other, Copies())
+    other.take(LANE)
+    with pytest.raises(PlannedError):  # noqa: PT012  # which of the two raises is the parameter
+        gather(group, transport)
+        then(group, *[LANE] * (then is WeightGroup.take))
+    for each in (group, other):
+        assert not each.pending
+        assert not each.holds(0)
+    assert group.slot.tenant is None
+    with pytest.raises(StaleWeightError, match="w reads"):
+        group.take(LANE)
+    gather(group, transport)
+    assert torch.equal(group.take(LANE)[0], group.shards[0].local_shard().repeat(RANKS, 1)[:10])
+    assert group.holds(0)
+
+
+def test_a_slot_without_memory_leaves_its_group_as_it_was(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = WeightGroup([FakeShard("w")], world)
+    group.attach(BufferCache(1, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", _out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            gather(group, Copies())
+    assert not group.pending
+    assert not group.holds(0)
+    gather(group, Copies())
+    group.take(LANE)
+
+
+def _out_of_memory(*_: object, **__: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError
 
 
 def test_a_new_dtype_takes_a_new_ticket_and_returns_the_old_one(world: dist.ProcessGroup) -> None:

@@ -44,7 +44,8 @@ class Slot:
         self.reader_stream: Any = None
         """The stream of the last reader; a new gather must not overtake it."""
         self.last_read: Any = None
-        """An event after the last read, once the reader's work is known to be enqueued; see EtpRuntime."""
+        """An event after the last read, once the reader's work is known to be enqueued (see
+        :meth:`etp.group.WeightGroup.read_until_here`), or after a gather that nobody took."""
         self.tenant: Any = None
         """The group whose gather into this slot nobody has taken yet, or None."""
         self.sharers = 0

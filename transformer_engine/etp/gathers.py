@@ -165,7 +165,7 @@ class Gathers:
     def _expected(self, timeline: Timeline[WeightGroup]) -> Iterator[WeightGroup]:
         """What comes after the pass under way, whose end must be known.
 
-        In a capture only behind a backward pass, whose end joins it: nobody knows which forward pass is the graph's last.
+        In a capture only behind a backward pass, whose end joins it; any forward pass may be the last of the graph.
         """
         may_be_last = self._graphs.capture is not None and not self._passes.in_backward
         return iter(()) if may_be_last or not timeline.knows_pass or self._graphs.is_part else self._passes.expected()

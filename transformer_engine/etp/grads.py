@@ -106,19 +106,25 @@ class PendingReduction:
 
     def finish(self) -> None:
         """Wait, then publish the gradient on the shards."""
-        self._ready.wait()
-        self.group.set_reduce_state(ReduceState.READY)
         try:
+            self._wait()
             self._publish(not self.belated)
         finally:
-            # A hook may raise; its weight must be usable in the next step all the same.
+            # A peer may be late, a hook may raise; the weight must be usable in the next step all the same.
             self._release()
 
     def discard(self) -> None:
         """Wait, and drop the result: the backward pass that it belongs to was abandoned."""
-        self._ready.wait()
-        self.group.set_reduce_state(ReduceState.READY)
-        self._release()
+        try:
+            self._wait()
+        finally:
+            self._release()
+
+    def _wait(self) -> None:
+        try:
+            self._ready.wait()
+        finally:
+            self.group.set_reduce_state(ReduceState.READY)
 
     def _release(self) -> None:
         self.group.set_reduce_state(ReduceState.NONE)

@@ -6,7 +6,8 @@
     reduce: NONE -> ISSUED (collective started) -> READY (result ordered)        -> NONE (published, buffer free)
 
 A gathered weight stays in its slot after it was handed out, and may be handed out again without a gather as long
-as nobody else claimed the slot and the shard did not change: see :meth:`WeightGroup.holds`.
+as nobody else claimed the slot and the shard did not change: see :meth:`WeightGroup.holds`. A gather that fails to
+start, or to end, leads back to NONE, and its slot holds nothing.
 """
 
 from __future__ import annotations
@@ -128,11 +129,6 @@ class WeightGroup:
         return self._name
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether any of the weights is trained."""
-        return any(self.trained())
-
-    @property
     def slot(self) -> Slot:
         """Where this group's gathers land."""
         if self._slot is None:
@@ -215,12 +211,16 @@ class WeightGroup:
         self._set_gather_state(GatherState.ISSUED)
         slot = self.slot
         slot.tenant = self
-        self._generation = slot.claim(self.name)
-        shards = [shard.local_shard() for shard in self.shards]
-        self._gathered_version = (epoch, *self.weights_version())
-        self.issued_in_pass = pass_number
-        label = f"all-gather of {self.name}"
-        self._ready = lane.start(lambda: transport.all_gather(slot.buffers, shards, label), waits=waits)
+        try:
+            self._generation = slot.claim(self.name)
+            shards = [shard.local_shard() for shard in self.shards]
+            self._gathered_version = (epoch, *self.weights_version())
+            self.issued_in_pass = pass_number
+            label = f"all-gather of {self.name}"
+            self._ready = lane.start(lambda: transport.all_gather(slot.buffers, shards, label), waits=waits)
+        except BaseException:
+            self._gather_failed()
+            raise
 
     def weights_version(self) -> tuple[int, ...]:
         """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage."""
@@ -242,8 +242,7 @@ class WeightGroup:
         """
         reader = lane.current_stream()
         if self._ready is not None:
-            ready, self._ready = self._ready, None
-            ready.wait(reader)
+            self._join(self._ready, reader)
         if self.gather_state is GatherState.ISSUED:
             self._set_gather_state(GatherState.READY)
         slot = self.slot
@@ -267,12 +266,30 @@ class WeightGroup:
     def abandon_gather(self) -> None:
         """Drop a gather that nobody took, once it is done; its slot is free afterwards."""
         if self._ready is not None:
-            ready, self._ready = self._ready, None
-            ready.wait()
+            ready = self._ready
+            self._join(ready)
+            # The next gather into the slot may be on another lane, and waits for no event but this.
+            self.slot.last_read = ready.mark()
         if self.gather_state is GatherState.ISSUED:
             self._set_gather_state(GatherState.READY)
         if self.gather_state is GatherState.READY:
             self._set_gather_state(GatherState.NONE)
+        if self._slot is not None and self._slot.tenant is self:
+            self._slot.tenant = None
+
+    def _join(self, ready: Ready, stream: Any = None) -> None:
+        self._ready = None
+        try:
+            ready.wait(stream)
+        except BaseException:
+            self._gather_failed()
+            raise
+
+    def _gather_failed(self) -> None:
+        """Nobody may take what the slot has now; the next visit gathers anew."""
+        self._ready = None
+        self._generation, self._gathered_version = -1, ()
+        self.gather_state = GatherState.NONE
         if self._slot is not None and self._slot.tenant is self:
             self._slot.tenant = None
 

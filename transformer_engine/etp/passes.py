@@ -150,8 +150,8 @@ class Passes:
     def expected(self) -> Iterator[WeightGroup]:
         """What the pass after the one under way should visit, where the iteration before tells; else nothing.
 
-        See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes, and not
-        in an evaluation, which is no part of an iteration.
+        See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes, and
+        not in an evaluation, which is no part of an iteration.
         """
         following = self._sequence.next if self._in_sequence and self._weights.trusted else None
         return iter(()) if following is None else following.beginning()

@@ -195,9 +195,10 @@ class Reductions:
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
         route, label = self._routes.of(group), f"reduce-scatter of {group.name}'s gradient"
         transport = route.transport
+        ready = route.reduce.start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
+        # Not before: if it cannot be started, for want of memory maybe, the next step starts it anew.
         group.set_reduce_state(ReduceState.ISSUED)
         self._counters.reduced(group, wgrads)
-        ready = route.reduce.start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
         publish = partial(self._publish, trained, sinks) if returned is None else _nothing_to_publish
         self._pending.append(PendingReduction(group, ready, padded, self.pool, publish))
         # See [Note: deferred accumulation] in etp/grads.py.

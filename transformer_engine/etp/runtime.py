@@ -159,7 +159,7 @@ class EtpRuntime:
 
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        # The graph may end here, an evaluation's does; a pass that took another way than the last may have left a gather.
+        # The graph may end here, and a pass that took another way than the last one may have left a gather.
         if self._graphs.capture is not None and not inside_backward():
             self._gathers.finish(self.groups)
 

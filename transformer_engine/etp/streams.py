@@ -82,6 +82,14 @@ class Ready:
         if in_flight is not None:
             in_flight.join()
 
+    def mark(self) -> Any:
+        """An event after all that the current stream was given so far; None without streams."""
+        if not self._events:
+            return None
+        event = self._device_module.Event()
+        event.record(self._device_module.current_stream())
+        return event
+
 
 class Lane:
     """One direction of traffic (gathers, or reductions) of one runtime on one device."""

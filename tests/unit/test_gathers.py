@@ -1,0 +1,227 @@
+"""What each gather comes after: whatever wrote or read its slot before. Streams only note what they are ordered after.
+
+One process, with transports that copy at once, so that numbers are right whatever the order: what is compared is the
+order that streams and events give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from etp.collectives.base import GradSink
+from etp.group import WeightGroup
+from etp.runtime import EtpRuntime
+from etp.streams import Enqueued, Lane
+
+SIDE = 16
+
+
+class Stream:
+    """A stream that knows by number which work it is ordered after."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.seen |= other.seen
+
+    def wait_event(self, event: Event) -> None:
+        self.seen |= event.seen
+
+
+class Event:
+    """What a stream had been given when it was recorded."""
+
+    def __init__(self) -> None:
+        self.seen: frozenset[int] = frozenset()
+
+    def record(self, stream: Stream) -> None:
+        self.seen = frozenset(stream.seen)
+
+
+class Device:
+    """In the place of ``torch.cuda``; checks every access to gathered weights."""
+
+    def __init__(self) -> None:
+        self.Event = Event
+        self._current = Stream()
+        self._works = 0
+        self._written: defaultdict[int, set[int]] = defaultdict(set)
+        self._read: defaultdict[int, set[int]] = defaultdict(set)
+        self.overtaken: list[str] = []
+        self.gathers = 0
+
+    def current_stream(self, device: object = None) -> Stream:
+        del device
+        return self._current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        former, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = former
+
+    def work(self, stream: Stream) -> int:
+        self._works += 1
+        stream.seen.add(self._works)
+        return self._works
+
+    def writes(self, buffer: torch.Tensor, streams: Sequence[Stream], label: str) -> None:
+        """All of these streams write parts of ``buffer``."""
+        address = buffer.data_ptr()
+        for stream in streams:
+            if not self._written[address] <= stream.seen:
+                self.overtaken.append(f"{label} overtakes another gather")
+            if not self._read[address] <= stream.seen:
+                self.overtaken.append(f"{label} overtakes a reader")
+        self._written[address] = {self.work(stream) for stream in streams}
+        self._read[address] = set()
+        self.gathers += 1
+
+    def reads(self, buffer: torch.Tensor, label: str) -> None:
+        if not self._written[buffer.data_ptr()] <= self._current.seen:
+            self.overtaken.append(f"a reader of {label} overtakes its gather")
+        self._read[buffer.data_ptr()].add(self.work(self._current))
+
+
+class Copies:
+    """A transport for one process that writes half of a weight beside the calling stream, as ``copy_engine`` does."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._beside = Stream()
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> Enqueued:
+        calling, end = self._device.current_stream(), Event()
+        self._beside.wait_stream(calling)
+        for output, shard in zip(outputs, shards, strict=True):
+            output.copy_(shard)
+            self._device.writes(output, [calling, self._beside], label)
+        end.record(self._beside)
+        return Enqueued(end)
+
+    def reduce_scatter(
+        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
+    ) -> Enqueued:
+        del divisor, label
+        for wgrad, sink in zip(wgrads, sinks, strict=True):
+            (sink.tensor.add_ if sink.accumulate else sink.tensor.copy_)(wgrad)
+        return Enqueued()
+
+
+class Publishes(Copies):
+    """One to which weights are published."""
+
+    def publish(self, shards: Sequence[torch.Tensor]) -> None:
+        """Nothing to copy."""
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Every lane of the test has a stream of this device."""
+    machine = Device()
+    made, take = Lane.__init__, WeightGroup.take
+
+    def with_stream(self: Lane, device: torch.device) -> None:
+        made(self, device)
+        self._device_module, self._stream = machine, Stream()
+
+    def read(self: WeightGroup, lane: Lane) -> list[torch.Tensor]:
+        weights = take(self, lane)
+        for weight in weights:
+            machine.reads(weight, self.name)
+        return weights
+
+    monkeypatch.setattr(Lane, "__init__", with_stream)
+    monkeypatch.setattr(WeightGroup, "take", read)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield machine
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Weights of one shape, of which one is an expert's, sharded over another process group and gathered elsewhere."""
+
+    def __init__(self, experts: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.dense = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(3))
+        self.expert = etp.GroupedLinear(1, SIDE, SIDE, bias=False, etp_group=experts)
+
+    def forward(self, x: torch.Tensor, *, last: bool = True) -> torch.Tensor:
+        x = self.dense[1](self.dense[0](x))
+        x = self.expert(x, [x.shape[0]])
+        return cast("torch.Tensor", self.dense[2](x)) if last else x
+
+
+def sharded(device: Device, transport: type[Copies], **options: Any) -> tuple[Net, EtpRuntime]:
+    torch.manual_seed(0)
+    groups = [dist.group.WORLD, dist.new_group([0])]
+    model = Net(groups[1])
+    config = etp.EtpConfig(pad_for_alignment=1, **options)
+    runtime = etp.shard_module(model, groups[0], expert_group=groups[1], config=config)
+    for group in groups:
+        cast("dict[Any, Any]", runtime.transports)[group] = transport(device)
+    return model, runtime
+
+
+@pytest.mark.parametrize("transport", [Copies, Publishes])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_no_gather_overtakes_who_used_its_slot_before(
+    device: Device, transport: type[Copies], depth: int, reuse: bool
+) -> None:
+    """Also not one that nobody took, as where an iteration was predicted to go on like the one before."""
+    model, runtime = sharded(device, transport, prefetch_depth=depth, reuse_across_forwards=reuse)
+    assert len({len({g.specs for g in runtime.groups})}) == 1, "slots are shared across process groups"
+    x = torch.randn(2, SIDE, requires_grad=True)
+
+    def train(microbatches: int, *, last: bool = True) -> None:
+        for _ in range(microbatches):
+            model(x, last=last).sum().backward()
+        etp.wait_async_comms(model)
+        runtime.mark_weights_changed()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(x)
+
+    for _ in range(2):
+        for microbatches in (2, 2, 1, 3):
+            train(microbatches)
+            evaluate()
+            evaluate()
+        train(2, last=False)
+        train(2)
+        runtime.drain()
+    assert device.gathers > 40
+    assert device.overtaken == []
+
+
+@pytest.mark.parametrize("transport", [Copies, Publishes])
+def test_a_gather_comes_after_one_on_another_lane_that_was_abandoned(device: Device, transport: type[Copies]) -> None:
+    model, runtime = sharded(device, transport, prefetch_depth=1)
+    model(torch.randn(2, SIDE)).sum().backward()
+    by_name = {group.name: group for group in runtime.groups}
+    # The wanted ones share the first slot: the expert's weight is the third that was visited.
+    dense, expert = by_name["dense.0.weight"], by_name["expert.weight0"]
+    assert dense.slot is expert.slot
+    gathers = runtime._gathers
+    for first, second in ((dense, expert), (expert, dense)):
+        gathers._make_room(first)
+        gathers._issue(first, runtime._routes.of(first))
+        assert first.pending
+        gathers._make_room(second)
+        assert not first.pending
+        gathers._issue(second, runtime._routes.of(second))
+    assert device.overtaken == []

@@ -1,0 +1,100 @@
+"""What is left of a step that ran out of memory, in one process: the next step computes what it would have computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from etp.collectives.base import GradSink
+from etp.streams import Enqueued
+
+SIDE, LAYERS = 16, 5
+
+
+class RunsOut:
+    """A transport for one process. Memory lacks once for a collective of the kind that ``lacking`` names."""
+
+    def __init__(self) -> None:
+        self.lacking = ""
+
+    def _needs_memory(self, kind: str) -> None:
+        if self.lacking == kind:
+            self.lacking = ""
+            raise torch.OutOfMemoryError
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> Enqueued:
+        del label
+        self._needs_memory("gather")
+        for output, shard in zip(outputs, shards, strict=True):
+            output.copy_(shard)
+        return Enqueued()
+
+    def reduce_scatter(
+        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
+    ) -> Enqueued:
+        del divisor, label
+        self._needs_memory("reduction")
+        for wgrad, sink in zip(wgrads, sinks, strict=True):
+            (sink.tensor.add_ if sink.accumulate else sink.tensor.copy_)(wgrad)
+        return Enqueued()
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def differentiate(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The loss and every gradient."""
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward()
+    etp.wait_async_comms(model)
+    return [loss.detach(), *(p.grad.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse_across_forwards": True}, {"reduce_once_per_iteration": True}], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lacking", ["gather in forward", "gather in backward", "reduction in backward"])
+def test_a_step_after_one_that_ran_out_of_memory_is_right(
+    world: dist.ProcessGroup, lacking: str, tied: bool, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
+    if tied:
+        cast("nn.Linear", whole[-1]).weight = cast("nn.Linear", whole[0]).weight
+    model = copy.deepcopy(whole)
+    runtime = etp.shard_module(model, world, config=etp.EtpConfig(pad_for_alignment=1, **options))
+    transport = RunsOut()
+    cast("dict[Any, Any]", runtime.transports)[world] = transport
+    x = torch.randn(3, SIDE)
+    wanted = [loss_or_grad.detach() for loss_or_grad in _of_the_whole(whole, x)]
+    for _ in range(3):
+        for _ in range(2):
+            for mine, other in zip(differentiate(model, x), wanted, strict=True):
+                torch.testing.assert_close(mine, other)
+        kind, _, where = lacking.split()
+        model.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError):  # noqa: PT012  # the whole step is given up
+            if where == "forward":
+                transport.lacking = kind
+            loss = model(x).square().sum()
+            transport.lacking = kind
+            loss.backward()
+            etp.wait_async_comms(model)
+        assert not transport.lacking
+
+
+def _of_the_whole(whole: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    loss = whole(x).square().sum()
+    return [loss, *torch.autograd.grad(loss, list(whole.parameters()))]
