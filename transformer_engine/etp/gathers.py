@@ -181,10 +181,10 @@ class Gathers:
         layout = shard.layout
         local = shard.local_shard()
         full = local.new_empty(layout.padded_shape)
-        # Not by the group's own transport: that may move shards as they were when they were last published.
+        # Not by the group's own transport: that may move shards as they were when they were last published, and weights
+        # may be asked for before they are on the device that they are trained on.
         transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self._config.timeout_s)
-        label = f"all-gather of {shard.fqn} (full tensor)"
-        self._routes.of(group).gather.start(lambda: transport.all_gather([full], [local], label)).wait()
+        transport.all_gather([full], [local], f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
     def change_mode(self, groups: Sequence[WeightGroup]) -> None:

@@ -50,7 +50,8 @@ class Routes:
     def __init__(self, config: EtpConfig) -> None:
         self._config = config
         self.transports: dict[dist.ProcessGroup, Transport] = {}
-        """What moves shards, by process group."""
+        """What moves shards, by process group; made for the kind of device that its weights were on at the time."""
+        self._kinds: dict[dist.ProcessGroup, str] = {}
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
         # What the hot path looks up: the keys above take long to hash.
         self._of_group: dict[WeightGroup, Route] = {}
@@ -72,12 +73,18 @@ class Routes:
         return self._routes[key]
 
     def _transport(self, group: WeightGroup, device: torch.device) -> Transport:
-        transport = self.transports.get(group.process_group)
-        if transport is None:
-            transport = select_transport(self._config, group.process_group, device)
+        process_group = group.process_group
+        transport = self.transports.get(process_group)
+        # What was made for weights on a CPU does not serve them once they are on a GPU.
+        if transport is None or self._kinds.setdefault(process_group, device.type) != device.type:
+            transport = select_transport(self._config, process_group, device)
             logger.info("%s moves the shards of %s and the like", type(transport).__name__, group.name)
-            self.transports[group.process_group] = transport
+            self.transports[process_group], self._kinds[process_group] = transport, device.type
         return transport
+
+    def _graphable(self) -> list[GraphableTransport]:
+        distinct = {id(route.transport): route.transport for route in self._routes.values()}
+        return [transport for transport in distinct.values() if isinstance(transport, GraphableTransport)]
 
     def forget(self, group: WeightGroup) -> None:
         """Another runtime drives ``group`` from now on."""
@@ -97,15 +104,13 @@ class Routes:
         for route in self._routes.values():
             route.gather.change_mode()
             route.reduce.change_mode()
-        for transport in self.transports.values():
-            if isinstance(transport, GraphableTransport):
-                transport.change_mode(capturing=capturing)
+        for transport in self._graphable():
+            transport.change_mode(capturing=capturing)
 
     def watch_replays(self) -> None:
         """Expect the replays so far of graphs in which ranks wait for each other to end in time."""
-        for transport in self.transports.values():
-            if isinstance(transport, GraphableTransport):
-                transport.watch_replays()
+        for transport in self._graphable():
+            transport.watch_replays()
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""

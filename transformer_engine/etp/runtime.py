@@ -90,7 +90,7 @@ class EtpRuntime:
 
     @property
     def transports(self) -> Mapping[dist.ProcessGroup, Transport]:
-        """What moves shards, for each process group that was used so far."""
+        """What moves shards, for each process group that was used so far, on the device that its weights were on."""
         return self._routes.transports
 
     # Adoption ------------------------------------------------------------------------------------------------
@@ -136,6 +136,8 @@ class EtpRuntime:
             if id(group) in leaving:
                 group.detach()
                 self._routes.forget(group)
+                self._weights.forget(group)
+                self.counters.forget(group)
         self.groups[:] = kept
         self._passes.forget_orders()
         self._reductions.release(groups)

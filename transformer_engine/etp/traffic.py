@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -29,30 +29,45 @@ class TrafficCounters:
         self._reductions[group] += 1
         self._reduced[group] += sum(wgrad.nbytes for wgrad in wgrads)
 
+    def forget(self, group: WeightGroup) -> None:
+        """Another runtime drives ``group`` from now on, and counts what it moves."""
+        for counts in self._all():
+            counts.pop(group, None)
+
     @property
     def gathers(self) -> dict[str, int]:
-        """Gathers by the group's name."""
-        return {group.name: count for group, count in self._gathers.items()}
+        """Gathers by the group's name; groups of one name are added up."""
+        return _by_name((group, count) for group, count in self._gathers.items())
 
     @property
     def gather_bytes(self) -> dict[str, int]:
         """Bytes received, by the group's name: (N - 1) / N of what was gathered comes from peers."""
-        return {group.name: _from_peers(group, nbytes) for group, nbytes in self._gathered.items()}
+        return _by_name((group, _from_peers(group, nbytes)) for group, nbytes in self._gathered.items())
 
     @property
     def reductions(self) -> dict[str, int]:
         """Reductions by the group's name."""
-        return {group.name: count for group, count in self._reductions.items()}
+        return _by_name((group, count) for group, count in self._reductions.items())
 
     @property
     def reduce_bytes(self) -> dict[str, int]:
         """Bytes sent, by the group's name: (N - 1) / N of each gradient goes to peers."""
-        return {group.name: _from_peers(group, nbytes) for group, nbytes in self._reduced.items()}
+        return _by_name((group, _from_peers(group, nbytes)) for group, nbytes in self._reduced.items())
 
     def reset(self) -> None:
         """Start from zero."""
-        for counts in (self._gathers, self._gathered, self._reductions, self._reduced):
+        for counts in self._all():
             counts.clear()
+
+    def _all(self) -> tuple[Counter[WeightGroup], ...]:
+        return self._gathers, self._gathered, self._reductions, self._reduced
+
+
+def _by_name(counts: Iterable[tuple[WeightGroup, int]]) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for group, count in counts:
+        totals[group.name] += count
+    return dict(totals)
 
 
 def _from_peers(group: WeightGroup, nbytes: int) -> int:

@@ -70,6 +70,10 @@ class WeightVersions:
         """Whether ``group`` may be gathered ahead of its visit."""
         return route.publisher is None or self._observed.get(group) == self._version(group)
 
+    def forget(self, group: WeightGroup) -> None:
+        """Another runtime drives ``group`` from now on."""
+        self._observed.pop(group, None)
+
     def observe(self, group: WeightGroup, route: Route, *, in_backward: bool) -> None:
         """Bring the record up to date, at a visit of ``group``. Collective with a publishing transport.
 
