@@ -25,3 +25,20 @@ def test_ranks_with_other_numbers_of_groups_share_the_old_one_and_say_why() -> N
         assert "ranks [0, 1]" in text
         assert "new_group alike" in text
         assert total == 3.0
+
+
+def test_ranks_that_would_have_to_split_the_worlds_communicator_share_the_old_one_and_say_why() -> None:
+    """NCCL splits a communicator only if all of its ranks take part, who would wait for those that are not asked."""
+    first, *others = run_distributed(bodies.split_from_the_world, 3)
+    assert first is None
+    assert len(others) == 2
+    for another, said, total in others:
+        assert not another
+        (text,) = said
+        assert "ranks [1, 2]" in text
+        assert "device_id" in text
+        assert total == 2 + 3
+
+
+def test_a_sibling_waits_as_long_as_the_group_unless_told_otherwise() -> None:
+    assert run_distributed(bodies.time_outs, 2) == [[20.0, 77.0]] * 2

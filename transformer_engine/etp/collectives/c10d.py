@@ -52,7 +52,7 @@ class C10dTransport:
         ranks = dist.get_process_group_ranks(group)
         self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
         if device is not None and device.type == "cuda":
-            self._reduce_group = sibling_group(group, timeout_s)
+            self._reduce_group = sibling_group(group, timeout_s, device)
         self._watchdog: Watchdog | None = None
         self._captured = False
         if device is not None and device.type == "cuda" and timeout_s is not None:
