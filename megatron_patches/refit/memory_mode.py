@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from megatron_patches.refit.loads import DEFAULT_TERMS
 from megatron_patches.refit.transports.base import TransportName
 
 
@@ -17,11 +16,16 @@ class MemoryMode(StrEnum):
     """Next to nothing more; the engine is paused from before the first byte, and the host keeps the old weights."""
 
 
-def direct_bytes(mode: MemoryMode, transport: TransportName, device: str) -> int:
-    """The least that travels without being packed; both sides of a link come to the same.
+def may_go_directly(mode: MemoryMode, transport: TransportName, memory: str) -> bool:
+    """Whether boxes may travel without being packed; both sides of a link come to the same.
 
     Bytes that a peer or a thread writes could still arrive after a push was given up. Into memory that serves only
     that may write whose end the worker can await: copies on its own GPU.
+
+    Args:
+        mode: of the workers.
+        transport: that is taken.
+        memory: kind of memory that all storages are in: ``cpu`` or ``cuda``.
     """
-    awaited = transport is TransportName.CUDA_IPC or (transport is TransportName.C10D and device != "cpu")
-    return DEFAULT_TERMS.direct_bytes if mode is MemoryMode.BESIDE or awaited else 1 << 62
+    awaited = transport is TransportName.CUDA_IPC or (transport is TransportName.C10D and memory != "cpu")
+    return mode is MemoryMode.BESIDE or awaited

@@ -7,7 +7,7 @@ import argparse
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions
-from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.base import AUTO, TransportName, named_transport
 
 
 def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
@@ -20,9 +20,10 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
     defaults = RefitOptions()
     parser.add_argument(
         f"--{prefix}transport",
-        choices=[name.value for name in TransportName],
-        default=defaults.transport.value,
-        help="how weights travel: shm and cuda_ipc within one host, the others everywhere; %(default)s by default",
+        choices=[AUTO, *(name.value for name in TransportName)],
+        default=AUTO,
+        help="how weights travel: shm and cuda_ipc within one host, the others everywhere; by default the fastest that "
+        "reaches all engines",
     )
     parser.add_argument(
         f"--{prefix}staging-bytes",
@@ -72,7 +73,7 @@ def options_from(args: argparse.Namespace, timeout_s: float, prefix: str = "") -
     start = prefix.replace("-", "_")
     given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
     return RefitOptions(
-        transport=TransportName(given["transport"]),
+        transport=named_transport(given["transport"]),
         staging_bytes=given["staging_bytes"],
         timeout_s=timeout_s,
         pause=PauseMode(given["pause"]),

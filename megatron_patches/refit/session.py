@@ -17,7 +17,7 @@ from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -25,7 +25,7 @@ from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
-from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.base import AUTO, TransportName
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,8 @@ class RefitOptions:
     """How to push.
 
     Attributes:
-        transport: how bytes travel; ``shm`` and ``cuda_ipc`` need trainer and engines on one host.
+        transport: how bytes travel; ``shm`` and ``cuda_ipc`` need trainer and engines on one host. None for the
+            fastest that reaches all; see :func:`megatron_patches.refit.parties.choosing.choose`.
         staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
         timeout_s: seconds that a step may take after its first party has finished.
         pause: what becomes of requests under way when the engines pause: for the commit alone, or in place for all.
@@ -47,7 +48,7 @@ class RefitOptions:
             where its own loader would round a checkpoint alike; otherwise :meth:`RefitSession.prepare` refuses.
     """
 
-    transport: TransportName = TransportName.SHM
+    transport: TransportName | None = None
     staging_bytes: int = 256 << 20
     timeout_s: float = 300.0
     pause: PauseMode = PauseMode.WAIT
@@ -148,7 +149,7 @@ class RefitSession:
         rank = self._exchange.rank
         self._assembly = Assembly(invitation, rank, f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}")
         device = str(next(self._chunks[0].parameters()).device)
-        self._party = SourceParty(self._assembly, self._link_options(device), device)
+        self._party = SourceParty(self._assembly, self._link_options(), device)
         calls = EngineCalls(self._assembly, "describing the trainer's weights")
         first = self._exchange.size
         for engine, size in zip(self._engines, sizes, strict=False):
@@ -252,19 +253,19 @@ class RefitSession:
         if found is not None:
             raise RefitError(found)
 
-    def _link_options(self, device: str) -> LinkOptions:
+    def _link_options(self) -> LinkOptions:
         return LinkOptions(
             transport=self._options.transport,
             staging_bytes=self._options.staging_bytes,
             sources=self._exchange.size,
-            direct_bytes=direct_bytes(self._options.memory, self._options.transport, device),
+            memory=self._options.memory,
         )
 
     def _joining(self) -> dict[str, int | str]:
         """What workers must know of the options, to come to the same as :meth:`_link_options`."""
         return {
             "sources": self._exchange.size,
-            "transport": self._options.transport.value,
+            "transport": AUTO if self._options.transport is None else self._options.transport.value,
             "staging_bytes": self._options.staging_bytes,
             "memory": self._options.memory.value,
         }

@@ -1,4 +1,4 @@
-"""Transformer Engine's files, and a shim that gives it CPU kernels: in the folder ``shared/gpu`` beside the checkout.
+"""Transformer Engine's files, and a shim that gives it CPU kernels, as archives beside the checkout.
 
 No CPU installation of this package has Transformer Engine.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +12,17 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Link, Terms
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.agreement import agree_on_plan
+from megatron_patches.refit.parties.choosing import agree_on_transport
 from megatron_patches.refit.parties.messages import Held, Model
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
 from megatron_patches.refit.plan import Plan
 from megatron_patches.refit.staging import StagingPool, slot_bytes
-from megatron_patches.refit.transports.base import Offer, Place, Transport
+from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
+
+logger = logging.getLogger(__name__)
 
 
 class Party[End: (SendingEnd, ReceivingEnd)]:
@@ -37,6 +41,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
         self._assembly, self._options, self._device = assembly, options, device
         self._plan: Plan | None = None
+        self._transport = options.transport
         self._terms: dict[Link, Terms] = {}
         self._end: End | None = None
         self.staging = StagingPool(options.staging_bytes)
@@ -54,6 +59,17 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         return self._plan
 
     @property
+    def transport(self) -> TransportName:
+        """How packets travel.
+
+        Raises:
+            PartyFailedError: before :meth:`prepare` has succeeded, if the parties choose.
+        """
+        if self._transport is None:
+            raise PartyFailedError(f"{self._assembly.name} has chosen no transport; prepare() has not succeeded")
+        return self._transport
+
+    @property
     def linked(self) -> bool:
         """Whether links are up; if not, the next version makes them."""
         return self._end is not None
@@ -69,6 +85,9 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     def _agree(self, held: Callable[[], Held | None], wanted: Callable[[Model], Manifest | None]) -> None:
         self._plan = agree_on_plan(self._assembly, self._options.staging_bytes, held, wanted)
+        if self._transport is None:
+            self._transport = agree_on_transport(self._assembly, self._device)
+            logger.info("refit: %s takes the transport %s", self._assembly.name, self._transport.value)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -96,12 +115,12 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
         def listen() -> Offer:
             place = self._place()
-            made.append(make(place, open_transport(self._options.transport, place)))
+            made.append(make(place, open_transport(self.transport, place)))
             return offer_of(made[0])
 
         try:
             offers = self._assembly.gather("listening", Offer, listen)
-            self._terms = terms_of(self.plan, self._links(), offers, self._options)
+            self._terms = terms_of(self.plan, self._links(), offers, self._options, self.transport)
             # A link names its source and its destination; its peer here is the other one.
             peer = 1 if self._assembly.party < self._options.sources else 0
             slots = {link[peer]: terms.packet_bytes or 0 for link, terms in self._terms.items()}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.loads import DEFAULT_TERMS, Link, Reach, Terms, links_of
+from megatron_patches.refit.memory_mode import MemoryMode, may_go_directly
 from megatron_patches.refit.plan import Plan
 from megatron_patches.refit.staging import useful_bytes
 from megatron_patches.refit.transports.base import Offer, TransportName
@@ -17,15 +18,17 @@ class LinkOptions:
     """How the parties move bytes; the same for all.
 
     Attributes:
-        transport: how packets travel.
+        transport: how packets travel; None for the fastest that reaches all parties.
         staging_bytes: the most that all packets of one party take.
         sources: number of source parties.
-        direct_bytes: the least that travels unpacked, where a transport can.
+        memory: where destinations receive.
+        direct_bytes: the least that travels unpacked, where the transport can and the memory allows it.
     """
 
-    transport: TransportName
+    transport: TransportName | None
     staging_bytes: int
     sources: int
+    memory: MemoryMode = MemoryMode.BESIDE
     direct_bytes: int = DEFAULT_TERMS.direct_bytes
 
 
@@ -36,7 +39,9 @@ def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:
     return [link for link in links_of(plan) if link[1] == party - sources]
 
 
-def terms_of(plan: Plan, links: Sequence[Link], offers: Sequence[Offer], options: LinkOptions) -> dict[Link, Terms]:
+def terms_of(
+    plan: Plan, links: Sequence[Link], offers: Sequence[Offer], options: LinkOptions, transport: TransportName
+) -> dict[Link, Terms]:
     """What follows for some links from what both of their ends offer; both come to the same.
 
     Args:
@@ -44,18 +49,20 @@ def terms_of(plan: Plan, links: Sequence[Link], offers: Sequence[Offer], options
         links: which.
         offers: of all parties, sources first.
         options: of all.
+        transport: that they have agreed on.
     """
     total: dict[Link, int] = defaultdict(int)
     for item in plan.transfers:
         total[item.source, item.destination] += item.nbytes
     # Where some storages are on the host and others on GPUs, no transport moves all of them as they lie.
     alike = len({offer.memory for offer in offers}) == 1
+    directly = alike and may_go_directly(options.memory, transport, offers[0].memory)
     terms = {}
     for link in links:
         source, destination = offers[link[0]], offers[options.sources + link[1]]
         terms[link] = Terms(
             packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(total[link])),
-            reach=Reach(min(source.reach, destination.reach)) if alike else Reach.NONE,
+            reach=Reach(min(source.reach, destination.reach)) if directly else Reach.NONE,
             hidden=frozenset(source.hidden),
             direct_bytes=options.direct_bytes,
         )

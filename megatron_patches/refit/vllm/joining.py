@@ -7,13 +7,13 @@ import socket
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.memory_mode import MemoryMode, direct_bytes
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
-from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.base import TransportName, named_transport
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.recording import record_loading
@@ -40,12 +40,12 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
     name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
     invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
     assembly = Assembly(invitation, call.first_party + worker, name)
-    transport, memory = TransportName(call.transport), MemoryMode(call.memory)
+    memory = MemoryMode(call.memory)
     options = LinkOptions(
-        transport=transport,
+        transport=named_transport(call.transport),
         staging_bytes=call.staging_bytes,
         sources=call.sources,
-        direct_bytes=direct_bytes(memory, transport, serving.device.type),
+        memory=memory,
     )
     party = DestinationParty(assembly, options, str(serving.device))
     found: list[Layout] = []
@@ -67,7 +67,7 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
     except BaseException:
         party.close()
         raise
-    nccl = transport is TransportName.C10D and serving.device.type != "cpu"
+    nccl = party.transport is TransportName.C10D and serving.device.type != "cpu"
     may_go_on = memory is MemoryMode.BESIDE and not nccl
     return WorkerSession(party, serving, layout, version=version, may_go_on=may_go_on, timeout_s=call.timeout_s)
 

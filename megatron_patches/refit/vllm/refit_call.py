@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.transports.base import AUTO
 
 
 @dataclass(kw_only=True)
@@ -22,7 +23,7 @@ class RefitCall(WeightTransferInitInfo):
         timeout_s: to join: seconds that one step may take after its first party has finished.
         first_party: to join: number of this engine's worker 0 among all parties.
         sources: to join: number of trainer ranks.
-        transport: to join: how packets travel.
+        transport: to join: how packets travel, or ``auto``.
         staging_bytes: to join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         memory: to join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
         version: to receive and commit: number of the weights.
@@ -38,7 +39,7 @@ class RefitCall(WeightTransferInitInfo):
     timeout_s: float = 0.0
     first_party: int = 0
     sources: int = 0
-    transport: str = "shm"
+    transport: str = AUTO
     staging_bytes: int = 0
     memory: str = MemoryMode.BESIDE.value
     version: int = 0

@@ -145,7 +145,7 @@ def least_staging(case: Case) -> int:
 
 
 @contextmanager
-def scene(case: Case, transport: TransportName, staging: int = 512, timeout_s: float = 20.0) -> Iterator[Scene]:
+def scene(case: Case, transport: TransportName | None, staging: int = 512, timeout_s: float = 20.0) -> Iterator[Scene]:
     count = len(case.sources)
     server = Rendezvous(count + len(case.destinations), timeout_s)
     options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8)

@@ -49,6 +49,14 @@ def test_flags_are_the_options(prefix: str) -> None:
     assert options_from(parser.parse_args(flags(prefix)), 7.0, prefix) == MEANT
 
 
+def test_the_transport_that_is_named_or_none() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert options_from(parser.parse_args(["--transport", "auto"]), 7.0).transport is None
+    for name in TransportName:
+        assert options_from(parser.parse_args(["--transport", name.value]), 7.0).transport is name
+
+
 def test_a_training_script_takes_them_with_their_prefix() -> None:
     parser = refit_training.add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([*flags("refit-"), "--refit-timeout", "7"])

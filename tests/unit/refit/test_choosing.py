@@ -1,0 +1,75 @@
+"""The transport that parties take where nobody names one: the fastest that reaches all, and the same for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_patches.refit.loads import Reach, links_of
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.choosing import Site, choose, site_of
+from megatron_patches.refit.parties.terms import LinkOptions, terms_of
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.session import RefitOptions
+from megatron_patches.refit.transports.base import Offer, TransportName
+from tests.unit.refit.test_parties import coverable, scene
+
+HERE_GPU, HERE = Site("a", "13", nixl=False), Site("a", "", nixl=True)
+
+
+@pytest.mark.parametrize(
+    ("sites", "chosen"),
+    [
+        ([HERE, HERE], TransportName.SHM),
+        ([HERE_GPU] * 3, TransportName.CUDA_IPC),
+        ([HERE_GPU, HERE], TransportName.SHM),
+        ([HERE_GPU, Site("a", "12", nixl=False)], TransportName.SHM),
+        ([HERE, Site("b", "", nixl=True)], TransportName.NIXL),
+        ([Site("a", "13", nixl=True), Site("b", "13", nixl=True)], TransportName.NIXL),
+        ([HERE, Site("b", "", nixl=False)], TransportName.TCP),
+        ([HERE_GPU, Site("b", "13", nixl=False)], TransportName.TCP),
+    ],
+)
+def test_the_fastest_that_reaches_all(sites: list[Site], chosen: TransportName) -> None:
+    assert choose(sites) is chosen
+    assert choose(sites[::-1]) is chosen
+
+
+def test_processes_of_one_machine_know_that_they_are() -> None:
+    assert site_of("cpu").host == site_of("cpu").host != ""
+    assert site_of("cpu").cuda == ""
+
+
+@pytest.mark.parametrize("named", [None, TransportName.TCP])
+def test_parties_take_what_is_named_and_choose_otherwise(named: TransportName | None) -> None:
+    case = coverable(3)
+    with scene(case, named) as parties:
+        parties.prepare()
+        taken = {party.transport for party in parties.everybody}
+        assert taken == {named or TransportName.SHM}
+        parties.check(1, parties.move(1))
+
+
+def test_what_is_not_named_is_chosen_by_default() -> None:
+    assert RefitOptions().transport is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "transport", "kind", "expected"),
+    [
+        (MemoryMode.BESIDE, TransportName.NIXL, "cuda", Reach.ROWS),
+        (MemoryMode.IN_PLACE, TransportName.NIXL, "cuda", Reach.NONE),
+        (MemoryMode.IN_PLACE, TransportName.C10D, "cpu", Reach.NONE),
+        (MemoryMode.IN_PLACE, TransportName.C10D, "cuda", Reach.ROWS),
+        (MemoryMode.IN_PLACE, TransportName.CUDA_IPC, "cuda", Reach.ROWS),
+    ],
+)
+def test_memory_that_serves_is_written_directly_only_where_the_end_can_be_awaited(
+    memory: MemoryMode, transport: TransportName, kind: str, expected: Reach
+) -> None:
+    case = coverable(3)
+    plan = make_plan(case.tensors, case.sources, case.destinations)
+    parties = len(case.sources) + len(case.destinations)
+    offers = [Offer(address="", slot_bytes=64, memory=kind, reach=Reach.ROWS.value) for _ in range(parties)]
+    options = LinkOptions(transport=None, staging_bytes=512, sources=len(case.sources), memory=memory)
+    terms = terms_of(plan, links_of(plan), offers, options, transport)
+    assert {term.reach for term in terms.values()} == {expected}
