@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from etp.collectives import copy_engine, symmetric
 from etp.collectives.base import GradSink
 from etp.collectives.copy_engine import CopyEngineTransport
+from etp.errors import StaleWeightError
 
 _APART = 1 << 40
 """Between the memories of two ranks."""
@@ -153,6 +154,19 @@ def _act(transport: CopyEngineTransport, action: str, size: int) -> None:
         transport.publish([shard])
     else:
         transport.reduce_scatter([torch.zeros(2 * size, 4)], [GradSink(shard, accumulate=True)], size, "reduce")
+
+
+def test_a_shard_that_was_not_published_is_refused_before_anything_is_copied() -> None:
+    with machine_of(3) as (machine, transports):
+        machine.current = 1
+        published, other = torch.zeros(2, 4), torch.zeros(2, 4)
+        transports[1].publish([published])
+        before = list(machine.me().program)
+        with pytest.raises(
+            StaleWeightError, match=r"gather of w on rank 1 \(shard group: ranks \[0, 1, 2\]\): the shard"
+        ):
+            transports[1].all_gather([torch.zeros(6, 4)] * 2, [published, other], "gather of w")
+        assert list(machine.me().program) == before
 
 
 ACTIONS = st.lists(st.sampled_from(["step", "publish", "reduce"]), min_size=1, max_size=12)

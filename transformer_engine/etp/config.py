@@ -43,10 +43,12 @@ class EtpConfig:
         reduce_once_per_iteration: add the microbatches' weight gradients up locally (at full size) and
             reduce-scatter once, when :func:`etp.wait_async_comms` is called. ``zero_grad()`` before that, of either
             kind, drops what was added up: the iteration was given up.
-        reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Safe only
-            if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place operation that PyTorch
-            counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`; writes through ``.data`` are not
-            counted.
+        reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Gathers then
+            also run ahead beyond the end of a pass, be it a forward or a backward pass, to what began the next one at
+            the same place of the iteration before; an iteration ends with a step of an optimizer or an announced
+            change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
+            operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`; writes
+            through ``.data`` are not counted.
         timeout_s: seconds to wait for a collective before an error; None takes the process group's own.
 
     Raises:

@@ -192,19 +192,15 @@ class CopyEngineTransport:
         Raises:
             StaleWeightError: if a shard is not among those published last.
         """
+        # Before any copy: a gather that is refused writes nothing.
+        sources = [self._source(shard, label) for shard in shards]
         calling = torch.cuda.current_stream(self._device)
         stream, local = calling.cuda_stream, self._local.cuda_stream
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         begin.record(calling)
         self._local.wait_event(begin)
-        for output, shard in zip(outputs, shards, strict=True):
-            source = self._sources.get(shard.data_ptr())
-            if source is None:
-                raise StaleWeightError(
-                    f"{label}: the shard at {shard.data_ptr():#x} was never published to its peers; it was bound to "
-                    "new storage or belongs to a weight that was added inside a pass"
-                )
-            size, target, (buffer, offset) = _nbytes(shard), output.data_ptr(), source
+        for output, shard, (buffer, offset) in zip(outputs, shards, sources, strict=True):
+            size, target = _nbytes(shard), output.data_ptr()
             for peer in self._peers:
                 self._driver.copy(target + peer * size, buffer.addresses[peer] + offset, size, stream)
             own = target + self._rank * size
@@ -212,6 +208,17 @@ class CopyEngineTransport:
         end.record(self._local)
         self._gathered, self._local_end = True, end
         return Enqueued(end)
+
+    def _source(self, shard: torch.Tensor, label: str) -> tuple[SymmetricBuffer, int]:
+        """Where the shard was published: in which memory, and how far from its start."""
+        source = self._sources.get(shard.data_ptr())
+        if source is None:
+            raise StaleWeightError(
+                f"{label} {self._who}: the shard at {shard.data_ptr():#x} was never published to its peers; it was "
+                "bound to new storage or belongs to a weight that was added inside a pass. Bind and add weights "
+                "between passes"
+            )
+        return source
 
     # Reducing ------------------------------------------------------------------------------------------------
 
