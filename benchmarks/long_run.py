@@ -23,10 +23,11 @@ import argparse
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,18 +240,25 @@ def _run(options: argparse.Namespace, folder: Path) -> list[Verdict]:
     subprocess.run([*prepare, "--output", str(folder / "text")], check=True, timeout=120)  # noqa: S603
     runs = LongRuns(options, folder, [])
     losses = runs.compare_variants()
+    _write(options.json, runs.verdicts, losses)  # what follows may take longer than there is time
     to_kill = [variant for variant in options.kill if variant in losses]
     with ThreadPoolExecutor(options.at_once) as pool:
         list(pool.map(runs.lose_a_rank, to_kill, [losses[variant] for variant in to_kill]))
-    if options.json is not None:
-        result = {"verdicts": [vars(verdict) for verdict in runs.verdicts], "losses": losses}
-        options.json.write_text(json.dumps(result, indent=1))
+    _write(options.json, runs.verdicts, losses)
     return runs.verdicts
+
+
+def _write(path: Path | None, verdicts: Sequence[Verdict], losses: Mapping[str, object]) -> None:
+    if path is not None:
+        result = {"verdicts": [vars(verdict) for verdict in verdicts], "losses": losses}
+        path.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for; status 1 if a verdict is bad."""
     options = _parsed(arguments)
+    # Ended from outside, it ends its trainings.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if options.folder is not None:
         options.folder.mkdir(parents=True)
         verdicts = _run(options, options.folder.resolve())

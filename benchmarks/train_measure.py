@@ -173,11 +173,12 @@ class Run:
             begun = self._spent()
             if number and begun + longest > _ROUNDS_SHARE:
                 break
-            for name, microbatches in order.sample(sorted(self.results), len(self.results)):
+            measurable = self._measurable()
+            for name, microbatches in order.sample(measurable, len(measurable)):
                 self._try(name, f"timing x{microbatches}", lambda n=name, m=microbatches: self._time(n, m))  # type: ignore[misc]
             longest = max(longest, self._spent() - begun)
         fewest = min(self.options.microbatches)
-        for name, microbatches in self.results:
+        for name, microbatches in self._measurable():
             if microbatches == fewest and self._spent() < 1.0:
                 self._try(name, f"tracing x{microbatches}", lambda n=name, m=microbatches: self._trace(n, m))  # type: ignore[misc]
         self._note("")
@@ -207,6 +208,10 @@ class Run:
     def _spent(self) -> float:
         """Which part of the time is spent; the same on all ranks."""
         return _slowest((time.monotonic() - self._begun) / self.options.seconds)[0]
+
+    def _measurable(self) -> list[tuple[str, int]]:
+        """What was built on all ranks, in the same order on all: one that has failed may be further on some."""
+        return sorted(key for key in self.results if key[0] not in self.failures)
 
     # One system ----------------------------------------------------------------------------------------------
 

@@ -66,6 +66,25 @@ def test_only_the_fewest_microbatches_are_traced_while_there_is_time(monkeypatch
     assert _run(1.0, monkeypatch).count("tracing") == 0
 
 
+class FailsWhileBuilding(Pretended):
+    """On this rank after one microbatch was prepared; on others maybe before."""
+
+    def _try(self, name: str, doing: str, work: Callable[[], None]) -> None:
+        super()._try(name, doing, work)
+        if name == "tp" and doing == "building":
+            del self.results["tp", 4]
+            self.failures["tp"] = "rank 1, building: out of memory"
+
+
+def test_what_was_not_built_on_all_ranks_is_measured_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks draw lots about must be the same everywhere."""
+    monkeypatch.setattr(train_measure, "_allocate_workspaces", lambda: None)
+    run = FailsWhileBuilding(RunOptions(systems=("none", "tp"), shape="test"))
+    run.measure()
+    assert run.count("none timing") == 6
+    assert run.count("tp timing") == run.count("tp tracing") == 0
+
+
 @pytest.mark.parametrize(
     ("longest", "steps", "seconds", "expected"),
     [
