@@ -166,6 +166,47 @@ def test_a_captured_step_gathers_ahead_within_its_passes(capture: list[int]) -> 
     assert seen == [["1.weight"]]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_graph_of_microbatches_gathers_ahead_across_them_where_it_ends_with_wait(
+    capture: list[int], waits: bool
+) -> None:
+    model, runtime = sharded(reuse_across_forwards=True)
+    runtime.finish_with_backward = False
+    runtime.waits_in_graphs = waits
+    x = torch.ones(2, SIDE)
+
+    def iteration(microbatches: int) -> tuple[list[torch.Tensor], list[list[str]]]:
+        """Losses and gradients, and what was being gathered at the end of each microbatch."""
+        model.zero_grad()
+        runtime.mark_weights_changed()
+        found, under_way = [], []
+        for _ in range(microbatches):
+            loss = model(x).square().sum()
+            loss.backward()
+            found.append(loss.detach())
+            under_way.append(pending(runtime))
+        etp.wait_async_comms(model)
+        return [*found, *(p.grad.clone() for p in model.parameters() if p.grad is not None)], under_way
+
+    eager = [iteration(3) for _ in range(3)][-1]
+    assert eager[1] == [["0.weight"], ["0.weight"], []]
+    runtime.counters.reset()
+    iteration(3)
+    gathers = runtime.counters.gathers
+    for number in (1, 2):
+        with capturing(capture, number):
+            runtime.counters.reset()
+            captured = iteration(3)
+            assert runtime.counters.gathers == gathers
+            assert pending(runtime) == []
+        assert captured[1] == (eager[1] if waits else [[]] * 3)
+        assert all(map(torch.equal, captured[0], eager[0], strict=True))
+    with capturing(capture, 3):
+        # Fewer than were expected: what nobody reads is joined all the same.
+        assert iteration(2)[1] == ([["0.weight"]] * 2 if waits else [[]] * 2)
+        assert pending(runtime) == []
+
+
 def test_captured_slots_survive_whatever_frees_the_others(capture: list[int]) -> None:
     model, runtime = sharded()
     train(model)

@@ -45,7 +45,8 @@ class _Library:
             raise PartyFailedError(f"CUDA's run-time library libcudart.so.{major} cannot be loaded: {error}") from error
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        # Thousands of calls that only begin something: each would let go of the interpreter and wait for it again.
+        # Thousands of calls that only begin something: each would let go of the interpreter and wait for it again. One
+        # that finds its stream's queue full waits for copies, which need nothing of the interpreter.
         begins = ctypes.PyDLL(None, handle=self._library._handle)
         self._copy, self._copy_rows = begins.cudaMemcpyAsync, begins.cudaMemcpy2DAsync
         self._copy.argtypes = [pointer, pointer, size, kind, pointer]
