@@ -200,7 +200,7 @@ def test_a_graph_of_microbatches_gathers_ahead_across_them_where_it_ends_with_wa
             assert runtime.counters.gathers == gathers
             assert pending(runtime) == []
         assert captured[1] == (eager[1] if waits else [[]] * 3)
-        assert all(map(torch.equal, captured[0], eager[0], strict=True))
+        assert all(torch.equal(*pair) for pair in zip(captured[0], eager[0], strict=True))
     with capturing(capture, 3):
         # Fewer than were expected: what nobody reads is joined all the same.
         assert iteration(2)[1] == ([["0.weight"]] * 2 if waits else [[]] * 2)
