@@ -233,8 +233,8 @@ class CudaIpcTransport:
             opened = self._runtime.open(remote.handle, fetch)
         except PartyFailedError as error:
             raise PartyFailedError(
-                f"GPU {self._runtime.uuid} cannot reach memory of GPU {remote.uuid}, of source rank {end.peer}: {error}; "
-                "the transport shm asks no GPU for that"
+                f"GPU {self._runtime.uuid} cannot reach memory of GPU {remote.uuid}, of source rank {end.peer}: {error}"
+                "; the transport shm asks no GPU for that"
             ) from error
         frames.send(end.connection, b"opened", end.patience)
         lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
