@@ -206,8 +206,6 @@ class WeightShardApi:
             runtime = self._new_runtime(finish_with_backward=False)
             prefix = f"chunk {index}: " if len(chunks) > 1 else ""
             runtime.adopt(_innermost(chunk), prefix)
-            # Megatron finishes gradients at the end of an iteration, inside its graph.
-            runtime.waits_in_graphs = cuda_graph_impl == "full_iteration"
             if cuda_graph_impl == "local":
                 _prepare_for_layer_graphs(runtime)
             _gather_after_parameter_sync(chunk, runtime)

@@ -1,10 +1,15 @@
-"""Bodies of the engine's tests on GPUs: sharded models against the same models whole."""
+"""Bodies of the engine's tests on GPUs: sharded models against the same models whole.
+
+Those that :mod:`tests.multiproc.test_engine` runs as well need no GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 import etp
 from etp.cache import Slot
-from tests.support.launch import device
+from etp.group import WeightGroup
+from tests.multiproc.bodies_modules import PlainExperts, PlainGroupedLinear
+from tests.multiproc.oracle import poisoned
+from tests.support.launch import device, on_gpus
 
 VOCABULARY, HIDDEN, WIDE, LAYERS = 300, 128, 336, 3
 
@@ -127,3 +135,136 @@ def changed_in_backward_is_refused(rank: int, world_size: int) -> str:
     except (RuntimeError, etp.StaleWeightError) as error:
         return str(error)
     return ""
+
+
+SIDE = 64
+
+
+class OneExpert(nn.Module):
+    """Weights of one shape, which share slots, although one is sharded over a process group of its own.
+
+    Args:
+        experts: what the third of four layers is; it takes the rows of each expert too.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.dense = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(3))
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.dense[1](torch.tanh(self.dense[0](x))))
+        x = torch.tanh(self.experts(x, [x.shape[0]]))
+        out: torch.Tensor = self.dense[2](x)
+        return out
+
+
+def one_expert_twins(world_size: int, transport: str) -> tuple[OneExpert, OneExpert, etp.EtpRuntime]:
+    """A whole model, the same sharded with look-ahead across passes, and its runtime."""
+    torch.manual_seed(0)
+    expert_group = dist.new_group(list(range(world_size)))
+    experts = PlainExperts(1, SIDE, SIDE, bias=False, etp_group=expert_group, device=device())
+    model = OneExpert(experts).to(device())
+    whole = OneExpert(PlainGroupedLinear(experts, etp.full_state_dict(experts))).to(device())
+    for mine, other in zip(model.dense, whole.dense, strict=True):
+        other.load_state_dict(mine.state_dict())
+    config = etp.EtpConfig(transport=transport, reuse_across_forwards=True)  # type: ignore[arg-type]
+    runtime = etp.shard_module(model, dist.group.WORLD, expert_group=expert_group, config=config)
+    return whole, model, runtime
+
+
+def rows(rank: int, step: int, micro: int) -> torch.Tensor:
+    """An input of :class:`OneExpert`."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randn(6, SIDE, generator=generator).to(device())
+
+
+def train_twins(whole: OneExpert, model: OneExpert, rank: int, world_size: int, step: int, micro: int) -> float:
+    """Add one microbatch's gradients on both. Returns the largest difference of a gradient so far, and removes it."""
+    out = model(rows(rank, step, micro))
+    assert torch.equal(out, whole(rows(rank, step, micro))), ("output", step, micro)
+    out.square().mean().backward()
+    params = list(whole.parameters())
+    grads = [torch.autograd.grad(whole(rows(r, step, micro)).square().mean(), params) for r in range(world_size)]
+    worst = 0.0
+    for index, ((name, ours), theirs) in enumerate(zip(model.named_parameters(), params, strict=True)):
+        mean = _mean([g[index] for g in grads])
+        theirs.grad = mean if theirs.grad is None else theirs.grad + mean
+        assert isinstance(ours, etp.ETPShardedParam), name
+        assert ours.grad is not None, name
+        start, stop = ours.layout.logical_range(rank)
+        got, expected = ours.grad[: stop - start], theirs.grad[start:stop]
+        worst = max(worst, (got - expected).abs().max().item() if got.numel() else 0.0)
+        got.copy_(expected)
+    return worst
+
+
+def _delay_gathers(transport: Any) -> None:
+    """Let the gathers of ``transport`` begin some milliseconds late on their stream."""
+    gather = transport.all_gather
+
+    def late(outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> Any:
+        torch.cuda._sleep(20_000_000)
+        return gather(outputs, shards, label)
+
+    transport.all_gather = late
+
+
+@contextlib.contextmanager
+def _abandoned() -> Iterator[list[str]]:
+    """The names of groups whose gathers nobody took."""
+    names: list[str] = []
+    abandon = WeightGroup.abandon_gather
+
+    def noted(self: WeightGroup) -> None:
+        if self.pending:
+            names.append(self.name)
+        abandon(self)
+
+    with mock.patch.object(WeightGroup, "abandon_gather", noted):
+        yield names
+
+
+def look_ahead_equals_unsharded(rank: int, world_size: int, transport: str, poison: bool) -> dict[str, Any]:
+    """Iterations of changing length, with look-ahead from pass to pass that is wrong at times.
+
+    Evaluations lie between them. Every other one is by a module in training mode, whose forward passes may be those of
+    reentrant checkpointing: the iteration after the next is expected to have forward passes behind forward passes as
+    well. What is gathered for those is abandoned, for weights that travel on another lane into the same slots.
+
+    Args:
+        rank: this rank.
+        world_size: all ranks.
+        transport: which collectives move the shards.
+        poison: fill slots with NaN when they are claimed, with the device idle; otherwise, on GPUs, one of the two
+            process groups is late.
+    """
+    whole, model, runtime = one_expert_twins(world_size, transport)
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (whole, model)]
+    worst, ahead = 0.0, 0
+    with _abandoned() as abandoned, poisoned() if poison else contextlib.nullcontext():
+        for step, microbatches in enumerate((2, 2, 1, 3, 2, 2, 2)):
+            for micro in range(microbatches):
+                worst = max(worst, train_twins(whole, model, rank, world_size, step, micro))
+                ahead += sum(group.pending for group in runtime.groups)
+            if step == 0 and not poison and on_gpus():
+                assert dist.group.WORLD is not None
+                _delay_gathers(runtime.transports[dist.group.WORLD])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            model.train(step % 2 == 1)
+            with torch.no_grad():
+                for micro in (7, 8):
+                    x = rows(rank, step, micro)
+                    assert torch.equal(model(x), whole(x)), ("evaluation", step, micro)
+            model.train()
+    full = etp.full_state_dict(model)
+    assert all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
+    return {
+        "worst": worst,
+        "ahead": ahead,
+        "abandoned": len(abandoned),
+        "slots": len({id(group.slot) for group in runtime.groups}),
+        "transports": {type(t).__name__ for t in runtime.transports.values()},
+    }

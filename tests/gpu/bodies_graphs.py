@@ -1,4 +1,7 @@
-"""Bodies of the tests with CUDA graphs: replayed against eager, on the same data, bit by bit."""
+"""Bodies of the tests with CUDA graphs: replayed against eager, on the same data, bit by bit.
+
+The one that :mod:`tests.multiproc.test_engine` runs as well needs no GPU there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from etp.collectives.base import GradSink
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.runtime import EtpRuntime
-from tests.gpu.bodies_engine import VOCABULARY, Net
+from tests.gpu.bodies_engine import SIDE, VOCABULARY, Net, one_expert_twins, rows, train_twins
 from tests.support.launch import device
 
 WARM_UP = 3
@@ -77,10 +80,18 @@ def poison_captured(runtime: EtpRuntime) -> None:
 
 
 class WholeStep:
-    """A training step of two microbatches in one graph: gradients are zeroed inside."""
+    """A training step of two microbatches in one graph: gradients are zeroed inside.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: what is trained.
+        runtime: drives its weights.
+        finish: end the step by finishing gradients and announcing other weights, as Megatron does.
+    """
+
+    def __init__(self, model: nn.Module, runtime: EtpRuntime, *, finish: bool) -> None:
         self.model = model
+        self.runtime = runtime
+        self.finish = finish
         self.inputs = [torch.zeros(4, 32, dtype=torch.long, device=device()) for _ in range(2)]
         self.losses = torch.zeros(2, device=device())
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -93,6 +104,9 @@ class WholeStep:
             loss = _loss(self.model, tokens)
             self.losses[index].copy_(loss.detach())
             loss.backward()
+        if self.finish:
+            etp.wait_async_comms(self.model)
+            self.runtime.mark_weights_changed()
 
     def capture(self) -> None:
         on_side_stream(self.run)
@@ -119,18 +133,27 @@ class WholeStep:
 
 
 def whole_step_equals_eager(
-    rank: int, world_size: int, transport: str, dtype: torch.dtype, recompute: bool, once: bool
+    rank: int, world_size: int, transport: str, dtype: torch.dtype, recompute: bool, once: bool, reuse: bool
 ) -> dict[str, Any]:
-    """20 replays with changing data and an optimizer step each, a capture anew among them, and eager passes between."""
+    """20 replays with changing data and an optimizer step each, a capture anew among them, and eager passes between.
+
+    Args:
+        rank: this rank.
+        world_size: all ranks.
+        transport: which collectives move the shards.
+        dtype: of weights and gradients.
+        recompute: whether activations are recomputed.
+        once: reduce once for both microbatches.
+        reuse: take weights from one pass over into the next, and gather ahead across passes, inside the graph too.
+    """
     torch.manual_seed(0)
     whole = Net(recompute, tied=dtype == torch.float32).to(device(), dtype)
     models = [copy.deepcopy(whole), copy.deepcopy(whole)]
-    config = _config(transport, reduce_once_per_iteration=once)
+    config = _config(transport, reduce_once_per_iteration=once, reuse_across_forwards=reuse)
     runtimes = [etp.shard_module(model, _world(), config=config) for model in models]
-    eager, graphed = (WholeStep(model) for model in models)
-    if once:
-        for part, model in ((eager, models[0]), (graphed, models[1])):
-            _finish_inside(part, model)
+    eager, graphed = (
+        WholeStep(model, runtime, finish=once or reuse) for model, runtime in zip(models, runtimes, strict=True)
+    )
     on_side_stream(eager.run)
     graphed.capture()
     slots = [{b.data_ptr() for slot in part.cache.slots() for b in slot.buffers} for part in runtimes[1].buffers]
@@ -159,14 +182,57 @@ def whole_step_equals_eager(
     }
 
 
-def _finish_inside(part: WholeStep, model: nn.Module) -> None:
-    run = part.run
+def captured_evaluation_equals_eager(rank: int, world_size: int, transport: str, graphed: bool) -> dict[str, Any]:
+    """A graph of two forward passes alone, as Megatron's of an evaluation, between steps of training with look-ahead.
 
-    def finished() -> None:
-        run()
-        etp.wait_async_comms(model)
+    Args:
+        rank: this rank.
+        world_size: all ranks.
+        transport: which collectives move the shards.
+        graphed: without it the same passes run without a graph.
+    """
+    whole, model, runtime = one_expert_twins(world_size, transport)
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in (whole, model)]
+    inputs = [torch.zeros(6, SIDE, device=device()) for _ in range(2)]
+    outputs = [torch.zeros(6, SIDE, device=device()) for _ in range(2)]
 
-    part.run = finished  # type: ignore[method-assign]
+    def evaluate() -> None:
+        with torch.no_grad():
+            for x, out in zip(inputs, outputs, strict=True):
+                out.copy_(model(x))
+
+    graph = torch.cuda.CUDAGraph() if graphed else None
+    worst, compared = 0.0, 0
+    for step in range(8):
+        for micro in range(2):
+            worst = max(worst, train_twins(whole, model, rank, world_size, step, micro))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2 and graph is not None:
+            # What training has taught is what the captured passes are expected to follow.
+            on_side_stream(evaluate)
+            with torch.cuda.graph(graph):
+                evaluate()
+        if step < 2:
+            continue
+        for micro, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+            x.copy_(rows(rank, step, 7 + micro))
+            out.fill_(float("nan"))
+        if graph is None:
+            evaluate()
+        else:
+            poison_captured(runtime)
+            graph.replay()
+        for x, out in zip(inputs, outputs, strict=True):
+            with torch.no_grad():
+                assert torch.equal(out, whole(x)), ("evaluation", step)
+            compared += 1
+    return {
+        "worst": worst,
+        "compared": compared,
+        "transports": {type(t).__name__ for t in runtime.transports.values()},
+    }
 
 
 class Stack(nn.Module):

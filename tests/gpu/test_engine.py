@@ -28,6 +28,18 @@ def test_training_equals_unsharded(world_size: int, transport: str, dtype: torch
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+@pytest.mark.parametrize("poison", [False, True])
+def test_training_with_look_ahead_across_passes_equals_unsharded(world_size: int, transport: str, poison: bool) -> None:
+    for result in run_on_gpus(bodies.look_ahead_equals_unsharded, world_size, args=(transport, poison)):
+        assert result["transports"] == {TRANSPORTS[transport]}
+        assert result["worst"] <= (0.0 if world_size == 2 else 1e-6)
+        assert result["ahead"] > 0
+        assert result["abandoned"] > 0
+        assert result["slots"] == 2, "four weights of one shape share slots, whatever their process group"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_a_weight_changed_before_backward_is_refused(world_size: int) -> None:
     for message in run_on_gpus(bodies.changed_in_backward_is_refused, world_size):
         assert "1.weight" in message

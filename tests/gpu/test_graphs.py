@@ -18,22 +18,34 @@ TRANSPORTS = {"c10d": "C10dTransport", "copy_engine": "CopyEngineTransport"}
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(
-    ("transport", "dtype", "recompute", "once"),
+    ("transport", "dtype", "recompute", "once", "reuse"),
     [
-        *itertools.product(TRANSPORTS, (torch.float32, torch.bfloat16), (False, True), (False,)),
-        *itertools.product(TRANSPORTS, (torch.float32,), (False,), (True,)),
+        *itertools.product(TRANSPORTS, (torch.float32, torch.bfloat16), (False, True), (False,), (False,)),
+        *itertools.product(TRANSPORTS, (torch.float32,), (False,), (True,), (False,)),
+        *itertools.product(TRANSPORTS, (torch.float32,), (False, True), (False,), (True,)),
     ],
 )
 def test_a_whole_step_replayed_equals_eager(
-    world_size: int, transport: str, dtype: torch.dtype, recompute: bool, once: bool
+    world_size: int, transport: str, dtype: torch.dtype, recompute: bool, once: bool, reuse: bool
 ) -> None:
     skip_what_gloo_cannot_capture(world_size)
-    arguments = (transport, dtype, recompute, once)
+    arguments = (transport, dtype, recompute, once, reuse)
     for result in run_on_gpus(bodies.whole_step_equals_eager, world_size, args=arguments, timeout_s=120.0):
         assert result["transports"] == {TRANSPORTS[transport]}
         assert all(math.isfinite(loss) for loss in result["losses"])
         # The capture took the slots over that were there, and made none.
         assert result["captured"] == result["eager"]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_evaluation_replayed_between_steps_equals_eager(world_size: int, transport: str) -> None:
+    skip_what_gloo_cannot_capture(world_size)
+    arguments = (transport, True)
+    for result in run_on_gpus(bodies.captured_evaluation_equals_eager, world_size, args=arguments, timeout_s=120.0):
+        assert result["transports"] == {TRANSPORTS[transport]}
+        assert result["worst"] <= (0.0 if world_size == 2 else 1e-6)
+        assert result["compared"] == 6 * 2
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.bodies_engine import look_ahead_equals_unsharded
+from tests.gpu.bodies_graphs import captured_evaluation_equals_eager
 from tests.multiproc import bodies_engine as bodies
 from tests.support.launch import RanksFailedError, on_gpus, run_distributed
 
@@ -117,6 +119,22 @@ def test_forwards_reuse_weights_unless_they_changed() -> None:
             "adamw foreach": 3,
             "adamw fused": 3,
         }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("poison", [False, True])
+def test_look_ahead_across_passes_that_is_wrong_at_times_changes_no_number(world_size: int, poison: bool) -> None:
+    for result in run_distributed(look_ahead_equals_unsharded, world_size, args=("c10d", poison)):
+        assert result["worst"] <= (0.0 if world_size == 2 else 1e-6)
+        assert result["ahead"] > 0
+        assert result["abandoned"] > 0
+        assert result["slots"] == 2
+
+
+def test_evaluations_between_steps_with_look_ahead_change_no_number() -> None:
+    for result in run_distributed(captured_evaluation_equals_eager, 2, args=("c10d", False)):
+        assert result["worst"] == 0.0
+        assert result["compared"] == 6 * 2
 
 
 def test_evaluation_in_parts_marks_no_weight_as_used_twice() -> None:

@@ -65,11 +65,6 @@ class EtpRuntime:
         self._gathers = Gathers(self.config, self._routes, self.counters, self._graphs, self._weights, self._passes)
         self._hooks: list[RemovableHandle] = []
         self._sees_optimizer_steps = False
-        self.waits_in_graphs = False
-        """Whether each graph that holds whole backward passes ends with :meth:`wait`, called while it is captured.
-
-        Otherwise each of its backward passes finishes what it has gathered ahead, since the graph may end there.
-        """
         if self.config.reuse_across_forwards:
             self._watch_optimizer_steps()
 
@@ -326,9 +321,8 @@ class EtpRuntime:
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
             self.finish_reductions()
-        if self._graphs.whole and self.waits_in_graphs:
-            self._reductions.finish()
-        elif self._graphs.capture is not None:
+        if self._graphs.capture is not None:
+            # The graph may end here.
             self.drain()
 
     def wait(self) -> None:
