@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,8 +39,9 @@ def test_a_port_of_an_earlier_engine_is_no_obstacle_and_nothing_is_left(
     monkeypatch.setattr(_custom_ops, "_supports_onednn", _custom_ops._supports_onednn)
     own = _CPUSHMDistributed._init_cpu_shm
     monkeypatch.setattr(_CPUSHMDistributed, "_init_cpu_shm", getattr(own, "__wrapped__", own))
-    monkeypatch.setenv("VLLM_DIST_IDENT", "a port")
-    left = SHARED_MEMORY / "a port-tp:0-[0]-cpushm_0"
+    port = uuid.uuid4().hex  # what an interrupted run has left is no obstacle either
+    monkeypatch.setenv("VLLM_DIST_IDENT", port)
+    left = SHARED_MEMORY / f"{port}-tp:0-[0]-cpushm_0"
     left.touch(exist_ok=False)
     try:
         with pytest.raises(RuntimeError, match=r"create shm in SHMManager failed\. errno: 17"):
@@ -48,6 +50,6 @@ def test_a_port_of_an_earlier_engine_is_no_obstacle_and_nothing_is_left(
         cpu.apply()  # as often as vLLM loads its plugins in one process
         for _ in range(2):
             assert CpuCommunicator(group, torch.device("cpu"), group, "tp:0").supports_tensor_dict
-        assert list(SHARED_MEMORY.glob("a port*")) == [left]
+        assert list(SHARED_MEMORY.glob(f"{port}*")) == [left]
     finally:
         left.unlink()
