@@ -231,8 +231,8 @@ class Trainer:
             self._all_ready()
             started = time.perf_counter()
             parts = peer.push()
+            self._note_peak()  # before it is counted anew
             self._all_ready()
-            self._note_peak()
             if push:  # the first makes communicators and allocates
                 for part, seconds in {"push": time.perf_counter() - started, **parts}.items():
                     found.seconds.setdefault(part, []).append(seconds)
