@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -44,14 +44,6 @@ class RunsOut:
         for wgrad, sink in zip(wgrads, sinks, strict=True):
             (sink.tensor.add_ if sink.accumulate else sink.tensor.copy_)(wgrad)
         return Enqueued()
-
-
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def differentiate(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -18,14 +17,6 @@ from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from etp.traffic import TrafficCounters
 from tests.unit.test_group import FakeShard
-
-
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_full_weights_need_no_transport(world: dist.ProcessGroup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,14 +10,6 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.sibling import sibling_group
-
-
-@pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class Options:

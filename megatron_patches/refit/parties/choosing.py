@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import msgspec
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.transports.base import TransportName
-
-_NIXL = ("nixl", "nixl_cu13", "nixl_cu12")  # packages that hold it
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -35,6 +32,9 @@ def site_of(device: str) -> Site:
     Args:
         device: of its storages: ``cpu``, or torch's name of a GPU.
     """
+    # Imported here: it needs torch, which those that only read this module's rule do without.
+    from megatron_patches.refit.transports import nixl_agent
+
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     network = Path("/proc/self/ns/net").stat().st_ino
     cuda = ""
@@ -42,7 +42,7 @@ def site_of(device: str) -> Site:
         import torch
 
         cuda = str(torch.version.cuda).partition(".")[0]
-    return Site(f"{kernel}:{network}", cuda, any(importlib.util.find_spec(name) is not None for name in _NIXL))
+    return Site(f"{kernel}:{network}", cuda, nixl_agent.is_installed())
 
 
 def choose(sites: Sequence[Site]) -> TransportName:

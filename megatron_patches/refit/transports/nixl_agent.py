@@ -7,6 +7,7 @@ whether a transfer has ended; whoever is read from calls :meth:`NixlAgent.poll` 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import secrets
 import time
 from collections import Counter
@@ -23,10 +24,15 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.ports import Bits, Payload
 
 # The package nixl takes the one that fits the machine's CUDA; alone, the others work without GPUs too.
-_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _POLL_S = 0.0002  # at least, between two looks: all links of a party ask for the same ones
 _DRAIN_S = 1.0  # for transfers that are under way when links end
 _PAUSE_S = 0.0001  # between looks while draining
+
+
+def is_installed() -> bool:
+    """Whether there is a package that :func:`load_api` would try."""
+    return any(importlib.util.find_spec(name) is not None for name in _PACKAGES)
 
 
 def load_api() -> Any:
@@ -36,9 +42,9 @@ def load_api() -> Any:
         RefitError: if it is not installed.
     """
     reasons = []
-    for name in _MODULES:
+    for name in _PACKAGES:
         try:
-            return importlib.import_module(name)
+            return importlib.import_module(f"{name}._api")
         except ImportError as error:
             reasons.append(str(error))
     raise RefitError(f"the transport nixl needs the package nixl (pip install nixl): {'; '.join(reasons)}")

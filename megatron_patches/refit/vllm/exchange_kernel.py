@@ -123,7 +123,7 @@ def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launc
 
 
 def compile_for(device: torch.device) -> None:
-    """Has the kernel compiled for a GPU, for both widths, which takes a second: best while requests go on."""
+    """Has the kernel compiled for a GPU, for both widths, so that the first commit need not wait for that."""
     scratch = torch.zeros(4 * _ALIGNED, dtype=torch.uint8, device=device)
     address = scratch.data_ptr()
     for launch in _launches([(address, address + 2 * _ALIGNED, _ALIGNED + 1)], device):

@@ -52,6 +52,8 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
 
     def want(model: Model) -> Manifest:
         layout = describe_layout(model, serving, party.rank, memory)
+        if memory is MemoryMode.BESIDE:
+            make_ready(serving.device)  # here, so that all parties hear why where it cannot be done
         if layout.in_place is not None:
             party.backup_bytes = layout.in_place.backup.nbytes
         found.append(layout)
@@ -62,8 +64,6 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
         (layout,) = found
         if layout.in_place is not None:
             layout.in_place.backup.start()
-        else:
-            make_ready(serving.device)
     except BaseException:
         party.close()
         raise
