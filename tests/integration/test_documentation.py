@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -36,6 +37,34 @@ def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     # An embedding and a linear of 256 x 64 in fp32 over two ranks.
     assert done.stdout.count(f"'shards': {2 * 256 * 64 * 4 // 2}") == 2
+
+
+def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
+    (training,) = [command for command in _fenced(ROOT / "README.md", "sh") if "--save runs/tiny" in command]
+    launcher, *arguments = training.replace("\\\n", " ").split()
+    assert launcher == "torchrun"
+    export = ["-m", "megatron_patches.refit", "export", "--load", "runs/tiny", "--output", "exported"]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    output = ""
+    # A port of its own: other runs may use the launcher's default.
+    for command in (["-m", "torch.distributed.run", "--standalone", *arguments], export):
+        done = subprocess.run(
+            [sys.executable, *command],
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        output += done.stdout
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.9 * losses[0]
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["architectures"], config["num_hidden_layers"]) == (["LlamaForCausalLM"], 4)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/megatron.md"])
