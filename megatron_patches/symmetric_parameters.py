@@ -20,11 +20,13 @@ def move_into_symmetric_memory(chunk: Any, runtime: EtpRuntime) -> None:
     """Move the parameter buffers of a model chunk that hold shards, before an optimizer is built on them. Collective.
 
     Args:
-        chunk: Megatron's DistributedDataParallel; anything else is left alone, as are chunks without the distributed
-            optimizer, whose parameters are in no common buffer.
+        chunk: Megatron's DistributedDataParallel; anything else (``--skip-train`` wraps nothing) is left alone, as are
+            chunks without the distributed optimizer, whose parameters are in no common buffer.
         runtime: what drives the chunk's shards.
     """
-    for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
+    if not hasattr(chunk, "expert_parallel_buffers"):
+        return
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         shards = [param for param in buffer.params if isinstance(param, ETPShardedParam)]
         if not shards or getattr(buffer, "param_data", None) is None:
             continue

@@ -6,6 +6,7 @@ Every fix is inert where no weight is sharded, so that ``--etp-size 1`` is bitwi
 from __future__ import annotations
 
 from megatron_patches.fixes import (
+    aligned_grad_sync,
     dataset_build,
     embeddings,
     evaluation,
@@ -26,6 +27,7 @@ def records() -> tuple[PatchRecord, ...]:
         expert_gradients.RECORD,
         evaluation.RECORD,
         embeddings.RECORD,
+        aligned_grad_sync.RECORD,
         frozen.RECORD,
         fused_accumulation.RECORD,
         te_construction.RECORD,

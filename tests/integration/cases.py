@@ -1,4 +1,4 @@
-"""The trainings that are compared, sharded against stock: 20 steps of real Megatron each, on 2 or 4 ranks."""
+"""The trainings that are compared, sharded against stock: 20 steps of real Megatron each, on 2 to 8 ranks."""
 
 from __future__ import annotations
 
@@ -162,14 +162,17 @@ CASES = (
     Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2"),
     Case("tp2_etp2_sequence", 4, "--etp-size 2", common="--tensor-model-parallel-size 2 --sequence-parallel"),
     Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2"),
-    Case("pp2_etp2", 4, "--etp-size 2", common="--pipeline-model-parallel-size 2"),
+    # Stages but the first start the reduction over replicas from outside; the others count gradients.
+    Case("pp2_etp2", 4, "--etp-size 2", common="--pipeline-model-parallel-size 2 --overlap-grad-reduce"),
     Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2"),
+    # With two replicas: what comes too late for their reduction would differ on each.
     Case(
-        "pp2_etp2_interleaved",
-        4,
+        "pp2_dp2_etp2_interleaved",
+        8,
         "--etp-size 2",
         model=LLAMA.replace("--num-layers 2", "--num-layers 4"),
-        common="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        common="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     Case("dp2_etp2", 4, "--etp-size 2", common="--overlap-grad-reduce"),
     Case("dp2_etp2_tied_overlap", 4, "--etp-size 2", model=GPT2, common="--overlap-grad-reduce --ddp-bucket-size 9000"),

@@ -49,6 +49,17 @@ def test_training_learns(megatron: MegatronPool, case: Case, transport: str) -> 
             assert max(trajectory.evaluations) < case.falls_to * trajectory.losses[0]
 
 
+def test_evaluation_alone(megatron: MegatronPool) -> None:
+    """``--skip-train`` wraps no model for training."""
+    (case,) = [case for case in CASES if case.name == "etp2_four_microbatches"]
+    stock = megatron.train(case.ranks, (*case.stock_arguments, "--skip-train"))
+    sharded = megatron.train(case.ranks, (*case.sharded_arguments(TRANSPORTS[0]), "--skip-train"))
+    for expected, found in zip(stock, sharded, strict=True):
+        assert not found.grad_norms
+        assert len(expected.evaluations) == 2
+        _check("evaluation", found.evaluations, expected.evaluations, case.loss_tolerance)
+
+
 def _check_lengths(trajectory: Trajectory) -> None:
     assert len(trajectory.grad_norms) == STEPS
     if trajectory.losses:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_patches import seam
 from megatron_patches.fixes import (
+    aligned_grad_sync,
     dataset_build,
     embeddings,
     evaluation,
@@ -51,6 +52,27 @@ class TestDatasetBuild:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object() if compiled else None)
         replacement()
         assert len(made) == calls
+
+
+class TestAlignedGradSync:
+    def test_shards_have_their_gradients_before_replicas_reduce_them_and_none_is_counted(self) -> None:
+        """Two weights of one runtime and one of another, which wait once each, and one that is not sharded."""
+        bucket_group = types.SimpleNamespace(is_last_microbatch=True)
+        happened: list[tuple[str, bool]] = []
+
+        def runtime(name: str) -> types.SimpleNamespace:
+            return types.SimpleNamespace(wait=lambda: happened.append((name, bucket_group.is_last_microbatch)))
+
+        first, second = runtime("first"), runtime("second")
+        weights = [types.SimpleNamespace(is_gtp_weight_remat=True, driver=driver) for driver in (first, second, first)]
+        module = types.SimpleNamespace(parameters=lambda: iter([*weights, types.SimpleNamespace()]))
+        chunk = types.SimpleNamespace(module=module, bucket_groups=[bucket_group], expert_parallel_bucket_groups=[])
+
+        def start(_self: object, *_unused: object) -> None:
+            happened.append(("start", bucket_group.is_last_microbatch))
+
+        aligned_grad_sync.RECORD.replace(start)(chunk, iter([]))
+        assert happened == [("first", False), ("second", False), ("start", True)]
 
 
 class TestExpertGradients:
