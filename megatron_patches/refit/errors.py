@@ -59,5 +59,9 @@ class ModelMismatchError(RefitError):
     """Trainer and engine have settings that make two models of the same weights."""
 
 
+class UnsupportedEngineError(RefitError):
+    """An engine has options with which new weights would not reach all that serves."""
+
+
 class LostWeightsError(RefitError):
     """A worker cannot put the weights back that served; its engine must not go on."""

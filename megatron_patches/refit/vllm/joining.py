@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
+from torch import nn
+
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -14,6 +16,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName, named_transport
+from megatron_patches.refit.vllm.engine_refusals import check_all_loaded, check_awake, check_options
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.recording import record_loading
@@ -82,12 +85,18 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
         memory: where versions are to be received.
 
     Raises:
+        UnsupportedEngineError: if new weights would not reach all that serves.
         ModelMismatchError: if these are two models.
         UnsupportedModelError: if a loader does what cannot be recorded.
+        UnmappedParameterError: if it leaves a parameter out.
     """
+    check_options(serving.config)
+    check_awake()
     check_same_model(model.config, serving.config.model_config.hf_text_config)
-    with loader_form(serving.model) as parameters:
-        recording = record_loading(serving.model.load_weights, parameters, model.tensors)
+    with loader_form(serving.model) as tensors:
+        recording = record_loading(serving.model.load_weights, tensors, model.tensors)
+        parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.numel()}
+    check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
     by_name = {spec.name: spec for spec in model.tensors}
     manifest = recorded_manifest(
         rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name

@@ -5,7 +5,8 @@ Another base of the rotary embedding or another epsilon changes no tensor's shap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron_patches.refit.errors import ModelMismatchError
@@ -29,6 +30,10 @@ _MAY_DIFFER = frozenset(
         "use_cache",
     }
 )
+# What vLLM's models read from a configuration, whatever the trainer knows; the trainer's model has what stands here.
+_UNLESS_GIVEN: Mapping[str, object] = MappingProxyType(
+    {"is_causal": True, "layer_types": "full_attention", "logit_scale": 1.0}
+)
 # transformers keeps these under other names, depending on its version.
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
@@ -51,10 +56,22 @@ def check_same_model(trainer: Mapping[str, Any], engine: Any) -> None:
         for name in dict.fromkeys(names)
         if _plain(meant[name]) != _plain(running[name])
     ]
+    differing += [
+        f"{name} is {running[name]!r} in the engine, which the trainer's model does not have"
+        for name, usual in _UNLESS_GIVEN.items()
+        if running.get(name) is not None
+        and meant.get(name) != running[name]
+        and any(value != usual for value in _each(running[name]))
+    ]
     if differing:
         raise ModelMismatchError(
             f"{'; '.join(differing)}; start the engine with the configuration that `refit export` writes"
         )
+
+
+def _each(value: Any) -> Sequence[Any]:
+    """One value for each layer, or the one for all."""
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _plain(value: Any) -> Any:

@@ -37,6 +37,7 @@ from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
+from megatron_patches.refit.vllm.engine_refusals import check_awake
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
@@ -229,6 +230,7 @@ class WorkerSession:
             raise
 
     def _make(self, version: int) -> Arriving:
+        check_awake()
         if version <= self._latest:
             raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
         made = self._memory.make(self._timeout_s)
@@ -273,11 +275,13 @@ class WorkerSession:
         late: RefitError | None = None
         try:
             self._aside.finish(self._timeout_s)
+            check_awake()
         except RefitError as error:
             late = error
         staged, self._staged = self._staged, None
         if late is not None or staged is None or staged[0] != version:
             found = self._instead if staged is None else f"version {staged[0]} has been received"
+            found = found if late is None else str(late)
             if staged is not None:
                 self._instead = f"version {staged[0]} was given up for version {version}"
             workers.decline()

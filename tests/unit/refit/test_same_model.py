@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from megatron_patches.refit.errors import ModelMismatchError
 from megatron_patches.refit.vllm.same_model import check_same_model
@@ -24,8 +24,13 @@ TRAINER = {
 
 
 def test_the_same_model_passes_whatever_length_dtype_and_tokens_the_engine_has() -> None:
-    same = TRAINER | {"max_position_embeddings": 4096, "torch_dtype": "float16", "eos_token_id": 7}
+    same = TRAINER | {"max_position_embeddings": 4096, "torch_dtype": "float16", "eos_token_id": 7, "logit_scale": 1}
     check_same_model(TRAINER, Qwen3Config.from_dict(same))
+
+
+def test_what_a_configuration_says_of_no_window_is_the_same_model() -> None:
+    full = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "sliding_window": 4096, "is_causal": True}
+    check_same_model(TRAINER | {"num_hidden_layers": 2}, LlamaConfig.from_dict(TRAINER | full))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,9 @@ def test_the_same_model_passes_whatever_length_dtype_and_tokens_the_engine_has()
         ({"rope_theta": 1e4}, r"rope_\w+ is .*500000\.0.* in the trainer and .*10000\.0.* in the engine"),
         ({"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-05 in the trainer and 1e-06 in the engine"),
         ({"num_attention_heads": 8}, r"num_attention_heads is 4 in the trainer and 8 in the engine"),
+        ({"layer_types": ["sliding_attention"] * 32}, r"layer_types is \['sliding_attention', .* in the engine"),
+        ({"is_causal": False}, r"is_causal is False in the engine, which the trainer's model does not have"),
+        ({"logit_scale": 0.5}, r"logit_scale is 0\.5 in the engine"),
         ({"tie_word_embeddings": True}, r"tie_word_embeddings is False in the trainer and True in the engine"),
     ],
 )

@@ -298,6 +298,23 @@ def test_a_worker_without_the_version_votes_no_at_once(monkeypatch: pytest.Monke
     assert votes.own == [False]
 
 
+def test_an_engine_that_sleeps_neither_receives_nor_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asleep() -> None:
+        raise RefitError("it sleeps")
+
+    under_test = session(Party())
+    under_test.receive(7, 0, True)
+    with monkeypatch.context() as sleeping:
+        sleeping.setattr(worker_session, "check_awake", asleep)
+        with pytest.raises(TransferError, match="asked to commit version 7, but it sleeps"):
+            under_test.commit(7)
+        with pytest.raises(RefitError, match="it sleeps"):
+            under_test.receive(8, 0, True)
+    under_test.receive(8, 0, True)
+    under_test.commit(8)
+    assert under_test.version == 8
+
+
 def test_in_place_every_call_ends_with_a_whole_version() -> None:
     party, in_place = Party(), InPlace()
     under_test = session(party, in_place=in_place)

@@ -1,0 +1,74 @@
+"""Engines that new weights would reach in part, or not at all, are refused by the option that makes them so."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm.config import VllmConfig
+from vllm.device_allocator import AllocationData
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
+from megatron_patches.refit.vllm.engine_refusals import check_all_loaded, check_awake, check_options
+
+
+def test_an_engine_without_options_is_taken() -> None:
+    check_options(VllmConfig())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\); start it without --quantization"),
+        ("lora_config", object(), r"--enable-lora"),
+        ("parallel_config.enable_eplb", True, r"--enable-eplb"),
+        ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
+        ("offload_config.prefetch.offload_group_size", 2, r"--offload-group-size"),
+        ("cache_config.calculate_kv_scales", True, r"--calculate-kv-scales"),
+    ],
+)
+def test_an_option_that_keeps_weights_elsewhere_is_refused(path: str, value: object, message: str) -> None:
+    config = VllmConfig()
+    *parents, name = path.split(".")
+    owner: Any = config
+    for parent in parents:
+        owner = getattr(owner, parent)
+    object.__setattr__(owner, name, value)  # past vLLM's own checks, some of which need a GPU
+    with pytest.raises(UnsupportedEngineError, match=f"^weights cannot be pushed into this engine: .*{message}"):
+        check_options(config)
+
+
+def test_every_parameter_must_come_from_the_trainer() -> None:
+    model = nn.Module()
+    model.embed, model.head, model.vision = nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(2, 2, bias=False)
+    model.head.weight = model.embed.weight  # tied
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    loaded = names - {"head.weight"}
+    check_all_loaded(model, names, loaded)
+    with pytest.raises(UnmappedParameterError, match=r"a parameter vision\.weight that no tensor of the trainer's"):
+        check_all_loaded(model, names, loaded - {"vision.weight"})
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_weights_that_sleep_are_left_alone(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an engine whose weights alone have been woken may be replaced."""
+    check_awake()
+    data = AllocationData((0, 0, 0, 0), tag, torch.empty(0))
+    monkeypatch.setattr(CuMemAllocator, "instance", cast(Any, SimpleNamespace(pointer_to_data={1: data})))
+    check_awake()
+    data.is_asleep = True
+    if tag == "weights":
+        with pytest.raises(RefitError, match=r"the engine sleeps.*POST /wake_up\?tags=weights"):
+            check_awake()
+    else:
+        check_awake()
