@@ -1,11 +1,11 @@
 """Ticketed cache of gather buffers: stable addresses, shared slots, and a check at every read.
 
-[Note: tickets and slots] A *ticket* is a weight group's promise of an address: it is reserved once, and every
-gather of that group lands in the same *slot*. Groups of one shape share slots round-robin, so neighbours in the
-chain never meet in one slot. What a slot holds is recorded by owner and generation: the generation is bumped at
-each claim, and a reader that presents another owner or generation gets StaleWeightError instead of somebody
-else's weight. A claim also bumps autograd's version counter of the buffers, so that code outside the engine that
-saved a gathered weight for backward is stopped by autograd's own in-place check.
+[Note: tickets and slots] A weight group reserves a *ticket* once; every gather of the group then writes to the same
+*slot*, at the same address. Groups of one shape share slots round-robin, so neighbours in the chain never use the
+same slot. A slot records its content by owner and generation. Each claim increments the generation, and a reader with
+another owner or generation gets StaleWeightError instead of another group's weight. A claim also increments
+autograd's version counter of the buffers: code outside the engine that saved a gathered weight for backward is then
+stopped by autograd's own in-place check.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Slot:
         """The stream of the last reader; a new gather must not overtake it."""
         self.last_read: Any = None
         """An event after the last read, once the reader's work is known to be enqueued (see
-        :meth:`etp.group.WeightGroup.read_until_here`), or after a gather that nobody took."""
+        :meth:`etp.group.WeightGroup.read_until_here`), or after a gather that was never consumed."""
         self.tenant: Any = None
-        """The group whose gather into this slot nobody has taken yet, or None."""
+        """The group whose gather into this slot has not been consumed yet, or None."""
         self.sharers = 0
         """How many tickets share it; 0 for a dedicated slot."""
         self._buffers: list[torch.Tensor] | None = None
@@ -72,7 +72,7 @@ class Slot:
         return self._buffers
 
     def claim(self, owner: str) -> int:
-        """Give the slot to ``owner`` for a new gather; what it held is void. Returns the new generation."""
+        """Assign the slot to ``owner`` for a new gather, which voids its content. Returns the new generation."""
         self.owner = owner
         self.generation += 1
         torch.autograd.graph.increment_version(self.buffers)
@@ -88,7 +88,7 @@ class Slot:
             )
 
     def void(self) -> None:
-        """Forget what it holds, and who read it when. The storage stays."""
+        """Void the content and forget its readers. The storage stays."""
         self.owner = None
         self.generation += 1
         self.tenant = None
@@ -128,11 +128,11 @@ class BufferCache:
         self._pinned = False
 
     def pin(self) -> None:
-        """Keep all storage for good from now on: a CUDA graph reads and writes it whenever it is replayed."""
+        """Never free storage from now on: a CUDA graph reads and writes it whenever it is replayed."""
         self._pinned = True
 
     def reserve(self, specs: tuple[BufferSpec, ...]) -> Ticket:
-        """Promise an address for gathers of these buffers: a slot of one's own while the budget lasts, else shared."""
+        """Reserve a slot for gathers of these buffers: a dedicated one while the budget lasts, then a shared one."""
         slot = Slot(specs)
         if slot.nbytes <= self._resident_left:
             self._resident_left -= slot.nbytes
@@ -143,7 +143,7 @@ class BufferCache:
             if len(shared) < self.slots_per_shape:
                 shared.append(slot)
             else:
-                # The slot with the fewest tickets, the first of those: in turn, as long as none was returned.
+                # The first slot with the fewest tickets: round-robin as long as no ticket was returned.
                 slot = min(shared, key=lambda candidate: candidate.sharers)
             slot.sharers += 1
             ticket = Ticket(slot, dedicated=False)

@@ -1,16 +1,16 @@
-"""The order in which a pass visits weight groups, learned from earlier passes, and what comes next in it.
+"""The order in which passes visit weight groups, learned from earlier passes, and predictions from it.
 
 [Note: chain] A chain has two timelines: one for forward passes, one for backward passes. The backward one holds
-recomputation and gradient visits in the order in which they happen, so activation recompute needs no special
-case. A timeline is the list of visits of the latest pass plus a cursor; the next entries after the cursor are
-what will probably be visited next, and therefore worth gathering now. Orders are kept by their first visit, so that a
-pass over a part of the model is not taken for one over the whole. A wrong guess costs a gather, never a wrong
-number: a group that was not prefetched is gathered when it is visited. All ranks of a shard group must visit in
-the same order, as with any collective.
+the visits of recomputation and of gradients in the order in which they happen, so activation recompute needs no
+special case. A timeline is the list of visits of the latest pass plus a cursor; the entries after the cursor are
+probably visited next, and therefore worth gathering now. Orders are stored by their first visit, so that a pass over
+part of the model is not mistaken for a pass over all of it. A wrong prediction costs a gather, never a wrong number:
+a group that was not prefetched is gathered when it is visited. All ranks of a shard group must visit in the same
+order, as with any collective.
 
-[Note: iterations] Where weights are known to stay as they are until somebody announces a change, the passes up to that
-are an *iteration*, and which kind of pass follows which is learned as well (:class:`PassSequence`): the end of one
-microbatch's backward pass gathers what the next microbatch's forward pass begins with.
+[Note: iterations] Where weights are known not to change until a change is announced, the passes between two
+announcements are an *iteration*. The sequence of their kinds is learned as well (:class:`PassSequence`), so that the
+end of one microbatch's backward pass can gather what the next microbatch's forward pass begins with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Timeline[T]:
         return self._visits[0] if self._visits else None
 
     def begin(self, guess: Sequence[T] = ()) -> None:
-        """Start a pass. The last one becomes the prediction; before any, ``guess`` does."""
+        """Start a pass. The previous pass becomes the prediction; before the first pass, ``guess`` does."""
         if self._visits:
             self._order = self._orders[id(self._visits[0])] = self._visits
         elif not self._order:
@@ -94,7 +94,7 @@ class Timeline[T]:
 
 
 class PassSequence[K]:
-    """The kinds of the passes of one iteration, learned from the iteration before."""
+    """The kinds of the passes of an iteration, learned from the previous iteration."""
 
     def __init__(self) -> None:
         self._former: list[K] = []
@@ -107,13 +107,16 @@ class PassSequence[K]:
 
     def begin(self, kind: K) -> None:
         """Record that a pass begins."""
-        # Without an announced change, as in a long evaluation, an iteration does not end; do not record it for ever.
+        # Without an announced change, as in a long evaluation, an iteration never ends: bound the record.
         if len(self._current) < _MOST_PASSES:
             self._current.append(kind)
 
     @property
     def next(self) -> K | None:
-        """What followed as many passes in the iteration before; None where nothing did, or the pass before differed."""
+        """The kind of pass that came next at this point of the previous iteration.
+
+        None if that iteration had ended here, or if its latest pass was of another kind than this one's.
+        """
         done = len(self._current)
         if not 0 < done < len(self._former) or self._former[done - 1] is not self._current[-1]:
             return None

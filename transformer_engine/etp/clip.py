@@ -11,7 +11,7 @@ from torch import nn
 from etp.errors import PeerMismatchError
 from etp.param import ETPShardedParam
 
-# Totals of ranks that should agree may differ by the rounding of sums in another order.
+# Totals that should agree may differ by rounding, because ranks sum in different orders.
 _SAME = 1e-5
 
 
@@ -22,18 +22,18 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale gradients down so that their total norm is at most ``max_norm``: as the unsharded model's would be.
+    """Scale gradients down so that the total norm of the unsharded model's gradients is at most ``max_norm``.
 
-    ``torch.nn.utils.clip_grad_norm_`` gives the same, with one small collective for each weight; this one needs one for
-    each shard group and dtype, and refuses what that one cannot see. Padding counts nothing, replicated parameters
-    count once, and a parameter that is named twice counts once. Collective over the shard groups.
+    ``torch.nn.utils.clip_grad_norm_`` has the same result, with one small collective per weight. This function needs
+    one per shard group and dtype, and detects misuse that the other cannot. Padding does not count; replicated
+    parameters, and parameters that are passed twice, count once. Collective over the shard groups.
 
     Args:
-        parameters: a module, or parameters of one, in the same order on all ranks. Those without gradient are left out.
-        max_norm: what the total norm is brought down to.
-        norm_type: p of the p-norm, ``float("inf")`` included.
-        error_if_nonfinite: whether a total that is not finite is an error; else gradients are scaled by it.
-        foreach: as in ``torch.nn.utils.clip_grad_norm_``; None means True here.
+        parameters: a module, or parameters in the same order on all ranks. Those without a gradient are ignored.
+        max_norm: upper bound of the total norm.
+        norm_type: p of the p-norm; may be ``float("inf")``.
+        error_if_nonfinite: raise if the total norm is not finite; otherwise gradients are scaled by it.
+        foreach: as in ``torch.nn.utils.clip_grad_norm_``, but None means True.
 
     Returns:
         The total norm before clipping, 0-dim, equal on all ranks of the shard groups.
@@ -41,8 +41,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: for a parameter whose gradient is in ``main_grad``, which Megatron clips itself.
         EtpStateError: if a gradient is not complete; see :func:`etp.wait_async_comms`.
-        PeerMismatchError: if ranks that share weights get other totals, because they hold other experts; nothing is
-            scaled then.
+        PeerMismatchError: if ranks that share weights get different totals because they hold different experts; no
+            gradient has been scaled then.
         RuntimeError: see ``error_if_nonfinite``.
     """
     params = _unique(parameters)
@@ -69,7 +69,7 @@ def _unique(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> li
 
 
 def _check_peers_agree(total: torch.Tensor, shards: list[ETPShardedParam]) -> None:
-    """Where weights have other shard groups than others (experts), ranks may hold other weights, so other totals."""
+    """Compare totals over each shard group: with several (experts), ranks may hold different weights."""
     by_ranks: dict[tuple[int, ...], ETPShardedParam] = {}
     for shard in shards:
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(shard.group)), shard)

@@ -34,25 +34,25 @@ class EtpConfig:
         transport: which collectives move the shards.
         prefetch_depth: gathers run ahead of compute by up to this many times the bytes of the chain's largest
             weight group, and by at least one group; 0 gathers each weight when it is needed.
-        resident_bytes: bytes of gathered weights that may stay between forward and backward, on top of the
-            ``prefetch_depth + 1`` slots that each shape has anyway.
+        resident_bytes: bytes of gathered weights that may stay in memory between forward and backward, in addition to
+            the ``prefetch_depth + 1`` slots of each shape.
         pad_for_alignment: a shard's rows are a multiple of this; 0 forbids padding.
         grad_reduction: mean or sum over the shard group.
         fp32_accumulation: sum the ranks' gradients in fp32, in rank order, rounding once; otherwise in the
             gradient's own dtype by the backend's reduce-scatter.
-        reduce_once_per_iteration: add the microbatches' weight gradients up locally (at full size) and
-            reduce-scatter once, when :func:`etp.wait_async_comms` is called. ``zero_grad()`` before that, of either
-            kind, drops what was added up: the iteration was given up.
-        reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Gathers then
-            also run ahead beyond the end of a pass, be it a forward or a backward pass, to what began the next one at
-            the same place of the iteration before; an iteration ends with a step of an optimizer or an announced
+        reduce_once_per_iteration: add the microbatches' weight gradients locally (at full size) and reduce-scatter
+            once, when :func:`etp.wait_async_comms` is called. Calling ``zero_grad()`` before that, with either value
+            of ``set_to_none``, discards the sums.
+        reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Look-ahead
+            then also continues across the end of a pass, forward or backward, with the weights that began the
+            corresponding next pass of the previous iteration; an iteration ends with an optimizer step or an announced
             change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
-            operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`; writes
-            through ``.data`` are not counted.
-        timeout_s: seconds to wait for a collective before an error; None takes the process group's own.
+            operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`. PyTorch does
+            not count writes through ``.data``.
+        timeout_s: seconds to wait for a collective before raising an error; None uses the process group's timeout.
 
     Raises:
-        ValueError: on a value out of range, naming it.
+        ValueError: for a value out of range, naming the option.
     """
 
     transport: TransportName = TransportName.AUTO

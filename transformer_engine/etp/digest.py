@@ -32,13 +32,13 @@ def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGr
     Args:
         tensors: what this rank holds, by name.
         group: the ranks that must agree.
-        what: what the message calls these tensors.
+        what: name of these tensors in the error message.
 
     Raises:
         PeerMismatchError: on every rank of the group, naming what differs from the group's first rank.
     """
     manifest = [f"{name} {list(t.shape)} {t.dtype}" for name, t in tensors.items()]
-    # Where the group's backend takes tensors; these may be elsewhere, such as a state dict that was read from a file.
+    # The device that the group's backend needs; the tensors may be elsewhere, such as a state dict read from a file.
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
     shape_digest = int.from_bytes(hashlib.sha256("\n".join(manifest).encode()).digest()[:8], "little", signed=True)
     if not _all_equal(torch.tensor([shape_digest], device=device), group).all():

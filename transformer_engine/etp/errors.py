@@ -1,4 +1,4 @@
-"""What the engine raises. Every message names the weight, the ranks and the way out."""
+"""The engine's errors. Messages name the weight or the ranks involved, and what to change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class EtpError(RuntimeError):
 
 
 class EtpStateError(EtpError):
-    """A weight group was driven through a transition that its state machine does not have."""
+    """A call that the engine's current state does not allow, such as an invalid transition of a weight group."""
 
 
 class StaleWeightError(EtpError):
-    """A consumer asked a slot for a gathered weight that the slot no longer holds."""
+    """A weight was read that is no longer, or not yet, what the reader expects: in its slot, or published to peers."""
 
 
 class EtpCommunicationError(EtpError):

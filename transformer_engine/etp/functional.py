@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 class ShardedWeight(Protocol):
-    """What these operations ask of the (first) weight of a group."""
+    """What these operations need from the (first) weight of a group."""
 
     requires_grad: bool
 
@@ -28,22 +28,22 @@ class ShardedWeight(Protocol):
         """Buffers of the full weights' shapes to compute gradients into."""
 
     def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing full gradients into the shards. Returns what autograd is to get for each shard."""
+        """Start reducing full gradients into the shards. Returns what to pass to autograd for each shard."""
 
     def returns_gradients(self) -> bool:
-        """Whether autograd is to get gradients at all."""
+        """Whether autograd receives the gradients, as under ``torch.autograd.grad``."""
 
 
 def _remember(ctx: Any, weights: Sequence[Any], first_input: int) -> None:
-    # Not save_for_backward: under activation checkpointing it would give back plain detached tensors.
+    # Not save_for_backward: under activation checkpointing it would return plain detached tensors.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
     ctx.first_input = first_input
-    """Place of the first weight among the tensors that the function was applied to."""
+    """Index of the first weight among the tensor arguments of the function."""
 
 
 def _unchanged(ctx: Any) -> Sequence[Any]:
-    """The weights, for a gradient that depends on their values: refuses weights that are no longer those of forward."""
+    """The weights, for a gradient that depends on their values; raises if they changed since the forward pass."""
     for weight, version in zip(ctx.weights, ctx.versions, strict=True):
         if weight._version != version:
             raise RuntimeError(
@@ -55,10 +55,10 @@ def _unchanged(ctx: Any) -> Sequence[Any]:
 
 
 def _accumulates(ctx: Any) -> bool:
-    """Whether the backward pass under way wants the gradient of any of the weights.
+    """Whether the current backward pass needs the gradient of any of the weights.
 
-    It does not for a frozen weight, and where ``backward(inputs=...)`` or ``torch.autograd.grad`` leaves them out.
-    autograd tells only its own functions, in ``needs_input_grad``, what it would do with their results.
+    It does not for frozen weights, or if ``backward(inputs=...)`` or ``torch.autograd.grad`` leaves the weights out.
+    A Python function's ``needs_input_grad`` does not account for the latter.
     """
     nodes = [node for node, _ in ctx.next_functions[ctx.first_input : ctx.first_input + len(ctx.weights)]]
     try:
@@ -175,13 +175,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """What ``torch.autocast`` casts the operands of a linear to; None where it is off."""
+    """The dtype that ``torch.autocast`` casts the operands of a linear to; None where autocast is off."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _without_autocast(x: torch.Tensor, cast: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast off, for products whose operands are cast already; nothing to do, in less time, where it is off."""
+    """Turn autocast off around operations whose operands are cast already; free where it is off anyway."""
     return nullcontext() if cast is None else torch.autocast(x.device.type, enabled=False)
 
 
@@ -192,12 +192,15 @@ def _cast_input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``torch.nn.functional.linear`` with a sharded weight.
+    """``torch.nn.functional.linear`` with a sharded weight. Collective over the shard group.
 
     Args:
         x: ``[..., in_features]``.
         weight: an :class:`etp.param.ETPShardedParam` of logical shape ``[out_features, in_features]``.
         bias: ``[out_features]``, replicated, or None.
+
+    Returns:
+        ``[..., out_features]``.
     """
     cast = _autocast_dtype(x)
     bias = None if bias is None else _cast_input(bias, cast)
@@ -215,10 +218,23 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """``torch.nn.functional.embedding`` with a table sharded over its rows.
+    """``torch.nn.functional.embedding`` with a table sharded over its rows. Collective over the shard group.
+
+    Args:
+        indices: integers of any shape.
+        weight: an :class:`etp.param.ETPShardedParam` of logical shape ``[rows, embedding_dim]``.
+        padding_idx: as in ``torch.nn.functional.embedding``.
+        max_norm: must be None.
+        norm_type: ignored, because it only matters with ``max_norm``.
+        scale_grad_by_freq: as in ``torch.nn.functional.embedding``.
+        sparse: must be False.
+
+    Returns:
+        ``[*indices.shape, embedding_dim]``.
 
     Raises:
-        ValueError: for ``max_norm`` (it edits the table in the forward pass) and ``sparse`` (no dense reduction).
+        ValueError: for ``max_norm`` (it edits the table in the forward pass), ``sparse`` (sparse gradients cannot be
+            reduced), or a ``padding_idx`` out of range.
     """
     del norm_type  # a norm only matters with max_norm
     if max_norm is not None or sparse:
@@ -240,13 +256,19 @@ def embedding(
 def grouped_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], m_splits: Sequence[int]
 ) -> torch.Tensor:
-    """One linear per group of rows of ``x``: rows ``m_splits[i]`` go through ``weights[i]``.
+    """Apply ``weights[i]`` to the i-th block of ``m_splits[i]`` rows of ``x``. Collective over the shard group.
 
     Args:
         x: ``[sum(m_splits), in_features]``.
         weights: the sharded weights of one group, in its order; ``[out_features, in_features]`` each.
-        biases: as many replicated biases, or none.
-        m_splits: rows of ``x`` for each weight.
+        biases: a replicated bias of ``[out_features]`` for each weight, or an empty sequence.
+        m_splits: number of rows of ``x`` for each weight.
+
+    Returns:
+        ``[sum(m_splits), out_features]``.
+
+    Raises:
+        ValueError: if ``m_splits`` does not fit ``weights`` and ``x``.
     """
     if len(m_splits) != len(weights) or sum(m_splits) != x.shape[0]:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""When weights are gathered: at a visit, unless their slot still holds them, and ahead of the visits to come.
+"""Decides when weights are gathered: at a visit, unless their slot still holds them, and ahead of later visits.
 
-[Note: reuse] In a backward pass, a weight that its slot still holds is handed out without a gather: between a
+[Note: reuse] In a backward pass, a weight that its slot still holds is returned without a gather: between a
 forward and its backward, weights do not change. A forward pass gathers every weight, unless
-``EtpConfig.reuse_across_forwards`` says that all changes of weights are counted or announced. These rules use
+``EtpConfig.reuse_across_forwards`` guarantees that all changes of weights are counted or announced. These rules use
 nothing that could differ between ranks, so all ranks skip the same gathers.
 """
 
@@ -25,7 +25,7 @@ from etp.routes import Route, Routes
 from etp.traffic import TrafficCounters
 from etp.versions import WeightVersions
 
-# Entries of a timeline that a visit looks at when it decides what to prefetch: bounds the host's work per visit.
+# Entries of a timeline that a visit considers for prefetching; bounds the host's work per visit.
 _LOOKAHEAD = 8
 
 
@@ -41,8 +41,8 @@ class Gathers:
         passes: which pass visits belong to.
 
     Attributes:
-        drained_after_parts: whether all that was started is finished at the end of each captured part; its forward
-            gathers ahead only then.
+        drained_after_parts: whether everything started in a captured part is finished at its end. Forward passes of
+            captured parts prefetch only then.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class Gathers:
     # One visit -----------------------------------------------------------------------------------------------
 
     def visit(self, group: WeightGroup, timeline: Timeline[WeightGroup]) -> list[torch.Tensor]:
-        """Hand out ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
+        """Return ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
 
         Args:
-            group: what a layer asks for.
-            timeline: that of the pass under way; see :meth:`etp.passes.Passes.enter`.
+            group: the group that a layer asks for.
+            timeline: the timeline of the current pass; see :meth:`etp.passes.Passes.enter`.
 
         Returns:
             the weights in the group's order, each of its logical shape, valid on the current stream.
 
         Raises:
-            EtpStateError: if a part of the model is captured and nothing outside of it would publish its weights.
-            StaleWeightError: if a shard changed since the forward pass, with a transport that would not see it.
+            EtpStateError: if a part of the model is captured and nothing outside it would publish its weights.
+            StaleWeightError: if a shard changed since the forward pass and the transport would not see the change.
         """
         timeline.visit(group)
         group.attach(self.cache)
@@ -133,18 +133,18 @@ class Gathers:
     # Ahead of visits -----------------------------------------------------------------------------------------
 
     def _prefetches(self, timeline: Timeline[WeightGroup]) -> bool:
-        """Whether to gather ahead: not what nobody might take before the end of a graph, which must join it."""
+        """Whether to prefetch: not if the gather might still be unused at the end of a graph, which must join it."""
         if not self._graphs.is_part:
             return True
         return timeline.knows_pass and (self._passes.in_backward or self.drained_after_parts)
 
     def _prefetch(self, timeline: Timeline[WeightGroup]) -> None:
-        """Start what comes next, until ``prefetch_depth`` times the largest group's bytes are under way."""
+        """Start the next gathers, until ``prefetch_depth`` times the largest group's bytes are in flight."""
         budget = self._config.prefetch_depth * self._largest_group
         if budget == 0:
             return
         in_flight = 0
-        spoken_for = {id(self._in_use.slot)} if self._in_use is not None else set()
+        needed_earlier = {id(self._in_use.slot)} if self._in_use is not None else set()
         ahead = itertools.chain(timeline.upcoming(), self._expected(timeline))
         for group in itertools.islice(ahead, _LOOKAHEAD):
             if in_flight >= budget:
@@ -155,17 +155,17 @@ class Gathers:
                 in_flight += group.nbytes if group.pending else 0
             else:
                 route = self._routes.of(group)
-                if slot in spoken_for or not self._may_prefetch(group, route):
+                if slot in needed_earlier or not self._may_prefetch(group, route):
                     return
                 self._make_room(group)
                 self._issue(group, route)
                 in_flight += group.nbytes
-            spoken_for.add(slot)
+            needed_earlier.add(slot)
 
     def _expected(self, timeline: Timeline[WeightGroup]) -> Iterator[WeightGroup]:
-        """What comes after the pass under way, whose end must be known.
+        """The beginning of the pass after the current one; empty unless the current order is known.
 
-        In a capture only behind a backward pass, whose end joins it; any forward pass may be the last of the graph.
+        In a capture only after a backward pass, whose end joins the gathers; any forward pass may be the graph's last.
         """
         may_be_last = self._graphs.capture is not None and not self._passes.in_backward
         return iter(()) if may_be_last or not timeline.knows_pass or self._graphs.is_part else self._passes.expected()
@@ -181,25 +181,25 @@ class Gathers:
         layout = shard.layout
         local = shard.local_shard()
         full = local.new_empty(layout.padded_shape)
-        # Not by the group's own transport: that may move shards as they were when they were last published, and weights
-        # may be asked for before they are on the device that they are trained on.
+        # Not by the group's own transport: it may move shards as they were last published, and full weights may be
+        # requested before the shards are on the device on which they are trained.
         transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self._config.timeout_s)
         transport.all_gather([full], [local], f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
     def change_mode(self, groups: Sequence[WeightGroup]) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is gathered any more."""
+        """A CUDA graph capture begins, with the device idle, or has ended: void everything gathered so far."""
         for group in groups:
             group.change_mode()
         self._in_use = None
 
     def finish(self, groups: Sequence[WeightGroup]) -> None:
-        """Finish what is under way: gathers ahead of visits that have not come. What they gathered stays."""
+        """Finish prefetches whose visits have not happened. What they gathered stays in its slots."""
         for group in groups:
             group.abandon_gather()
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
-        """Finish what is under way and free the slots of the mode that the runtime is in."""
+        """Finish gathers in flight and free the slots of the current mode (inside or outside of a capture)."""
         self.finish(groups)
         self._in_use = None
         self.cache.clear()

@@ -1,11 +1,11 @@
-"""Weight gradients on their way to the shards: leased buffers, reductions under way, and where they end.
+"""Weight gradients on their way to the shards: leased buffers, reductions in flight, and their destinations.
 
-[Note: deferred accumulation] A reduction is started as soon as its GEMM is done and finished when the reductions after
-it hold twice the bytes of the largest, when its buffer is needed again (or at the end of the backward pass), so that
-it runs beside the next layers' GEMMs and compute does not wait for it. Only when it is finished do
-the shard's ``grad`` or ``main_grad`` hold it, and only then do hooks run: a data-parallel bucket that went off
-earlier would carry a gradient that is not there yet. A reduction that is finished in a later pass runs no hooks: they
-would be taken for that pass's, and Megatron sends a bucket off once it has counted the last microbatch's.
+[Note: deferred accumulation] A reduction starts as soon as its GEMM is enqueued. It is finished once the reductions in
+flight hold more than twice the bytes of the largest one, when its buffer is needed again, or at the end of the backward
+pass. It thus runs beside the next layers' GEMMs, and compute does not wait for it. Only when it is finished do the
+shard's ``grad`` or ``main_grad`` contain it, and only then do hooks run: a data-parallel bucket that was sent earlier
+would lack this gradient. A reduction that is finished in a later pass runs no hooks, because they would be attributed
+to that pass, and Megatron sends a bucket once it has counted the last microbatch's hooks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from etp.streams import Ready
 
 
 class WgradPool:
-    """Recycled buffers of full (padded) gradients, keyed by element count and dtype.
+    """Recycled buffers of full (padded) gradients, keyed by element count, dtype and device.
 
-    The pool takes back only what it lent: a buffer that came from elsewhere is left to its owner.
+    The pool accepts back only buffers that it lent.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class WgradPool:
         self._free[flat.numel(), flat.dtype, flat.device].append(flat)
 
     def write_off(self) -> None:
-        """Forget what is lent: whoever leased it has failed and will not bring it back."""
+        """Forget the buffers that are lent out: their users have failed and will not return them."""
         self._lent.clear()
 
     def nbytes(self) -> int:
@@ -114,7 +114,7 @@ class PendingReduction:
             self._release()
 
     def discard(self) -> None:
-        """Wait, and drop the result: the backward pass that it belongs to was abandoned."""
+        """Wait, and drop the result, because its backward pass was abandoned."""
         try:
             self._wait()
         finally:
@@ -135,12 +135,12 @@ class PendingReduction:
 
 
 def padded_wgrad(wgrad: torch.Tensor, padded_shape: tuple[int, ...], pool: WgradPool) -> torch.Tensor:
-    """The gradient as a contiguous tensor of the padded shape, its padding rows zero.
+    """The gradient as a contiguous tensor of the padded shape, with zeros in the padding rows.
 
     Args:
         wgrad: gradient of the logical shape: a fresh tensor, or the leading rows of a buffer leased from ``pool``.
         padded_shape: shape with padding rows.
-        pool: where a buffer comes from when ``wgrad`` cannot be used as it lies.
+        pool: provides a buffer when ``wgrad`` cannot be used in place.
     """
     rows = wgrad.shape[0]
     if tuple(wgrad.shape) == padded_shape and wgrad.is_contiguous():
@@ -160,9 +160,9 @@ def gradient_is_absent(param: Any) -> bool:
 
 
 def gradient_sink(param: torch.nn.Parameter) -> GradSink:
-    """Where a reduction into ``param`` goes: ``main_grad`` if it has one, else ``grad``, made now if there is none.
+    """The destination of a reduction into ``param``: ``main_grad`` if it has one, else ``grad`` or a new tensor.
 
-    A gradient made here is not yet ``param.grad``: it becomes that when the reduction is published.
+    A new tensor becomes ``param.grad`` only when the reduction is published.
     """
     target: torch.Tensor | None = getattr(param, "main_grad", None)
     if target is None:

@@ -1,16 +1,16 @@
-"""CUDA graphs: whether work is being captured into one, and which buffers belong to what is captured.
+"""CUDA graphs: whether a capture is in progress, and which buffers belong to captured work.
 
-[Note: graphs] Host code runs once, when a graph is captured; its replays touch memory that the host does not see
-change. Therefore:
+[Note: graphs] Host code runs once, when a graph is captured; its replays change memory without the host's knowledge.
+Therefore:
 
-- What is captured has gather slots and gradient buffers of its own, which work outside of graphs never touches. The
-  first capture takes over those that the passes before it have filled, so that none is made inside.
-- A graph gathers all that it reads, and finishes all that it starts: nothing gathered before a capture counts inside,
-  nor the other way round. Within a capture weights are reused as always, because a replay does the same in the same
-  order.
-- A capture is *whole* when the forward of the module that was sharded is called inside. Weights change between two
-  replays of it, so it publishes them itself, and afterwards passes outside of it trust no count of changes.
-- Any other capture is a *part*: its weights are published outside, when that forward begins.
+- Captured work has its own gather slots and gradient buffers, which eager work never touches. The first capture takes
+  over the buffers that the passes before it have filled, so that none is allocated inside a capture.
+- A graph gathers everything it reads and finishes everything it starts: nothing gathered before a capture is used
+  inside it, nor the other way round. Within a capture, gathered weights are reused as usual, because a replay performs
+  the same operations in the same order.
+- A capture is *whole* if the forward of the sharded module is called inside it. Weights change between its replays, so
+  it publishes them itself; afterwards, eager passes no longer trust the count of changes.
+- Any other capture is a *part*: its weights are published outside it, when the module's forward begins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etp.grads import WgradPool
 
 @dataclass(frozen=True)
 class Buffers:
-    """Where gathers land, and where gradients are computed."""
+    """Gather slots, and buffers for full gradients."""
 
     cache: BufferCache
     pool: WgradPool
@@ -56,12 +56,12 @@ class GraphModes:
 
     @property
     def buffers(self) -> Buffers:
-        """Those of the mode that the engine is in."""
+        """The buffers of the current mode."""
         return self._eager if self.capture is None or self._captured is None else self._captured
 
     @property
     def all_buffers(self) -> list[Buffers]:
-        """Those of both modes."""
+        """The buffers of both modes."""
         return [self._eager] if self._captured is None else [self._eager, self._captured]
 
     @property
@@ -85,7 +85,7 @@ class GraphModes:
             self._captured.cache.pin()
             self._eager = Buffers(self._new_cache(), WgradPool())
         else:
-            # Warming up for the next capture filled these; they come back when they are needed.
+            # Filled by the warm-up for this capture; allocated again on demand.
             self._eager.cache.clear()
             self._eager.pool.clear()
         self._captured.cache.void()

@@ -6,8 +6,8 @@
     reduce: NONE -> ISSUED (collective started) -> READY (result ordered)        -> NONE (published, buffer free)
 
 A gathered weight stays in its slot after it was handed out, and may be handed out again without a gather as long
-as nobody else claimed the slot and the shard did not change: see :meth:`WeightGroup.holds`. A gather that fails to
-start, or to end, leads back to NONE, and its slot holds nothing.
+as no other group has claimed the slot and the shard has not changed: see :meth:`WeightGroup.holds`. A gather that fails
+to start or to finish returns to NONE, and its slot is void.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etp.streams import Lane, Ready
 
 
 class GatherState(Enum):
-    """Of the next hand-out of a gathered weight."""
+    """State of the gather whose result is handed out next."""
 
     NONE = "none"
     ISSUED = "issued"
@@ -36,7 +36,7 @@ class GatherState(Enum):
 
 
 class ReduceState(Enum):
-    """Of the gradient reduction under way."""
+    """State of the gradient reduction in flight."""
 
     NONE = "none"
     ISSUED = "issued"
@@ -54,7 +54,7 @@ _SUCCESSOR = {
 
 
 class Shard(Protocol):
-    """What a group asks of the parameters it is made of (:class:`etp.param.ETPShardedParam`)."""
+    """What a group needs from its parameters (:class:`etp.param.ETPShardedParam`)."""
 
     fqn: str
     requires_grad: bool
@@ -73,7 +73,7 @@ class Shard(Protocol):
         """The shard's dtype and device."""
 
     def join_group(self, group: WeightGroup, index: int) -> None:
-        """Learn which group this shard is gathered with, and its place there."""
+        """Record the group that this shard is gathered with, and its index in it."""
 
     def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph."""
@@ -82,7 +82,7 @@ class Shard(Protocol):
         """Call ``done`` whenever autograd itself has accumulated a gradient of this shard."""
 
     def run_reduce_hooks(self) -> None:
-        """Tell whoever waits for this shard's gradient that it is complete."""
+        """Run the hooks that wait for this shard's complete gradient."""
 
 
 class WeightGroup:
@@ -121,7 +121,7 @@ class WeightGroup:
 
     @property
     def name(self) -> str:
-        """The first weight's name, and how many follow."""
+        """The first weight's name, and the number of further weights."""
         first = self.shards[0].fqn
         if self._named != first:
             more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
@@ -150,7 +150,7 @@ class WeightGroup:
         return self._specs
 
     def attach(self, cache: BufferCache) -> None:
-        """Hold a ticket of ``cache``; a new one if dtype or device changed since the last one."""
+        """Use the group's ticket of ``cache``, reserving one if there is none or if dtype or device have changed."""
         (dtype, device), first = self.shards[0].placement(), self.specs[0]
         if first.dtype != dtype or first.device != device:
             self._specs = ()
@@ -163,7 +163,7 @@ class WeightGroup:
         self._cache, self._slot = cache, cache.get(self._tickets[cache])
 
     def detach(self) -> None:
-        """Give all tickets back."""
+        """Return all tickets."""
         self.abandon_gather()
         for cache, ticket in self._tickets.items():
             cache.unreserve(ticket)
@@ -171,7 +171,7 @@ class WeightGroup:
         self._cache = self._slot = None
 
     def change_mode(self) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is under way or held."""
+        """A CUDA graph capture begins, with the device idle, or has ended: forget what is in flight or held."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
         self._cache = self._slot = None
@@ -179,7 +179,7 @@ class WeightGroup:
 
     @property
     def pending(self) -> bool:
-        """Whether a gather was started whose result nobody has taken yet."""
+        """Whether a gather was started whose result has not been taken yet."""
         return self.gather_state is not GatherState.NONE
 
     def holds(self, epoch: int) -> bool:
@@ -199,10 +199,10 @@ class WeightGroup:
     def issue_gather(
         self, transport: Transport, lane: Lane, *, pass_number: int, epoch: int, waits: Sequence[Any] | None
     ) -> None:
-        """Start gathering into the slot; its previous content is void from here on.
+        """Start gathering into the slot, which voids its previous content.
 
         Args:
-            transport: what moves the shards.
+            transport: moves the shards.
             lane: where the gather runs.
             pass_number: the runtime's count of passes.
             epoch: the runtime's count of announced weight changes.
@@ -229,13 +229,16 @@ class WeightGroup:
         return tuple(value for shard in self.shards for value in shard.content_version())
 
     def read_until_here(self, lane: Lane) -> None:
-        """Note that whoever took the weights has enqueued its work on them by now."""
+        """Record that the consumer of the weights has enqueued its work on them by now."""
         slot = self._slot
         if slot is not None and slot.generation == self._generation and slot.last_read is None:
             slot.last_read = lane.mark(slot.reader_stream)
 
     def take(self, lane: Lane) -> list[torch.Tensor]:
-        """Hand out the gathered weights: logical shapes, views of the slot, ``requires_grad`` as the shards'.
+        """Hand out the gathered weights, ordered after the gather on the current stream.
+
+        Returns:
+            the weights in the group's order: views of the slot, of logical shape, with the shards' ``requires_grad``.
 
         Raises:
             StaleWeightError: if the slot was claimed by another group since the gather.
@@ -258,17 +261,17 @@ class WeightGroup:
         ]
 
     def trained(self) -> list[bool]:
-        """Of each weight, whether it is trained."""
+        """For each weight, whether it is trained."""
         # Not through __torch_function__, which would take most of the time.
         with torch._C.DisableTorchFunctionSubclass():
             return [shard.requires_grad for shard in self.shards]
 
     def abandon_gather(self) -> None:
-        """Drop a gather that nobody took, once it is done; its slot is free afterwards."""
+        """Wait for a gather that was not taken, and drop it; its slot is free afterwards."""
         if self._ready is not None:
             ready = self._ready
             self._join(ready)
-            # The next gather into the slot may be on another lane, and waits for no event but this.
+            # The next gather into the slot may be on another lane, which waits only for this event.
             self.slot.last_read = ready.mark()
         if self.gather_state is GatherState.ISSUED:
             self._set_gather_state(GatherState.READY)
@@ -286,7 +289,7 @@ class WeightGroup:
             raise
 
     def _gather_failed(self) -> None:
-        """Nobody may take what the slot has now; the next visit gathers anew."""
+        """Void the slot's content for all readers; the next visit gathers again."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
         self.gather_state = GatherState.NONE

@@ -1,8 +1,8 @@
 """Sharded layers to build a model from: Linear, LayerNormLinear, GroupedLinear.
 
-With Transformer Engine and CUDA each call returns TE's own module with sharded weights; otherwise the plain
-PyTorch implementation below, which is the reference and has the same signature and results. Construction is
-collective: the weights are those that the first rank of the group drew.
+With Transformer Engine and CUDA, constructing one of these returns TE's own module with sharded weights; otherwise the
+plain PyTorch implementation below, which is the reference and has the same signature and results. Construction is
+collective: all ranks take the weights drawn by the first rank of the group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etp.te import te_available, te_pytorch
 
 
 class _ShardedModule(nn.Module):
-    """A layer whose weights are sharded, with a runtime of its own until ``shard_module`` gives it a shared one.
+    """A layer with sharded weights. It has its own runtime until ``shard_module`` gives it a shared one.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -34,7 +34,7 @@ class _ShardedModule(nn.Module):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """TE's module where TE can run; see the module's docstring. A user's own subclass is never replaced."""
+        """Return TE's module where TE can run; see the file's docstring. User-defined subclasses are never replaced."""
         if _ShardedModule in cls.__bases__ and _wants_te(kwargs):
             return _build_te(cls, args, kwargs)
         return super().__new__(cls)
@@ -45,7 +45,7 @@ class _ShardedModule(nn.Module):
 
     @staticmethod
     def weight_names(arguments: Mapping[str, Any]) -> list[str]:
-        """Names of the sharded weights of a layer that is constructed with these arguments."""
+        """Names of the sharded weights of a layer constructed with these arguments."""
         del arguments
         return ["weight"]
 
@@ -174,7 +174,7 @@ class GroupedLinear(_ShardedModule):
     """``num_gemms`` linears, each on its own rows of the input, gathered and reduced together.
 
     Args:
-        num_gemms: how many (local) experts.
+        num_gemms: number of (local) experts.
         in_features: size of the last dimension of the input.
         out_features: size of the last dimension of the output.
         bias: whether each has a bias.
@@ -230,9 +230,21 @@ class GroupedLinear(_ShardedModule):
 def shard_weights(
     module: nn.Module, weight_names: Sequence[str], group: dist.ProcessGroup, config: EtpConfig | None
 ) -> EtpRuntime:
-    """Make one module's weights shards of one weight group, driven by a runtime of its own. Collective.
+    """Shard one module's weights in place, as one weight group with its own runtime. Collective over ``group``.
 
     All parameters first take the values of the group's first rank.
+
+    Args:
+        module: the layer, with full weights.
+        weight_names: names of its parameters to shard.
+        group: the shard group.
+        config: engine options; the defaults if None.
+
+    Returns:
+        The runtime that drives the weights.
+
+    Raises:
+        ValueError: if this rank is not in ``group``, or a weight cannot be sharded.
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is no member of etp_group; pass each rank its own group")
@@ -259,7 +271,7 @@ def _wants_te(kwargs: dict[str, Any]) -> bool:
 
 
 def _build_te(cls: type[_ShardedModule], args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Module:
-    """TE's module of the same name, with the arguments that our signature shares with it."""
+    """TE's module of the same name, built with the arguments that both signatures share."""
     bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
     bound.pop("self")
     group, config = bound.pop("etp_group"), bound.pop("config", None)

@@ -1,7 +1,7 @@
-"""A sharded weight as an ``nn.Parameter``: its identity, and what consumers may ask of it.
+"""A sharded weight as an ``nn.Parameter``: its identity, and its interface for consumers.
 
-The parameter's data is this rank's shard. All behaviour is delegated: to its :class:`WeightGroup` for what is
-gathered with it, and to its :class:`ShardDriver` (the runtime) for when. Three kinds of consumer are served:
+The parameter's data is this rank's shard. Its :class:`WeightGroup` knows what is gathered together with it, and its
+:class:`ShardDriver` (the runtime) decides when. There are three kinds of consumers:
 
 - ``torch.nn.functional.linear`` and ``embedding``, by name, so any module that calls them works unchanged;
 - Transformer Engine modules, through its ``DistributedWeight`` protocol (TE PR 3005);
@@ -37,13 +37,13 @@ class ShardDriver(GradDriver, Protocol):
         """A buffer for one of the group's full gradients."""
 
     def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing the group's full gradients. Returns what autograd is to get for each: None, as a rule."""
+        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
 
     def returns_gradients(self, group: WeightGroup) -> bool:
-        """Whether autograd is to get the gradients of this group's shards, instead of the shards."""
+        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One full weight in memory of its own."""
+        """One full weight, newly allocated."""
 
     def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
         """``[ranks, n]``: what every rank has in ``own``, ``[n]``."""
@@ -60,7 +60,7 @@ _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding: functional.embedding,
 }
 
-# Products with a shard in the place of a weight have plausible shapes and wrong values: refuse them by name.
+# Operations on a shard in place of its weight have plausible shapes and wrong values: refuse them by name.
 _REFUSED_FUNCTIONS = frozenset(
     {
         torch.matmul,
@@ -98,7 +98,7 @@ class ETPShardedParam(torch.nn.Parameter):
 
     Attributes:
         group: the process group whose rank r holds shard r.
-        fqn: what messages call it; the parameter's dotted name once a runtime has adopted its module.
+        fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
         is_distributed_weight: marker of TE's ``DistributedWeight`` protocol.
     """
 
@@ -112,13 +112,13 @@ class ETPShardedParam(torch.nn.Parameter):
         """Make a parameter of a shard.
 
         Args:
-            shard: ``layout.shard_shape``; taken as it is, not copied; padding rows must be zero.
-            layout: how the weight is cut.
+            shard: tensor of ``layout.shard_shape``, not copied; its padding rows must be zero.
+            layout: how the weight is sharded.
             group: the shard group.
             requires_grad: whether it is trained.
 
         Raises:
-            ValueError: if this rank is not in ``group`` or a size does not agree.
+            ValueError: if this rank is not in ``group``, or ``shard``, ``layout`` and ``group`` do not match.
         """
         own_rank(group)
         size = dist.get_world_size(group)
@@ -149,7 +149,7 @@ class ETPShardedParam(torch.nn.Parameter):
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
-        """Cut this rank's shard out of a full weight, which every rank must hold with equal values."""
+        """Cut this rank's shard out of a full weight, whose values must be equal on all ranks."""
         rank = own_rank(group)
         layout = ShardLayout(tuple(weight.shape), dist.get_world_size(group), pad_for_alignment)
         return cls(cut_shard(weight.detach(), layout, rank), layout, group, weight.requires_grad)
@@ -167,13 +167,13 @@ class ETPShardedParam(torch.nn.Parameter):
         return self._weight_group
 
     def join_group(self, group: WeightGroup, index: int) -> None:
-        """Become weight ``index`` of a group; called once, when the group is made."""
+        """Become weight ``index`` of a group; called once, when the group is constructed."""
         if self._weight_group is not None:
             raise EtpStateError(f"{self.fqn} is in group {self._weight_group.name} already")
         self._weight_group, self._group_index = group, index
 
     def attach(self, driver: ShardDriver, fqn: str) -> None:
-        """Let ``driver`` run this weight's collectives, and give it a name."""
+        """Set the driver that runs this weight's collectives, and the weight's name."""
         self._driver, self.fqn = driver, fqn
 
     @property
@@ -194,12 +194,12 @@ class ETPShardedParam(torch.nn.Parameter):
             return self.detach()
 
     def content_version(self) -> tuple[int, int]:
-        """Changes when the shard changes in a way that PyTorch counts, or is bound to other storage."""
+        """A value that changes when PyTorch counts a change of the shard, or when it is bound to other storage."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._version, self.data_ptr()
 
     def placement(self) -> tuple[torch.dtype, torch.device]:
-        """The shard's dtype and device, read in less time than as two attributes."""
+        """The shard's dtype and device; faster than reading the two attributes."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.dtype, self.device
 
@@ -216,7 +216,7 @@ class ETPShardedParam(torch.nn.Parameter):
         """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``.
 
         Returns:
-            what autograd is to get for each shard of the group: None, but under ``torch.autograd.grad``.
+            what to pass to autograd for each shard of the group: None, except under ``torch.autograd.grad``.
         """
         return self.driver.reduce_wgrads(self.weight_group, wgrads)
 
@@ -225,7 +225,7 @@ class ETPShardedParam(torch.nn.Parameter):
         return self.driver.returns_gradients(self.weight_group)
 
     def full_tensor(self) -> torch.Tensor:
-        """The full weight, logical shape, in memory of its own. Collective over the shard group."""
+        """The full weight, of logical shape, newly allocated. Collective over the shard group."""
         return self.driver.gather_full(self.weight_group, self._group_index)
 
     def register_reduce_hook(self, hook: Callable[[], None]) -> None:
@@ -235,7 +235,7 @@ class ETPShardedParam(torch.nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
 
-        Autograd does not know of this hook: it would call it in its own turn, before the reduction is done.
+        The engine runs this hook, not autograd, which would call it before the reduction is done.
         """
         handle = RemovableHandle(self._accumulate_hooks)
         self._accumulate_hooks[handle.id] = hook
@@ -256,14 +256,14 @@ class ETPShardedParam(torch.nn.Parameter):
     def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
-        Autograd runs a tensor's own hooks then, also where all uses gave it None; see [Note: once a backward] in
+        Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
         ``etp/reductions.py``.
         """
 
         def visited(grad: torch.Tensor | None) -> torch.Tensor | None:
             done()
-            # A graphed callable's static memory: autograd would keep it as the gradient, for the next replay to change.
-            # While one is captured, the gradient is not there yet.
+            # Clone a graphed callable's static memory: autograd would keep it as the gradient, and the next replay
+            # would overwrite it. During a capture, the gradient does not exist yet.
             return None if grad is None or _captured_now(grad) else grad.clone()
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -294,7 +294,7 @@ class ETPShardedParam(torch.nn.Parameter):
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``.
 
         Raises:
-            TypeError: under hooks on saved tensors, which hand TE's backward a plain tensor in place of the shard.
+            TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
         """
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise TypeError(
@@ -311,7 +311,7 @@ class ETPShardedParam(torch.nn.Parameter):
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None] | torch.Tensor | None:
-        """Reduce the full gradients. They arrive on the shards, so autograd gets None; see :meth:`reduce_wgrads`."""
+        """Reduce the full gradients into the shards; autograd gets None as a rule, see :meth:`reduce_wgrads`."""
         if isinstance(wgrads, torch.Tensor):
             return self.reduce_wgrads([wgrads])[0]
         return self.reduce_wgrads(wgrads)
@@ -388,7 +388,7 @@ def own_rank(group: dist.ProcessGroup) -> int:
 
 
 def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:
-    """Shard ``rank`` of a full weight, in memory of its own, padding rows zero."""
+    """Shard ``rank`` of a full weight, newly allocated, with zeros in the padding rows."""
     if tuple(weight.shape) != layout.shape:
         raise ValueError(f"the weight has shape {tuple(weight.shape)}; its layout says {layout.shape}")
     start, stop = layout.logical_range(rank)

@@ -1,9 +1,9 @@
-"""Which forward or backward pass a runtime is in: what begins a pass, what ends it, and what it leaves if it dies.
+"""Tracks which forward or backward pass a runtime is in, and cleans up after a pass that failed.
 
 A *forward pass* begins when the *root*, the adopted module, is called, at the first forward visit after a backward
 one, or when its first group is visited again. A *backward pass* begins at the first visit inside an autograd graph
-task and ends when that task does; activation recompute happens inside it. One whose task died in an exception is
-*abandoned*: its gradients are dropped before the next pass begins.
+task and ends with that task; activation recompute happens inside it. A backward pass whose task ended in an exception
+is *abandoned*: its gradients are dropped before the next pass begins.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from etp.versions import WeightVersions
 
 logger = logging.getLogger(__name__)
 
-# Visits to one group that a single forward pass may have, on average, before it is taken for many passes.
+# Average number of visits per group after which a forward pass without an end is treated as several passes.
 _MOST_VISITS = 64
 
 
 class _BackwardToken:
-    """Lives as long as autograd's graph task does: the task's callback holds the only reference."""
+    """Lives as long as autograd's graph task, whose callback holds the only reference."""
 
 
 class Passes:
     """The passes of one runtime, and the order of visits in them.
 
     Args:
-        groups: the runtime's groups; the list that it adds to.
-        reductions: gradients of sharded weights; told when a pass begins and when a backward pass ends.
-        replicated: gradients of other parameters; looked for from each forward pass on.
-        weights: versions of the shards; told when a forward pass begins.
-        at_end: called at the end of a backward pass, after what the pass added up has started to be reduced. If it
+        groups: the runtime's own list of groups, shared so that later additions are seen.
+        reductions: gradients of sharded weights; notified when a pass begins and when a backward pass ends.
+        replicated: gradients of other parameters; hooks are updated at each forward pass.
+        weights: versions of the shards; notified when a forward pass begins.
+        at_end: called at the end of a backward pass, after the reductions of its local sums have started. If it
             raises, the pass counts as abandoned.
 
     Attributes:
         chain: the order of visits, in forward and in backward passes.
-        number: tells the latest pass from all others.
-        in_backward: whether the latest pass is a backward pass, be it under way or over.
+        number: unique number of the latest pass.
+        in_backward: whether the latest pass is a backward pass, in progress or finished.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Passes:
     # The root ------------------------------------------------------------------------------------------------
 
     def set_root(self, module: nn.Module) -> None:
-        """From now on ``module``'s calls begin forward passes. Whoever sees them calls :meth:`begin_forward`."""
+        """Let calls of ``module`` delimit forward passes; the caller hooks them to :meth:`begin_forward`."""
         self._root = weakref.ref(module)
 
     @property
@@ -91,16 +91,16 @@ class Passes:
     # Passes --------------------------------------------------------------------------------------------------
 
     def enter(self, group: WeightGroup) -> Timeline[WeightGroup]:
-        """The timeline that a visit of ``group`` belongs to, right now; begins another pass if the visit does.
+        """The timeline that a visit of ``group`` belongs to now; begins a new pass if the visit starts one.
 
-        Learns as well which groups one forward pass uses more than once. The caller records the visit.
+        Also detects groups that one forward pass uses more than once. The caller records the visit.
         """
         if inside_backward():
             self.enter_backward()
             return self.chain.backward
         forward = self.chain.forward
         revisits_head = forward.head is group and not self.has_root
-        # Without a backward pass or a call of the root, nothing ends a pass; do not record visits for ever.
+        # Without a backward pass or a call of the root, nothing ends a pass: bound the record of visits.
         if self.in_backward or revisits_head or len(forward) > _MOST_VISITS * len(self._groups):
             self.begin_forward()
         elif forward.seen(group) and self._may_have_backward():
@@ -108,7 +108,7 @@ class Passes:
         return forward
 
     def _may_have_backward(self) -> bool:
-        """Whether the forward pass under way can be differentiated: not while evaluating.
+        """Whether the current forward pass may be followed by a backward pass: not while evaluating.
 
         Reentrant checkpointing runs its forward without gradients, so the module's mode counts too.
         """
@@ -133,7 +133,7 @@ class Passes:
             self._sequence.begin(self.chain.forward)
 
     def enter_backward(self) -> None:
-        """Begin a backward pass, inside autograd's graph task, unless it is under way."""
+        """Begin a backward pass, inside autograd's graph task, unless one is in progress."""
         if self.backward_is_under_way:
             return
         self.drop_abandoned()
@@ -148,21 +148,21 @@ class Passes:
         self._sequence.begin(self.chain.backward)
 
     def expected(self) -> Iterator[WeightGroup]:
-        """What the pass after the one under way should visit, where the iteration before tells; else nothing.
+        """The predicted visits of the pass after the current one; empty if the previous iteration does not tell.
 
         See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes, and
-        not in an evaluation, which is no part of an iteration.
+        not during an evaluation, which is not part of an iteration.
         """
         following = self._sequence.next if self._in_sequence and self._weights.trusted else None
         return iter(()) if following is None else following.beginning()
 
     @property
     def backward_is_under_way(self) -> bool:
-        """Whether a backward pass has begun, and its graph task is alive."""
+        """Whether a backward pass has begun and its graph task is still alive."""
         return self._token is not None and self._token() is not None
 
     def drop_abandoned(self) -> None:
-        """Forget the gradients of a backward pass that ended in an exception: half of them are missing anyway."""
+        """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
         # The end callback resets the reference; a dead one means that the task died in an exception.
         if self._token is None or self._token() is not None:
             return
@@ -179,7 +179,7 @@ class Passes:
         self._token = None
 
     def change_mode(self) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended: whatever comes is another pass."""
+        """A CUDA graph capture begins, with the device idle, or has ended: the next visit starts a new pass."""
         self._token = None
         self.in_backward = False
         self.number += 1
@@ -187,7 +187,7 @@ class Passes:
         self.chain.begin_forward()
 
     def forget_orders(self) -> None:
-        """Unlearn the order of visits: the runtime has lost groups."""
+        """Forget the learned orders, because the runtime has lost groups."""
         self.chain = Chain()
         self._sequence = PassSequence()
 

@@ -1,14 +1,15 @@
-"""The gradient half of a runtime: what is added up locally, what is being reduced, and when hooks may run.
+"""The gradient half of a runtime: local sums, reductions in flight, and when hooks may run.
 
-[Note: once a backward] A weight can be used several times in one backward pass. Whether another use is still to come
-is known to autograd alone: it visits the shard's own node once all uses in its graph have been differentiated, even
-though they all gave it None. Hooks wait for that visit, so that they run once and see the whole gradient, as those of
-an unsharded parameter do. Uses that one forward pass can see (tied weights) are added up first and reduced once.
+[Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
+is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
+returned None. Hooks wait for that visit, so that they run once and see the whole gradient, as an unsharded parameter's
+hooks do. Several uses in one forward pass (tied weights) are added locally first and reduced once.
 
-[Note: returned gradients] Under ``torch.autograd.grad`` a shard's gradient goes to autograd. So it does in graphed
-callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's takes what
-it finds in ``grad``, and both replay inside an autograd function that returns what was captured. The capture gives them
-the memory that the reduction fills, the replay hands it out, autograd accumulates it, and hooks run behind that.
+[Note: returned gradients] Under ``torch.autograd.grad`` a shard's gradient is returned through autograd. The same holds
+in graphed callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's
+version takes what it finds in ``grad``, and both replay inside an autograd function that returns what was captured. The
+capture gives them the memory that the reduction fills, the replay returns that memory, autograd accumulates it, and
+hooks run after that.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Reductions:
         """See :class:`etp.shard_grad.GradDriver`.
 
         Raises:
-            EtpStateError: if a gradient of ``group`` is still on its way.
+            EtpStateError: if a gradient of ``group`` has not been fully reduced.
         """
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
@@ -76,11 +77,11 @@ class Reductions:
 
     @property
     def idle(self) -> bool:
-        """Whether every gradient is on its shards."""
+        """Whether every gradient has been reduced into its shards."""
         return not self._pending and not self._local_sums
 
     def change_mode(self) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended: nothing is under way."""
+        """A CUDA graph capture begins, with the device idle, or has ended: forget what was in flight."""
         self._pending.clear()
         self._local_sums.clear()
         self._used_further.clear()
@@ -88,7 +89,7 @@ class Reductions:
         self.pool = self._graphs.buffers.pool
 
     def begin_pass(self) -> None:
-        """Another forward or backward pass begins: what is under way belongs to an earlier one."""
+        """A new pass begins: mark reductions in flight as belonging to an earlier one."""
         for pending in self._pending:
             pending.belated = True
         self._hooks_owed.clear()
@@ -103,17 +104,17 @@ class Reductions:
         return whole if layout.pad_rows == 0 else whole[: layout.rows]
 
     def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Take the group's full gradients of one use, in a backward pass. Collective, unless they are only added up.
+        """Take the group's full gradients of one use, in a backward pass. Collective, unless only added locally.
 
         Args:
-            group: whose weights were used.
+            group: the group whose weights were used.
             wgrads: a gradient of each weight, of its logical shape.
 
         Returns:
-            what autograd is to get for each shard; None where the sum goes into the shard itself.
+            what to pass to autograd for each shard; None where the sum goes into the shard's ``grad``.
 
         Raises:
-            EtpStateError: if a part is captured whose replays would lose the gradients or what belongs to them.
+            EtpStateError: if a part is captured whose replays would lose gradients or skip hooks.
         """
         if self._graphs.is_part and self._config.reduce_once_per_iteration:
             raise EtpStateError(
@@ -132,7 +133,7 @@ class Reductions:
         return [None] * len(group.shards)
 
     def returns_gradients(self, group: WeightGroup) -> bool:
-        """Whether autograd is to get the gradients of the group's shards; see [Note: returned gradients]."""
+        """Whether the gradients of the group's shards go to autograd; see [Note: returned gradients]."""
         return not _has_main_grads(group) and any(_returned_by_autograd(shard) for shard in group.shards)
 
     def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
@@ -141,7 +142,7 @@ class Reductions:
             for shard, wgrad in zip(group.shards, wgrads, strict=True)
         ]
         if self._config.reduce_once_per_iteration or group.used_more_than_once:
-            # A weight with several uses (tied embeddings) is reduced once, when the backward pass has them all.
+            # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
             self._add_locally(group, padded)
         else:
             self._start(group, padded)
@@ -151,8 +152,8 @@ class Reductions:
         """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
 
         Returns:
-            for each shard its gradient, of its shape; inside a capture the memory that holds it once the graph has run.
-            None for a frozen shard.
+            for each shard its gradient, of the shard's shape; inside a capture, the memory that holds it after a
+            replay. None for a frozen shard.
         """
         padded = [
             padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
@@ -196,7 +197,7 @@ class Reductions:
         route, label = self._routes.of(group), f"reduce-scatter of {group.name}'s gradient"
         transport = route.transport
         ready = route.reduce.start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
-        # Not before: if it cannot be started, for want of memory maybe, the next step starts it anew.
+        # Only now: if the start fails, for lack of memory for example, the next step can start it again.
         group.set_reduce_state(ReduceState.ISSUED)
         self._counters.reduced(group, wgrads)
         publish = partial(self._publish, trained, sinks) if returned is None else _nothing_to_publish
@@ -221,7 +222,7 @@ class Reductions:
                 if shard.grad is None:
                     shard.grad = sink.tensor
                 else:
-                    # Autograd put a gradient there meanwhile: that of a penalty on the shard itself, for instance.
+                    # Autograd has put a gradient there meanwhile, for example of a penalty on the shard itself.
                     shard.grad.add_(sink.tensor)
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
@@ -240,9 +241,9 @@ class Reductions:
     # Uses in one backward pass -------------------------------------------------------------------------------
 
     def watch(self, group: WeightGroup) -> None:
-        """Learn from autograd when all uses of the group's shards are differentiated; at every visit of the group."""
+        """Register to learn from autograd when all uses of the group's shards are differentiated; at every visit."""
         for shard in group.shards:
-            # In this order: whether a shard is trained takes long to ask.
+            # In this order, because reading requires_grad of a tensor subclass is slow.
             if id(shard) not in self._watched and shard.requires_grad:
                 self._watched[id(shard)] = shard.watch_uses(partial(self._used_further.discard, id(shard)))
 
@@ -255,15 +256,15 @@ class Reductions:
                     handle.remove()
 
     def end_backward(self) -> None:
-        """The graph has no more uses of any weight."""
-        # Also of weights whose consumer hid them from autograd, which therefore never visited them.
+        """End the pass: the graph has no further uses of any weight."""
+        # Including weights that autograd never visited, because their consumer hid them from it.
         self._used_further.clear()
         if not self._config.reduce_once_per_iteration:
             self.reduce_local_sums()
         self._run_owed_hooks()
 
     def _run_owed_hooks(self) -> None:
-        """Run the hooks of shards whose last use has been published; publishing one that is pending runs the others."""
+        """Run the deferred hooks of shards that have no reduction in flight; finishing a reduction runs the others."""
         pending = {id(shard) for reduction in self._pending for shard in reduction.group.shards}
         for shard_id in [key for key in self._hooks_owed if key not in pending]:
             self._hooks_owed.pop(shard_id).run_reduce_hooks()
@@ -285,22 +286,22 @@ class Reductions:
                 self.pool.restore(wgrad)
 
     def _expect_gradients(self, group: WeightGroup) -> None:
-        """Give shards whose gradient comes only at the iteration's end one of zeros, so that it can be seen to go."""
+        """Set gradients that are reduced only at the iteration's end to zeros, so that ``zero_grad()`` is detected."""
         if self._config.reduce_once_per_iteration:
             for param in group.shards:
                 if gradient_is_absent(param):
                     param.grad = torch.zeros_like(param.local_shard())  # type: ignore[attr-defined]
 
     def _was_dropped(self, group: WeightGroup) -> bool:
-        """Whether ``zero_grad()`` came after the first microbatch: the iteration was given up, an exception maybe."""
+        """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""
         return self._config.reduce_once_per_iteration and any(gradient_is_absent(param) for param in group.shards)
 
     def forget_sums(self, group: WeightGroup) -> None:
-        """Drop what microbatches added up for ``group``: its gradient was set to zero, the iteration was given up."""
+        """Drop the local sums of ``group``, because its gradient was set to zero within the iteration."""
         self._local_sums.pop(group, None)
 
     def reduce_local_sums(self) -> None:
-        """Start reducing what was added up. Collective."""
+        """Start reducing the local sums. Collective."""
         sums, self._local_sums = self._local_sums, {}
         for group, totals in sums.items():
             if not self._was_dropped(group):
@@ -309,7 +310,7 @@ class Reductions:
     # Ends ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Finish all reductions under way; every gradient that was started is complete and its hooks have run."""
+        """Finish all reductions in flight: their gradients are complete and their hooks have run."""
         self._finish_pending()
         self._run_owed_hooks()
 
@@ -318,7 +319,7 @@ class Reductions:
             self._pending.popleft().finish()
 
     def discard(self) -> None:
-        """Forget the gradients of a backward pass that ended in an exception: half of them are missing anyway."""
+        """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
         while self._pending:
             self._pending.popleft().discard()
         self.pool.write_off()
@@ -332,9 +333,9 @@ def _has_main_grads(group: WeightGroup) -> bool:
 
 
 def _returned_by_autograd(shard: Any) -> bool:
-    """Whether the graph task under way is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
+    """Whether the current graph task is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
 
-    Never for a shard with ``main_grad``, which belongs there.
+    Never for a shard with ``main_grad``, because its gradient goes there.
     """
     if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
         return False
@@ -350,5 +351,5 @@ def _returned_by_autograd(shard: Any) -> bool:
 
 
 def _nothing_to_publish(run_hooks: bool) -> None:
-    """Autograd puts the gradient where it belongs."""
+    """Do nothing: autograd delivers the gradient."""
     del run_hooks

@@ -1,8 +1,8 @@
-"""Gradients of what is not sharded: norms, biases, routers. Averaged over the shard group, in one flat all-reduce.
+"""Gradients of replicated parameters (norms, biases, routers), combined over the shard group in one flat all-reduce.
 
-The ranks of a shard group see different data, so a replicated parameter's gradient must combine over them just as
-the shards' do. A tensor hook takes the incoming gradient away (autograd adds zeros instead) and the sum goes into
-``grad`` at the end of the backward pass: earlier gradients in ``grad`` are not reduced twice.
+The ranks of a shard group see different data, so gradients of replicated parameters must be combined over them like
+those of shards. A tensor hook collects each incoming gradient and gives autograd zeros instead. At the end of the
+backward pass the combined gradients are added to ``grad``, so that earlier gradients there are not reduced twice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ReplicatedGrads:
     Args:
         reduction: mean or sum over the shard group.
         on_collect: called at each collected gradient, inside the backward pass.
-        is_captured: whether the backward pass is one that graphed callables capture; its gradients come again, from
-            autograd, whenever it is replayed.
+        is_captured: whether the backward pass is being captured by graphed callables. Its gradients are then left to
+            autograd, which delivers them again at every replay.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
 
@@ -51,7 +51,7 @@ class ReplicatedGrads:
 
     @property
     def groups(self) -> Mapping[nn.Parameter, dist.ProcessGroup]:
-        """The registered parameters, and over which ranks their gradients combine."""
+        """The registered parameters, each with the process group over which its gradient is combined."""
         return self._groups
 
     def register(self, param: nn.Parameter, group: dist.ProcessGroup) -> None:
@@ -66,7 +66,7 @@ class ReplicatedGrads:
                 self._hooks[param] = param.register_hook(partial(self._collect, param))
 
     def release(self) -> None:
-        """Leave all parameters' gradients alone from now on."""
+        """Remove all hooks: gradients are no longer combined."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -77,7 +77,7 @@ class ReplicatedGrads:
             return grad
         self._on_collect()
         if param._post_accumulate_grad_hooks:
-            # Somebody acts on the gradient as soon as it is accumulated (an optimizer fused into backward).
+            # A hook uses the gradient as soon as it is accumulated (an optimizer fused into backward).
             reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
             self._all_reduce(reduced, self._groups[param], None)
             return reduced.to(grad.dtype)
@@ -104,11 +104,11 @@ class ReplicatedGrads:
             free_bytes(flat)
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        """What to sum gradients of ``dtype`` in."""
+        """The dtype in which gradients of ``dtype`` are summed."""
         return torch.promote_types(dtype, torch.float32) if self._fp32_accumulation else dtype
 
     def discard(self) -> None:
-        """Forget what an abandoned backward pass collected."""
+        """Drop what an abandoned backward pass collected."""
         self._collected.clear()
 
     def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, timeout_s: float | None) -> None:

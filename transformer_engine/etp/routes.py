@@ -1,4 +1,4 @@
-"""Which transport and which lanes serve a weight group: one transport for each process group, one lane a direction."""
+"""Which transport and lanes serve a weight group: one transport per process group, one lane per direction."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Route:
     """How the groups of one process group on one device communicate.
 
     Attributes:
-        transport: what moves their shards.
-        publisher: the same, if its gathers read what was published; None if they read the shards.
+        transport: moves their shards.
+        publisher: the same object if its gathers read published copies; None if they read the shards themselves.
         gather: where gathers run.
         reduce: where reductions run.
         device: where their weights are.
@@ -36,7 +36,7 @@ class Route:
     device: torch.device
 
     def order_publication(self) -> None:
-        """Let gathers come after all reductions so far; see [Note: flags] of the copy-engine transport."""
+        """Order gathers after all reductions so far; see [Note: flags] of the copy-engine transport."""
         self.gather.follow(self.reduce)
 
 
@@ -53,11 +53,11 @@ class Routes:
         """What moves shards, by process group; made for the kind of device that its weights were on at the time."""
         self._kinds: dict[dist.ProcessGroup, str] = {}
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
-        # What the hot path looks up: the keys above take long to hash.
+        # For the hot path: the keys above are slow to hash.
         self._of_group: dict[WeightGroup, Route] = {}
 
     def of(self, group: WeightGroup) -> Route:
-        """How ``group`` communicates. Collective over its process group when it is the first of it."""
+        """The route of ``group``. Collective over its process group at the first call for that process group."""
         route = self._of_group.get(group)
         device = group.specs[0].device
         if route is None or route.device != device:
@@ -75,7 +75,7 @@ class Routes:
     def _transport(self, group: WeightGroup, device: torch.device) -> Transport:
         process_group = group.process_group
         transport = self.transports.get(process_group)
-        # What was made for weights on a CPU does not serve them once they are on a GPU.
+        # A transport made for weights on a CPU cannot serve them once they have moved to a GPU.
         if transport is None or self._kinds.setdefault(process_group, device.type) != device.type:
             transport = select_transport(self._config, process_group, device)
             logger.info("%s moves the shards of %s and the like", type(transport).__name__, group.name)

@@ -1,4 +1,4 @@
-"""Single numbers about gradients that the ranks of a shard group must share: norms, and whether one overflowed."""
+"""Scalars that the ranks of a shard group must agree on: gradient norms and the overflow flag."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class GroupScalars:
         self._line = WorkLine()
 
     def norms(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, norm_type: float) -> list[torch.Tensor]:
-        """Norms of tensors that the ranks of ``group`` hold in parts, each equal on all ranks. Collective.
+        """Norms of tensors that are distributed over the ranks of ``group``, equal on all of them. Collective.
 
         Args:
-            parts: this rank's parts, one of each tensor, on one device; without padding, so possibly empty.
-            group: the ranks that hold the other parts.
-            norm_type: p of the p-norm; inf and -inf for the largest and the smallest magnitude, 0 for a count.
+            parts: this rank's part of each tensor, all on one device; without padding, so possibly empty.
+            group: the ranks that hold the parts.
+            norm_type: p of the p-norm; inf and -inf for the largest and the smallest magnitude, 0 for the number of
+                nonzero elements.
 
         Returns:
-            As many 0-dim tensors, in fp64 if a part is, else in fp32.
+            One 0-dim tensor per part, in fp64 if any part is fp64, else in fp32.
         """
         wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
         filled = [part for part in parts if part.numel()]
         found = iter(torch._foreach_norm(filled, norm_type, dtype=wide) if filled else ())
-        # What an empty part adds: nothing to a sum or a maximum, and nothing to a minimum.
+        # The neutral element for an empty part: 0 for sums and maxima, inf for minima.
         nothing = parts[0].new_full((), 0.0 if norm_type >= 0 else float("inf"), dtype=wide)
         own = torch.stack([next(found) if part.numel() else nothing for part in parts])
         everyone = self.gathered(own, group, "all-gather of gradient norms")
@@ -45,7 +46,7 @@ class GroupScalars:
         return list(torch.linalg.vector_norm(everyone, norm_type, dim=0).unbind())
 
     def gathered(self, own: torch.Tensor, group: dist.ProcessGroup, label: str) -> torch.Tensor:
-        """``[ranks, n]``: what every rank of ``group`` has in ``own``, ``[n]``. Collective."""
+        """``own``, ``[n]``, of every rank of ``group``, as ``[ranks, n]``. Collective."""
         size = dist.get_world_size(group)
         everyone = own.new_empty(size * own.numel())
         with reported(label, group):
@@ -54,9 +55,10 @@ class GroupScalars:
         return everyone.view(size, own.numel())
 
     def spread(self, flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Raise ``flag`` (one element, not 0 where raised) on every rank that shares a group with one that raised it.
+        """Set ``flag`` (one element; nonzero means set) on every rank that shares a group with a rank that set it.
 
-        Through one group after the other, so also on ranks that are connected by two of them. Collective.
+        The groups are reduced one after the other, so the flag also reaches ranks that are connected through two of
+        them. Collective.
         """
         for group in groups:
             with reported("all-reduce of the overflow flag", group):

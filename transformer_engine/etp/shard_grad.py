@@ -1,17 +1,17 @@
-"""The gradient of a shard: a plain tensor to whoever computes with it, the whole weight's where PyTorch asks for that.
+"""The gradient of a shard: a tensor subclass that makes PyTorch's clipping and loss scaling see the whole gradient.
 
-[Note: whole-gradient functions] Nearly all that is done with a gradient is done to each element alone, and is right on
-a shard: an optimizer step, a scaling, ``clip_grad_value_``. Three things that PyTorch itself does are not, and each
-goes through one function that a tensor subclass is asked about:
+[Note: whole-gradient functions] Most operations on a gradient are element-wise, and correct on a shard: an optimizer
+step, scaling, ``clip_grad_value_``. Three operations of PyTorch itself are not, and each goes through a function that a
+tensor subclass can intercept:
 
-- ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take ``torch.linalg.vector_norm`` of each gradient, or
-  ``torch._foreach_norm`` of all of them: here the norm of the whole gradient, over the shard group, without padding;
-- ``torch.amp.GradScaler`` looks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: here on all
-  ranks that share a shard group, so that all of them skip the step or none;
-- ``zero_grad(set_to_none=False)`` writes zeros: here also over what microbatches have added up so far.
+- ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` call ``torch.linalg.vector_norm`` for each gradient, or
+  ``torch._foreach_norm`` for all of them: here the norm of the whole gradient, over the shard group, without padding;
+- ``torch.amp.GradScaler`` checks for overflows with ``torch._amp_foreach_non_finite_check_and_unscale_``: here on all
+  ranks that share a shard group, so that either all of them skip the step or none;
+- ``zero_grad(set_to_none=False)`` writes zeros: here it also discards the local sums of earlier microbatches.
 
-``norm`` as a method, and norms along a dimension, are left alone: optimizers take those of a gradient and of its
-weight together (Adafactor, LAMB), and both must be of the same part.
+The method ``norm`` and norms along a dimension are not intercepted: optimizers such as Adafactor and LAMB combine the
+norms of a gradient and of its weight, and both must be of the same part.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from etp.layout import ShardLayout
 
 
 class GradDriver(Protocol):
-    """What combines numbers over shard groups (:class:`etp.runtime.EtpRuntime`)."""
+    """Combines scalars over shard groups (:class:`etp.runtime.EtpRuntime`)."""
 
     def gradient_norms(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
     ) -> list[torch.Tensor]:
-        """Norms of tensors that are held in parts. Collective."""
+        """Norms of distributed tensors; see :meth:`etp.scalars.GroupScalars.norms`. Collective."""
 
     def spread_overflow(self, found: torch.Tensor) -> None:
-        """Raise the flag on all ranks that share a shard group with one that raised it. Collective."""
+        """Set the flag on all ranks that share a shard group with a rank that set it. Collective."""
 
     def require_complete(self, group: WeightGroup) -> None:
         """Raise EtpStateError unless the group's gradients are complete."""
@@ -70,7 +70,7 @@ class GradOwner(Protocol):
 
 
 class ShardGrad(torch.Tensor):
-    """A shard's ``grad``; see [Note: whole-gradient functions]. Results of computations with it are plain tensors."""
+    """A shard's ``grad``; see [Note: whole-gradient functions]. Operations on it return plain tensors."""
 
     # Weak: a gradient is reachable from its parameter through C++, where Python's collector sees no cycle.
     _owner: Callable[[], GradOwner | None]
@@ -119,7 +119,7 @@ class ShardGrad(torch.Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A plain tensor: a copy is nobody's gradient."""
+        """A plain tensor, because a copy is not the gradient of any parameter."""
         copied = plain(self).detach().clone()
         memo[id(self)] = copied
         return copied
@@ -138,7 +138,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned_grad(owner: GradOwner, reference: Callable[[], GradOwner | None]) -> ShardGrad | None:
-    """``owner.grad``, made a :class:`ShardGrad` now if whoever put it there did not; read again, it is the same object.
+    """``owner.grad`` as a :class:`ShardGrad`, converted in place if needed; reading it again returns the same object.
 
     Args:
         owner: the parameter.
@@ -189,7 +189,7 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``torch.linalg.vector_norm``: over all elements that of the whole gradient, along a dimension this shard's."""
+    """``torch.linalg.vector_norm``: of the whole gradient over all elements, of this shard only along a dimension."""
     if dim is None and out is None and isinstance(x, ShardGrad):
         (norm,) = _foreach_norm([x], ord, dtype)
         return norm.view([1] * x.dim()) if keepdim else norm

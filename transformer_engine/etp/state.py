@@ -1,4 +1,4 @@
-"""Full weights out of, and into, a sharded module: by name, in logical shapes."""
+"""Full state dicts of sharded modules: gathered from the shards, and loaded into them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """``module.state_dict()`` as the unsharded module would give it. Collective over the shard groups.
 
     Returns:
-        Every entry by its name: sharded weights gathered to logical shape (no padding), all tensors in memory of
-        their own, on their device. Weights that modules share appear under each of their names and share memory.
+        Every entry by its name, with sharded weights gathered to logical shape (no padding). All tensors are newly
+        allocated, on their own device. Shared weights appear under each of their names and share memory.
     """
     gathered: dict[int, torch.Tensor] = {}
     full: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what :func:`full_state_dict` returns into a sharded module. Collective over the shard groups.
 
     Args:
-        module: sharded; not necessarily over as many ranks as the one that ``state`` came from.
+        module: a sharded module; the number of shards may differ from that of the module that ``state`` came from.
         state: every entry of the unsharded module by name, the same on all ranks; any dtype that converts.
 
     Raises:

@@ -6,9 +6,9 @@ stream wait for that event, and the host never blocks. Without streams (CPU and 
 the backend's threads and waiting blocks the host. Both are behind :class:`Lane`, so nothing above it asks which
 device it runs on.
 
-[Note: capture] Inside the capture of a CUDA graph a stream takes part only once it waits for one that does, and may not
-wait for events of before. A lane therefore forks from the caller's stream at its first start in each mode, and whoever
-changes the mode forgets events (:meth:`Lane.change_mode`).
+[Note: capture] A stream joins the capture of a CUDA graph only by waiting for a stream that takes part in it, and must
+not wait for events recorded before the capture. A lane therefore forks from the caller's stream at its first start in
+each mode, and events are dropped when the mode changes (:meth:`Lane.change_mode`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class InFlight(Protocol):
     """Work that a transport has started.
 
     Attributes:
-        beside: events after a part of it that need not hold up the stream that it was started on: only who reads the
-            result waits for them.
+        beside: events of parts of the work that run on other streams. The stream that the work was started on need not
+            wait for them; readers of the result must.
     """
 
     beside: Sequence[Any]
@@ -33,11 +33,11 @@ class InFlight(Protocol):
         """Order the calling stream after the work, or block until it is done where there are no streams."""
 
     def expect(self, end: Any) -> None:
-        """Watch over peers: the event ``end``, behind all of the work, should happen in time."""
+        """Watch for lost peers: the event ``end``, after all of the work, should happen within the timeout."""
 
 
 class Enqueued:
-    """All is on the calling stream already, but for what the events say, and waits for no peer.
+    """Work that is already enqueued on the calling stream, except for parts marked by events, and waits for no peer.
 
     Args:
         beside: see :class:`InFlight`.
@@ -64,7 +64,7 @@ def enqueue(work: Callable[[], None]) -> Callable[[], Enqueued]:
 
 
 class Ready:
-    """The promise that some started work is done once :meth:`wait` returns (or, on a stream, by then)."""
+    """A handle to started work, which is done once :meth:`wait` returns (with streams: in stream order)."""
 
     def __init__(self, in_flight: InFlight | None, events: Sequence[Any], device_module: Any) -> None:
         self._in_flight = in_flight
@@ -104,10 +104,10 @@ class Lane:
             self._stream = self._device_module.Stream(device=device, priority=-1)
         self._forked = False
         self.tail: Any = None
-        """An event behind the work started last in this mode; None before any, and without streams."""
+        """An event after the work started last in this mode; None before any, and without streams."""
 
     def change_mode(self) -> None:
-        """A capture begins, with the device idle, or has ended: events of before mean nothing now."""
+        """A capture begins, with the device idle, or has ended: drop events recorded before."""
         self._forked, self.tail = False, None
 
     def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None) -> Ready:

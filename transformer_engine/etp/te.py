@@ -1,4 +1,4 @@
-"""What the engine knows of Transformer Engine's modules. TE is imported only where a TE module is built."""
+"""The engine's knowledge of Transformer Engine's modules. TE is imported only where a TE module is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def te_pytorch() -> Any:
 
 
 def te_is_capturing() -> bool:
-    """Whether TE's ``make_graphed_callables`` is making graphs now: it captures backward passes into ``grad``."""
+    """Whether TE's ``make_graphed_callables`` is capturing now; it captures backward passes into ``grad``."""
     graphs = sys.modules.get("transformer_engine.pytorch.graph")
     return graphs is not None and bool(graphs.is_graph_capturing())
 

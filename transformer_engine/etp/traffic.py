@@ -1,4 +1,4 @@
-"""Counts what one runtime's collectives move: how often, and how many bytes."""
+"""Counts the collectives of one runtime, and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TrafficCounters:
 
     @property
     def gathers(self) -> dict[str, int]:
-        """Gathers by the group's name; groups of one name are added up."""
+        """Number of gathers by group name; groups of the same name are added up."""
         return _by_name((group, count) for group, count in self._gathers.items())
 
     @property
@@ -46,7 +46,7 @@ class TrafficCounters:
 
     @property
     def reductions(self) -> dict[str, int]:
-        """Reductions by the group's name."""
+        """Number of reductions by group name."""
         return _by_name((group, count) for group, count in self._reductions.items())
 
     @property

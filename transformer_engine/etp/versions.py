@@ -1,9 +1,9 @@
-"""What the engine knows of changes to the shards: since when they are as they are, and whether peers were told.
+"""Versions of the shards: when each became final, and which version has been published to peers.
 
-[Note: observation] The first visit of a forward pass *observes* the shards: it records an event behind which they are
+[Note: observation] The first visit of a forward pass *observes* the shards: it records an event after which they are
 final and, with a transport that publishes, publishes them. Gathers of that pass and of the backward passes after it
-wait for the event only, not for the compute that was enqueued since. Within a pass a shard must not change: one that
-did is observed again at the next forward visit, and refused in a backward pass.
+wait only for this event, not for compute that was enqueued later. A shard must not change within a pass: if it did, it
+is observed again at the next forward visit, or refused in a backward pass.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class WeightVersions:
     """Versions of the shards of one runtime.
 
     Args:
-        groups: the runtime's groups; the list that it adds to.
+        groups: the runtime's own list of groups, shared so that later additions are seen.
         reuse_across_forwards: whether every change of weights is counted by PyTorch or announced. Otherwise each
-            forward pass observes them anew.
+            forward pass observes all shards again.
     """
 
     def __init__(self, groups: list[WeightGroup], *, reuse_across_forwards: bool) -> None:
         self.epoch = 0
-        """Count of announced changes."""
+        """Number of announced changes."""
         self._groups = groups
         self._reuse = reuse_across_forwards
         self._replayed_unseen = False
@@ -44,15 +44,15 @@ class WeightVersions:
 
     @property
     def trusted(self) -> bool:
-        """Whether weights are as they were unless a change was counted or announced."""
+        """Whether weights can be assumed unchanged unless a change was counted or announced."""
         return self._reuse and (self._capturing or not self._replayed_unseen)
 
     def change_mode(self, *, capturing: bool, replayed_unseen: bool) -> None:
-        """A capture into a CUDA graph begins, or has ended.
+        """A CUDA graph capture begins or has ended.
 
         Args:
-            capturing: which of the two.
-            replayed_unseen: whether whole training steps will be replayed, which tell nobody that weights change.
+            capturing: True if it begins.
+            replayed_unseen: whether whole training steps will be replayed, whose changes of weights go unnoticed.
         """
         self._capturing = capturing
         self._replayed_unseen |= replayed_unseen
@@ -109,13 +109,13 @@ class WeightVersions:
             self._observed[group] = self._version(group)
 
     def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
-        """What a gather into the group's slot has to come after; see :meth:`etp.streams.Lane.start`."""
+        """Events that a gather into the group's slot must wait for; see :meth:`etp.streams.Lane.start`."""
         slot = group.slot
         if route.publisher is None:
             for hook in group.before_gather:
                 hook()
         if not slot.allocated:
-            # The allocator may give it memory that compute enqueued so far still uses.
+            # The allocator may return memory that compute enqueued so far still uses.
             return None
         last_read = route.gather.mark(slot.reader_stream) if slot.last_read is None else slot.last_read
         if route.publisher is not None:
@@ -128,7 +128,7 @@ class WeightVersions:
 
 
 def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
-    """Call ``then(owner)`` after every step of any optimizer in this process, as long as ``owner`` lives."""
+    """Call ``then(owner)`` after every step of any optimizer in this process, for as long as ``owner`` lives."""
     reference = weakref.ref(owner)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -32,28 +32,29 @@ def shard_module(
     """Shard the linear and embedding weights under ``module`` over a group, in place. Collective.
 
     Every ``nn.Linear``, ``nn.Embedding``, Transformer Engine ``Linear``, ``LayerNormLinear`` and ``GroupedLinear``
-    at any depth keeps its place and its behaviour; its weight becomes an :class:`etp.ETPShardedParam`. Weights that
-    modules share stay shared. Everything else stays replicated, and its gradients are combined over ``etp_group``.
-    The projections inside ``nn.MultiheadAttention`` stay replicated, because it reads their weights directly.
+    at any depth keeps its place and its behaviour; its weight becomes an :class:`etp.ETPShardedParam`. Shared weights
+    stay shared. Everything else stays replicated, and its gradients are combined over ``etp_group`` (over
+    ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
+    reads their weights directly.
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
-    afterwards: one that was built before holds the full weights, which are no longer the module's.
+    after sharding: one that was built before holds the full weights, which the module no longer uses.
 
     ``torch.nn.utils.clip_grad_norm_`` (or :func:`etp.clip_grad_norm_`, with fewer collectives) and
-    ``torch.amp.GradScaler`` see whole gradients and are collective. Norms that are computed otherwise see this rank's
-    part; optimizers that look at a whole matrix take a shard for one. See docs/numerics.md.
+    ``torch.amp.GradScaler`` see whole gradients and are collective. Norms computed in any other way see only this
+    rank's part, and optimizers that treat a matrix as a whole see each shard as one. See docs/numerics.md.
 
     Args:
-        module: the model; every rank of the group holds the same weights.
+        module: the model, with the same weights on every rank of the group.
         etp_group: the ranks to shard over. They see different data.
         expert_group: the ranks to shard grouped linears over; ``etp_group`` if None.
-        config: options.
+        config: engine options; the defaults if None.
 
     Returns:
-        The runtime that now drives the weights. It lives as long as they do; keeping it is optional.
+        The runtime that now drives the weights. It lives as long as they do; keeping a reference is optional.
 
     Raises:
-        ValueError: if this rank is in no such group, or a weight cannot be cut; nothing is changed then.
+        ValueError: if this rank is not in one of the groups, or a weight cannot be sharded; nothing is changed then.
         PeerMismatchError: if the ranks hold different weights; nothing is changed then.
     """
     config = config or EtpConfig()
@@ -116,8 +117,8 @@ def _check(
     expert_group: dist.ProcessGroup,
     config: EtpConfig,
 ) -> dict[int, ShardLayout]:
-    """Everything that can be refused is refused here, before the first weight is cut."""
-    # First of all, and together: a rank that raised alone would leave its peers waiting for it.
+    """Validate everything before the first weight is sharded. Returns layouts by ``id`` of the parameter."""
+    # First, on all ranks together: a rank that raised alone would leave its peers waiting for it.
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
     experts = {name for site in sites if site.grouped for name in site.full_names()}
     check_peers_agree({n: p for n, p in plain.items() if n not in experts}, etp_group, "shard_module")
@@ -167,12 +168,12 @@ def _replace(
         for param in site.params():
             if id(param) not in done:
                 fresh.append(ETPShardedParam.from_full(param, group, layouts[id(param)].pad_for_alignment))
-                # What a user noted on the parameter, such as a flag for the optimizer, goes with it.
+                # Attributes that users have set on the parameter, such as flags for the optimizer, are kept.
                 fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
                 done[id(param)] = (param, fresh[-1])
         if fresh:
             WeightGroup(fresh, group)
-    # Everywhere, not only at the sites: a module of the user's own may hold one of these weights too.
+    # In all modules, not only at the sites: a user-defined module may share one of these weights.
     for module in root.modules():
         for name, held in module._parameters.items():
             if id(held) in done:
@@ -212,7 +213,7 @@ def wait_async_comms(module: nn.Module) -> None:
 
 @runtime_checkable
 class _HoldsMemory(Protocol):
-    """A transport with memory of its own."""
+    """A transport that allocates memory."""
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by purpose; those of ``shards_in_place`` are the shards themselves."""
@@ -222,9 +223,9 @@ def resident_nbytes(module: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for ``module``'s sharded weights, by purpose.
 
     Returns:
-        ``shards``, ``gradients``, ``gather_slots``, ``gradient_buffers`` and ``transports``, which is what the
-        transports hold besides; see docs/design.md for the closed form. Symmetric memory is included, in ``shards``
-        where shards lie in it and in ``transports``, although PyTorch's allocator does not know of it.
+        ``shards``, ``gradients``, ``gather_slots``, ``gradient_buffers``, and ``transports`` for other memory of the
+        transports; docs/design.md has the closed form. Symmetric memory, which PyTorch's allocator does not report, is
+        included: in ``shards`` where shards are stored in it, otherwise in ``transports``.
     """
     totals = {"shards": 0, "gradients": 0, "gather_slots": 0, "gradient_buffers": 0, "transports": 0}
     for param in module.parameters():

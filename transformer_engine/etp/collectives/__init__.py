@@ -15,7 +15,7 @@ def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.
     """The transport for one shard group on one kind of device. Collective over the group.
 
     Raises:
-        ValueError: if the configuration asks for a transport that cannot serve this group.
+        ValueError: if the configuration selects a transport that cannot serve this group.
     """
     if config.transport is not TransportName.C10D and device.type == "cuda":
         obstacle = obstacle_to_peer_copies(group, device)

@@ -1,4 +1,4 @@
-"""The protocol between the engine and what moves its bytes."""
+"""The protocol between the engine and the transports that move its bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GradSink:
     """Where one reduced gradient shard goes.
 
     Attributes:
-        tensor: of the shard's shape, any floating dtype.
+        tensor: the destination, of the shard's shape and any floating-point dtype.
         accumulate: add to ``tensor``; otherwise overwrite it.
     """
 
@@ -37,19 +37,19 @@ class Transport(Protocol):
     def reduce_scatter(
         self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
     ) -> InFlight:
-        """Sum each full gradient over ranks, divide it, and put this rank's shard of it into its sink.
+        """Sum each full gradient over ranks, divide it, and store or add this rank's shard of it.
 
         Args:
             wgrads: gradients of the padded shape, contiguous; the padding rows are zero.
-            sinks: one for each gradient.
-            divisor: what the sum is divided by, in the accumulation dtype.
-            label: what the message of a failure calls this collective.
+            sinks: the destination of each gradient.
+            divisor: the sum is divided by it, in the accumulation dtype.
+            label: name of this collective in error messages.
         """
 
 
 @runtime_checkable
 class PublishingTransport(Protocol):
-    """A transport whose gathers read what was published, not the shards themselves."""
+    """A transport whose gathers read published copies rather than the shards themselves."""
 
     def publish(self, shards: Sequence[torch.Tensor]) -> None:
         """Let peers see these shards as they are now. Collective."""
@@ -57,11 +57,11 @@ class PublishingTransport(Protocol):
 
 @runtime_checkable
 class InPlaceTransport(Protocol):
-    """A publishing transport that can read shards where they lie."""
+    """A publishing transport that can read shards in place."""
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether peers read this rank's shards where they lie."""
+        """Whether peers read this rank's shards in place."""
 
     def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to keep shards in. Collective."""
@@ -72,10 +72,10 @@ class InPlaceTransport(Protocol):
 
 @runtime_checkable
 class GraphableTransport(Protocol):
-    """A transport with streams and events of its own, which are not the same inside and outside of a capture."""
+    """A transport with its own streams and events, which differ inside and outside of a capture."""
 
     def change_mode(self, *, capturing: bool) -> None:
         """A capture into a CUDA graph begins, with the device idle, or has ended."""
 
     def watch_replays(self) -> None:
-        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+        """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""

@@ -1,9 +1,9 @@
 """Transport over ``torch.distributed``: NCCL on CUDA, gloo on CPU.
 
 Gathers are ``all_gather_into_tensor``. A reduction with fp32 accumulation is an all-to-all of the chunks in their
-own dtype followed by a local sum in fp32, in rank order: it moves the same (N-1)/N of the bytes as a ring
-reduce-scatter, rounds once instead of at each hop, and gives the same bits in every run. Without fp32 accumulation
-it is the backend's ``reduce_scatter_tensor``.
+own dtype followed by a local sum in fp32, in rank order. It moves the same (N-1)/N of the bytes as a ring
+reduce-scatter, rounds once instead of at each hop, and is bitwise reproducible. Without fp32 accumulation it is the
+backend's ``reduce_scatter_tensor``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class C10dTransport:
     Args:
         group: the shard group.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
-        timeout_s: seconds to wait for a collective; None takes the process group's own time-out. With CUDA no host
-            waits: a collective that takes longer ends the process, as NCCL's own time-out does.
-        device: with a CUDA device, reductions get a communicator of their own, which is made here, by all ranks
-            together: NCCL runs the collectives of one communicator one after the other, whatever their streams.
+        timeout_s: seconds to wait for a collective; None uses the process group's timeout. With CUDA the host does not
+            wait: a collective that takes longer ends the process, as NCCL's own timeout does.
+        device: with a CUDA device, reductions get their own communicator, created here collectively, because NCCL
+            serializes the collectives of one communicator across streams.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class C10dTransport:
                 self._line.wait(work, self._timeout_s, keep=device.type == "cpu")
 
     def expect(self, end: Any, label: str) -> None:
-        """End the process if ``end``, an event behind the collective ``label``, does not happen in time."""
-        # Nothing happens while a graph is captured; watch_replays looks after what it holds.
+        """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
+        # Nothing runs while a graph is captured; watch_replays covers replays.
         if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
             self._watchdog.expect(end, f"{label} {self._who}")
 
     def change_mode(self, *, capturing: bool) -> None:
-        """A capture into a CUDA graph begins or has ended; works order themselves."""
+        """A CUDA graph capture begins or has ended; works need no reset."""
         self._captured |= capturing
 
     def watch_replays(self) -> None:
-        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+        """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
         if self._captured and self._watchdog is not None:
             device = torch.device("cuda", torch.cuda.current_device())
             self._watchdog.expect_stream(device, f"the replay of a CUDA graph {self._who}")
@@ -133,7 +133,7 @@ class _Collective:
 
     def join(self) -> None:
         self._transport.wait(self._works, self._label, self._device)
-        # A finished NCCL Work keeps its tensors alive; let go of them now, not when this object goes.
+        # A finished NCCL Work keeps its tensors alive; release them now rather than with this object.
         self._works = ()
 
     def expect(self, end: Any) -> None:

@@ -1,17 +1,17 @@
-"""Transport by peer copies inside one NVLink domain: shards move without a kernel on the multiprocessors.
+"""Transport by peer copies inside one NVLink domain: shards move without kernels on the SMs.
 
-[Note: publication] Every rank keeps a copy of its shards in an arena that all peers map. The copy is renewed when
+[Note: publication] Every rank keeps a copy of its shards in an arena that all peers map. The copy is updated when
 weights change (:meth:`CopyEngineTransport.publish`), between two exchanges of signals: after all peers have finished
-reading the old one, and before any of them reads the new one. A gather in between is one copy per peer on the copy
-engines, with no handshake. A shard that lies elsewhere than the published one is refused. Where the owner of the
-shards keeps them in symmetric memory, no copy is made; it then has to wait for the readers itself
-(:meth:`CopyEngineTransport.finish_reading`) before it changes them.
+reading the old version, and before any of them reads the new one. A gather in between is one copy per peer on the copy
+engines, with no handshake. A shard at another address than the published one is refused. If the owner of the shards
+keeps them in symmetric memory, no copy is made; the owner must then wait for the readers itself
+(:meth:`CopyEngineTransport.finish_reading`) before changing them.
 
-[Note: own chunk] A copy within one device is a kernel on the multiprocessors. Beside a large GEMM it waits for the
-GEMM's last wave, and everything behind it in its stream waits with it. A gather therefore copies this rank's own chunk
-on a stream of its own, and only the consumer waits for it.
+[Note: own chunk] A copy within one device is a kernel on the SMs. Beside a large GEMM it waits for the GEMM's last
+wave, and so does everything behind it in its stream. A gather therefore copies this rank's own chunk on a separate
+stream, and only the consumer waits for it.
 
-[Note: receive ring] For a reduction each rank copies chunk p of its gradient into peer p's receive ring, signals,
+[Note: receive ring] For a reduction, each rank copies chunk p of its gradient into peer p's receive ring, signals,
 waits for its peers' signals, sums what arrived with its own chunk (:mod:`etp.collectives.sums`) and signals that its
 place in the ring is free again. Places are used in turn, so a rank may send reduction s while its peers still sum
 s - 1.
@@ -19,11 +19,12 @@ s - 1.
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. ARRIVED of a place is raised again only behind
 that place's FREE, and the other way round. READERS_DONE and PUBLISHED are exchanged by all ranks in turn: whoever
 raises one has seen all others raise the other since. All flags are down between two calls but those of free places.
-All of a reduction is on one stream, its sends before its waits, and what a wait needs from a peer is behind nothing
-but earlier reductions there; the exchanges around a publication are behind all reductions so far.
+All of a reduction is on one stream, its sends before its waits, and what a wait needs from a peer comes after nothing
+but earlier reductions there; the exchanges around a publication come after all reductions so far.
 
-[Note: capture] Every method but :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if it
-ran outside of one before: memory is not made inside. What a graph refers to is kept for good.
+[Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if
+it has run outside of one before, because no memory is allocated inside a capture. Memory that a graph refers to is
+never freed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _CHANNELS = _Channel.PLACE_FREE + _PLACES
 
 
 class _Reduction(Enqueued):
-    """A reduction, which waits for its peers' parts."""
+    """A reduction in flight, which waits for the peers' parts."""
 
     def __init__(self, transport: CopyEngineTransport, label: str) -> None:
         super().__init__()
@@ -73,12 +74,12 @@ class _Reduction(Enqueued):
 
 
 class CopyEngineTransport:
-    """See the module's docstring. Collective to make, over ranks that reach each other's memory.
+    """See the module's docstring. Constructed collectively, by ranks that can access each other's memory.
 
     Args:
         group: the shard group.
         device: this rank's CUDA device.
-        timeout_s: end the process if a peer's signal takes longer; None takes the process group's own time-out.
+        timeout_s: end the process if a peer's signal takes longer, in seconds; None uses the process group's timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float | None = None) -> None:
@@ -106,7 +107,7 @@ class CopyEngineTransport:
         self._reductions = 0
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes of symmetric memory by purpose; PyTorch's allocator knows of none of it."""
+        """Bytes of symmetric memory by purpose, none of which PyTorch's allocator reports."""
         return {
             "shards_in_place": sum(buffer.nbytes for buffer in self._adopted),
             "arena": 0 if self._arena is None else self._arena.nbytes,
@@ -115,7 +116,7 @@ class CopyEngineTransport:
         }
 
     def change_mode(self, *, capturing: bool) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended: forget events of before."""
+        """A CUDA graph capture begins, with the device idle, or has ended: drop events recorded before."""
         self._local_end = None
         self._capturing = capturing
         self._captured |= capturing
@@ -123,9 +124,9 @@ class CopyEngineTransport:
     # Gathering -----------------------------------------------------------------------------------------------
 
     def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory to keep shards in, ``[numel]``, zero: peers read them there, and no copy is made. Collective.
+        """Zeroed memory for shards, ``[numel]``, which peers read in place, without a published copy. Collective.
 
-        The owner calls :meth:`finish_reading` before it changes them.
+        The owner calls :meth:`finish_reading` before it changes the shards.
         """
         buffer = SymmetricBuffer(self._group, numel * dtype.itemsize, self._device)
         self._adopted.append(buffer)
@@ -133,12 +134,12 @@ class CopyEngineTransport:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether peers read this rank's shards where they lie."""
+        """Whether peers read this rank's shards in place."""
         return bool(self._adopted)
 
     def finish_reading(self) -> None:
         """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
-        # What a graph gathers when it is replayed is not seen here.
+        # Gathers of a replayed graph are not visible here.
         if not self._gathered and not self._captured:
             return
         self._exchange(_Channel.READERS_DONE)
@@ -149,7 +150,7 @@ class CopyEngineTransport:
         """Let peers see these shards as they are now; enqueued on the calling stream. Collective.
 
         Args:
-            shards: all that will be gathered, in the same order on all ranks; contiguous.
+            shards: all shards that will be gathered, in the same order on all ranks; contiguous.
         """
         copies = self._place(shards)
         self._exchange(_Channel.READERS_DONE)
@@ -159,7 +160,7 @@ class CopyEngineTransport:
         self._watch("the publication of weights")
 
     def _exchange(self, channel: _Channel) -> None:
-        """Go on when all ranks have come here, and this rank's gathers are done."""
+        """Barrier of all ranks on the calling stream, after this rank's gathers."""
         if self._local_end is not None:
             # This rank's own chunks are read beside the calling stream.
             torch.cuda.current_stream(self._device).wait_event(self._local_end)
@@ -168,12 +169,16 @@ class CopyEngineTransport:
         self._signals.receive(channel, self._stream())
 
     def _place(self, shards: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-        """Decide where peers find each shard. Returns the copies that bring the arena up to date."""
+        """Assign each shard its published address.
+
+        Returns:
+            the copies that bring the arena up to date: destination address, source address, bytes.
+        """
         addresses = [shard.data_ptr() for shard in shards]
         homes = [_home(self._adopted, address) for address in addresses]
         sizes = tuple(0 if home else _nbytes(shard) for shard, home in zip(shards, homes, strict=True))
         if any(sizes) and (self._arena is None or sizes != self._sizes):
-            # Allocating waits for the device, and for all ranks: nobody reads the former arena after that.
+            # Allocation synchronizes the device and all ranks, so nobody reads the former arena afterwards.
             self._arena = self._renew(self._arena, sum(_aligned(size) for size in sizes), "published weights")
             self._sizes = sizes
         self._sources, offset, copies = {}, 0, []
@@ -210,7 +215,7 @@ class CopyEngineTransport:
         return Enqueued(end)
 
     def _source(self, shard: torch.Tensor, label: str) -> tuple[SymmetricBuffer, int]:
-        """Where the shard was published: in which memory, and how far from its start."""
+        """The buffer that the shard was published in, and its offset in bytes."""
         source = self._sources.get(shard.data_ptr())
         if source is None:
             raise StaleWeightError(
@@ -248,16 +253,16 @@ class CopyEngineTransport:
         return _Reduction(self, label)
 
     def _place_for(self, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
-        """The ring, where the next reduction's place in it begins, and its number; a bigger ring if it does not fit."""
+        """A place for the next reduction: the ring (enlarged if needed), the place's offset in bytes, its number."""
         if self._ring is None or _PLACES * nbytes > self._ring.nbytes:
-            # Allocating waits for the device, and for all ranks: every former place is free after that.
+            # Allocation synchronizes the device and all ranks, so every former place is free afterwards.
             self._ring = self._renew(self._ring, _PLACES * nbytes, "gradients on their way")
         number = self._reductions % _PLACES
         self._reductions += 1
         return self._ring, number * (self._ring.nbytes // _PLACES), number
 
     def _renew(self, former: SymmetricBuffer | None, nbytes: int, what: str) -> SymmetricBuffer:
-        """Symmetric memory in the place of ``former``. Collective."""
+        """Allocate symmetric memory to replace ``former``. Collective."""
         if torch.cuda.is_current_stream_capturing():
             raise EtpStateError(
                 f"{nbytes} bytes of symmetric memory for {what} cannot be made while a CUDA graph is captured; run "
@@ -265,11 +270,11 @@ class CopyEngineTransport:
             )
         if former is not None and self._captured:
             self._kept.append(former)
-        # A group of one rank sends nothing, and there is no symmetric memory of no bytes.
+        # A group of one rank sends nothing, but symmetric memory cannot be empty.
         return SymmetricBuffer(self._group, max(nbytes, _ALIGNMENT), self._device)
 
     def watch_replays(self) -> None:
-        """Expect what the calling stream was given so far, replays of graphs among it, to end in time."""
+        """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
         if self._captured:
             self._watch("the replay of a CUDA graph")
 
@@ -281,14 +286,14 @@ class CopyEngineTransport:
         self._watchdog.expect_stream(self._device, f"{what} {self._who}")
 
     def expect(self, end: Any, label: str) -> None:
-        """End the process if ``end``, an event behind the collective ``label``, does not happen in time."""
-        # Nothing happens while a graph is captured; watch_replays looks after what it holds.
+        """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
+        # Nothing runs while a graph is captured; watch_replays covers replays.
         if not self._capturing:
             self._watchdog.expect(end, f"{label} {self._who}")
 
 
 def _home(buffers: Sequence[SymmetricBuffer], address: int) -> tuple[SymmetricBuffer, int] | None:
-    """Which of the buffers ``address`` lies in, and how far from its start."""
+    """The buffer that contains ``address``, and the offset in it in bytes; None if none does."""
     for buffer in buffers:
         offset = address - buffer.local.data_ptr()
         if 0 <= offset < buffer.nbytes:
@@ -306,7 +311,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _running_offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of several pieces starts when they lie one after the other, and where the last one ends."""
+    """Start offsets of consecutive pieces of the given sizes, followed by the end of the last one."""
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + size)

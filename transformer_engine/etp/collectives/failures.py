@@ -1,8 +1,7 @@
-"""What a failed collective most likely means, told from what gloo and NCCL say.
+"""Explains failed collectives, from the messages of gloo and NCCL.
 
-A collective fails for one of a few reasons, and each has another way out. Neither backend has types for them, so they
-are told apart by words of the message; the message itself is always passed on. Words that are not known lead to no
-guess.
+A collective fails for one of a few reasons, each with its own remedy. Neither backend has exception types for them, so
+they are distinguished by words of the message, which is always passed on. Unknown messages are not interpreted.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _MEANINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 def meaning(message: str) -> str:
-    """What a backend's message most likely means, and the way out: one or two sentences without a final stop."""
+    """The likely cause behind a backend's message, and the remedy: one or two sentences without a final period."""
     return next((text for text, words in _MEANINGS if words.search(message)), _UNKNOWN)
 
 
@@ -62,11 +61,11 @@ def reported(label: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Turn a backend's failure into one error that names the collective, this rank and its peers.
 
     Args:
-        label: what the message calls the collective.
+        label: name of the collective in the message.
         group: the ranks that take part.
 
     Raises:
-        EtpCommunicationError: for any RuntimeError but a lack of device memory.
+        EtpCommunicationError: for any RuntimeError except a lack of device memory.
     """
     try:
         yield

@@ -10,7 +10,7 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-# Without annotations: Triton takes them for types of its own.
+# Without annotations, which Triton would interpret as its own types.
 @triton.jit
 def _accumulate_parts(  # type: ignore[no-untyped-def]
     parts,
@@ -48,7 +48,10 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
 def accumulate_parts(
     parts: torch.Tensor, out: torch.Tensor, divisor: int, own: torch.Tensor | None, rank: int, *, accumulate: bool
 ) -> None:
-    """See :func:`etp.collectives.sums.accumulate_parts`; bf16, fp16 or fp32, on the current stream."""
+    """:func:`etp.collectives.sums.accumulate_parts` in one kernel on the current stream, for bf16, fp16 and fp32.
+
+    ``out`` is the tensor of the sink; ``accumulate`` adds to it instead of overwriting it.
+    """
     numel = out.numel()
     if numel == 0:
         return

@@ -1,8 +1,7 @@
-"""Whether the ranks of a group reach each other's GPU memory.
+"""Whether the ranks of a group can access each other's GPU memory.
 
-GPUs are told apart by their UUIDs, not by their numbers: launchers that give each process a ``CUDA_VISIBLE_DEVICES`` of
-its own (Ray, Slurm) make every process call its GPU 0. CUDA answers for the devices that a process sees, and the
-management library, NVML, for all of the machine.
+GPUs are identified by UUID, not by index: with launchers that set ``CUDA_VISIBLE_DEVICES`` per process (Ray, Slurm),
+every process calls its GPU 0. CUDA answers for the devices that a process sees; NVML answers for all of the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where a rank sits: its host, its GPU's UUID, and whether its environment lets ranks share one."""
+    """A rank's location: its host, its GPU's UUID, and whether its environment allows ranks to share a GPU."""
 
     host: str
     uuid: str
@@ -31,10 +30,10 @@ class _Seat:
 
 
 def obstacle_to_peer_copies(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why these ranks cannot copy from and to each other's memory, or "". The same on all ranks. Collective.
+    """Why these ranks cannot copy between each other's memory; "" if they can. The same on all ranks. Collective.
 
-    Ranks that share one GPU would only slow each other down. They are accepted where the environment says so, with the
-    variable that torch has for it; tests with more ranks than there are GPUs do.
+    Ranks that share one GPU would only slow each other down. They are accepted only if torch's environment variable for
+    it is set, as in tests with more ranks than GPUs.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     own = _Seat(socket.gethostname(), _uuid(index), _may_share())
@@ -61,7 +60,7 @@ def _uuid(index: int) -> str:
 
 
 def _unreachable(own: str, peers: list[str]) -> str:
-    """Why GPU ``own`` does not reach one of ``peers``, or ""."""
+    """Why GPU ``own`` cannot access one of ``peers``; "" if it can access all."""
     visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
     hidden = [uuid for uuid in peers if uuid not in visible]
     for uuid in peers:
@@ -84,7 +83,7 @@ class NvmlError(Exception):
 
 
 class Nvml:
-    """NVIDIA's management library, which knows all GPUs of a machine whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """NVIDIA's management library, which sees all GPUs of a machine regardless of ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
         NvmlError: without the library, or if a call fails.
@@ -102,7 +101,7 @@ class Nvml:
         self._call("nvmlShutdown")
 
     def reaches(self, uuid: str, other: str) -> bool:
-        """Whether one GPU reads and writes the other's memory; both by UUID, ``GPU-...``."""
+        """Whether one GPU can read and write the other's memory; both given by UUID, ``GPU-...``."""
         handles = []
         for name in (uuid, other):
             handle = ctypes.c_void_p()

@@ -1,7 +1,6 @@
-"""A second communicator over the ranks of a process group, made by these ranks alone.
+"""Creates a second communicator over the ranks of a process group, by these ranks alone.
 
-It takes from the group what a user may have chosen for it, its time-out and the priority of its stream, which
-``torch.distributed.new_group`` would set to torch's defaults.
+It inherits the group's timeout and stream priority, which ``torch.distributed.new_group`` would set to defaults.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ logger = logging.getLogger(__name__)
 
 
 def sibling_group(group: dist.ProcessGroup, timeout_s: float | None, device: torch.device) -> dist.ProcessGroup:
-    """Another process group of the same ranks in the same order, so that its collectives need not queue behind others.
+    """Another process group of the same ranks in the same order, whose collectives do not queue behind the first one's.
 
-    Ranks that make a group without the rest of the world name it by how many groups each belongs to, and would wait for
-    each other until the time-out where these numbers differ. So they are compared first. Where ``init_process_group``
-    was told a device, NCCL makes groups by splitting the world's communicator, in which all of the world take part.
-    Collective over ``group``.
+    Ranks that create a group without the rest of the world derive its name from the number of groups that each belongs
+    to. If these numbers differ, the ranks would wait for each other until the timeout, so they are compared first. If
+    ``init_process_group`` was given a device, NCCL creates groups by splitting the world's communicator, in which all
+    ranks of the world must take part. Collective over ``group``.
 
     Args:
-        group: whose ranks take part.
-        timeout_s: of the new group's collectives; None takes that of ``group``.
-        device: where its collectives run.
+        group: the ranks of the new group.
+        timeout_s: timeout of the new group's collectives in seconds; None uses that of ``group``.
+        device: the device that its collectives run on.
 
     Returns:
-        The new group; ``group`` itself, with a warning, where ranks could not find each other, or where ``group`` has
-        its ranks in another order than ``torch.distributed.new_group`` would give them.
+        The new group. ``group`` itself, with a warning, if the ranks cannot create a group by themselves, and without
+        one if its ranks are not in ascending order, which ``torch.distributed.new_group`` would not preserve.
     """
     ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):
@@ -56,13 +55,13 @@ def sibling_group(group: dist.ProcessGroup, timeout_s: float | None, device: tor
 
 
 def _splits_the_world(ranks: list[int]) -> bool:
-    """Whether a new group of these ranks would be split from a communicator that other ranks belong to as well."""
+    """Whether a new group of these ranks would be split from a communicator that includes other ranks."""
     world = distributed_c10d._get_default_group()
     return world.bound_device_id is not None and len(ranks) < world.size()
 
 
 def _obstacle(counts: list[int], splits: bool) -> str:
-    """Why ranks that belong to so many process groups each cannot make another by themselves; "" if they can."""
+    """Why the ranks, which belong to ``counts`` process groups each, cannot create another one; "" if they can."""
     if len(set(counts)) > 1:
         return (
             f"these ranks belong to different numbers of process groups ({counts}), so they cannot make another one. "
@@ -77,7 +76,7 @@ def _obstacle(counts: list[int], splits: bool) -> str:
 
 
 def _options(parent: Any, timeout: timedelta) -> Any:
-    """Options of a new NCCL group, of the priority of ``parent``'s; None for other backends, which have no streams."""
+    """Options of a new NCCL group with ``parent``'s stream priority; None for other backends, which have no streams."""
     if not hasattr(parent, "is_high_priority_stream"):
         return None
     options = type(parent)(is_high_priority_stream=parent.is_high_priority_stream)

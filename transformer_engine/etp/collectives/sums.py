@@ -1,7 +1,7 @@
-"""The local half of a reduce-scatter: sum the ranks' parts of one gradient shard and put the sum where it goes.
+"""The local half of a reduce-scatter: sums the ranks' parts of one gradient shard and stores or adds the result.
 
-The sum runs in rank order in at least fp32 and is rounded once, so it has the same bits in every run, on every
-transport, and with the kernel of :mod:`etp.collectives.kernels` as well as without.
+The sum is computed in rank order, in at least fp32, and rounded once. It is therefore bitwise the same in every run,
+on every transport, and with or without the kernel of :mod:`etp.collectives.kernels`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def accumulate_parts(
     Args:
         parts: ``[ranks, shard numel]`` in any shape, contiguous, any floating dtype; without the row of ``rank``
             where ``own`` is given.
-        sink: where the sum goes.
-        divisor: what the sum is divided by, in the accumulation dtype.
+        sink: destination of the result.
+        divisor: the sum is divided by it, in the accumulation dtype.
         own: this rank's part, contiguous, of the dtype of ``parts``.
         rank: this rank's place in the sum.
     """
@@ -52,8 +52,8 @@ def accumulate_parts(
 def divide(total: torch.Tensor, divisor: int) -> None:
     """Divide in place, rounding once.
 
-    On CUDA, PyTorch multiplies by the reciprocal of a number of the host. Where that is no power of two it rounds
-    twice, so it gets a tensor instead.
+    On CUDA, PyTorch implements division by a Python number as multiplication by its reciprocal, which rounds twice
+    unless the number is a power of two. Otherwise, the divisor is therefore passed as a tensor.
     """
     exact = divisor & (divisor - 1) == 0 or total.device.type == "cpu"
     total.div_(divisor if exact else torch.full((), divisor, dtype=total.dtype, device=total.device))

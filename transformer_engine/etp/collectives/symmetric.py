@@ -17,20 +17,20 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from etp.collectives.driver import CudaDriver, MemoryOperations
 
 DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""With it torch accepts ranks whose devices have the same number, be it that each sees only its own."""
+"""Makes torch accept ranks whose devices have the same index, as when each process sees only its own GPU."""
 
 _WORD = 4
 
 
 class SymmetricBuffer:
-    """One allocation of equal size on every rank of a group, mapped by all of them. Collective to make.
+    """One allocation of equal size on every rank of a group, mapped by all of them. Constructed collectively.
 
-    torch numbers these exchanges in each process: ranks that have made different numbers of them cannot find each
-    other, and wait until the group's time-out. Every rank makes them in the same order, as it does all collectives.
+    torch numbers these allocations in each process. Ranks with different counts cannot find each other, and wait until
+    the group's timeout, so every rank must construct them in the same order, as with any collective.
 
     Attributes:
-        local: this rank's memory, ``[nbytes]`` bytes, zero at first.
-        addresses: where each rank's memory lies in this process, by rank.
+        local: this rank's memory, ``[nbytes]`` uint8, initially zero.
+        addresses: address of each rank's memory in this process, by rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class SymmetricBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Size on each rank."""
+        """Size in bytes on each rank."""
         return self.local.numel()
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ class SymmetricBuffer:
 
 @contextmanager
 def _numbers_may_collide() -> Iterator[None]:
-    """Keep torch from comparing device numbers: :mod:`etp.collectives.reach` has compared the devices themselves."""
+    """Keep torch from comparing device indices: :mod:`etp.collectives.reach` has compared the devices themselves."""
     before = os.environ.get(DEVICES_OVERLAP_VARIABLE)
     os.environ[DEVICES_OVERLAP_VARIABLE] = "1"
     try:
@@ -91,7 +91,7 @@ class Signals:
         channels: how many independent sets of flags there are.
         device: where the words lie.
         driver: the driver calls.
-        raised: channels whose flags are up at first.
+        raised: channels whose flags are initially raised.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ends the process when a peer does not answer: a stream that waits for a value in memory waits for ever otherwise."""
+"""Ends the process when a peer does not answer; a stream that waits for a value in memory would wait forever."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _KEEP_AT_MOST = 4096
 
 
 class Watchdog:
-    """Watches work on a device that depends on peers. Its thread lives as long as this object.
+    """Watches device work that depends on peers. Its thread lives as long as this object.
 
-    A host that waits for the device cannot be made to raise, so a time-out ends the process, as that of NCCL does.
+    A host thread that waits for the device cannot be interrupted, so a timeout ends the process, as NCCL's does.
 
     Args:
-        timeout_s: seconds from enqueuing the work until it must be done.
-        prepare_thread: called once by the thread that looks at events.
+        timeout_s: seconds from enqueueing the work until it must be done.
+        prepare_thread: called once by the watching thread, before it queries events.
     """
 
     def __init__(self, timeout_s: float, prepare_thread: Callable[[], None] | None = None) -> None:
@@ -38,12 +38,12 @@ class Watchdog:
         threading.Thread(target=_watch, args=arguments, name="etp-watchdog", daemon=True).start()
 
     def expect(self, event: Any, what: str) -> None:
-        """Expect ``event`` (with a method ``query``) to happen in time; ``what`` is for the message."""
+        """Watch that ``event``, which has a method ``query``, happens in time; ``what`` names it in the message."""
         with self._lock:
             self._expected.append((event, what, time.monotonic()))
 
     def expect_stream(self, device: torch.device, what: str) -> None:
-        """Expect all that the calling stream was given so far; nothing inside a capture, where nothing happens."""
+        """Watch all work enqueued so far on the current stream; does nothing inside a capture, where nothing runs."""
         if torch.cuda.is_current_stream_capturing():
             return
         event = torch.cuda.Event()
@@ -51,7 +51,7 @@ class Watchdog:
         self.expect(event, what)
 
     def overdue(self) -> str | None:
-        """What should have happened by now, forgetting what has."""
+        """Forget the events that have happened, and return what the first overdue one was for; None if none is."""
         with self._lock:
             while self._expected and self._expected[0][0].query():
                 self._expected.popleft()

@@ -1,4 +1,4 @@
-"""Waiting for work of a process group, and letting go of it only when no other thread can be its last owner."""
+"""Waits for work of a process group, and releases it only when no other thread can be its last owner."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEPT = 2
 class WorkLine:
     """The works that one user of a process group waits for, one after another.
 
-    gloo's worker thread wakes the waiter first and lets go of the ``Work`` afterwards. If it is then the last owner,
-    it also frees the work's tensors, for which it needs the interpreter's lock; a thread that asks for that lock
-    while the interpreter is ending takes the whole process down ("terminate called without an active exception",
-    status -6, after a training that went well). So the latest finished works stay here until others have followed.
-    Whoever made buffers for one work only frees their bytes with :func:`free_bytes`. CUDA works are not kept: they
-    would keep device memory.
+    gloo's worker thread wakes the waiter first and drops its reference to the ``Work`` afterwards. If that was the last
+    reference, the thread also frees the work's tensors, for which it needs the GIL. A thread that requests the GIL
+    while the interpreter shuts down aborts the process ("terminate called without an active exception", status -6,
+    after a successful run). The latest finished works are therefore kept until others have followed. Buffers that were
+    allocated for a single work are freed with :func:`free_bytes`. CUDA works are not kept, since that would hold device
+    memory.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class WorkLine:
         """Block until ``work`` is done (with streams: order the current stream after it).
 
         Args:
-            work: what a collective returned.
-            timeout_s: seconds to block; None takes the process group's own time-out. Of no effect with streams, where
-                nothing blocks (with a time-out NCCL's works would, and could not be captured into a CUDA graph).
-            keep: for tensors on the CPU: see the class.
+            work: the handle returned by a collective.
+            timeout_s: seconds to block; None uses the process group's timeout. Ignored with streams, where nothing
+                blocks (with a timeout, NCCL's works would block and could not be captured into a CUDA graph).
+            keep: True for tensors on the CPU; see the class.
         """
         if timeout_s is None or not keep:
             work.wait()
@@ -44,6 +44,6 @@ class WorkLine:
 
 
 def free_bytes(buffer: torch.Tensor) -> None:
-    """Free the memory of a buffer on the CPU that a kept work still refers to; nobody reads it again."""
+    """Free the memory of a CPU buffer that a kept work still refers to and nobody reads again."""
     if buffer.device.type == "cpu":
         buffer.untyped_storage().resize_(0)
