@@ -1,4 +1,4 @@
-"""What the engine does on the host for each weight and microbatch: Python, and calls into PyTorch, but no traffic.
+"""Measures the engine's host time per weight and microbatch: Python and calls into PyTorch, without communication.
 
     python -m benchmarks.host_work [--profile]
 

@@ -1,4 +1,4 @@
-"""Trains on real text for hundreds of steps in several ways and compares the losses; then loses a rank and resumes.
+"""Trains on real text for hundreds of steps in several variants and compares losses; then kills a rank and resumes.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The processes of one training on this machine, without torchrun, whose agent would end survivors itself."""
+"""Starts the processes of one training on this machine without torchrun, whose agent would end survivors itself."""
 
 from __future__ import annotations
 

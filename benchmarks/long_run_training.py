@@ -1,4 +1,4 @@
-"""A training script that notes every step's loss and memory: examples/pretrain_gpt.py, watched from outside.
+"""Runs examples/pretrain_gpt.py and records loss and memory of every step.
 
 ::
 

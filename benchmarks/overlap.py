@@ -1,11 +1,11 @@
-"""What moving one weight costs the GEMMs that run beside it, for several ways to move it.
+"""Measures how much moving one weight slows down the GEMMs that run beside it, for several ways to move it.
 
 ::
 
     torchrun --nproc-per-node 4 benchmarks/overlap.py
 
 The GEMMs are four bf16 products of 4096 x 4096 by 4096 x 14336; beside them one 117 MB weight is gathered, or a
-gradient of that size reduced. Columns: milliseconds of the movement alone, of the GEMMs alone, and what it adds.
+gradient of that size reduced. Columns: milliseconds of the movement alone, and milliseconds that it adds to the GEMMs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ ROWS, COLUMNS, TOKENS, PRODUCTS = 14336, 4096, 4096, 4
 
 
 class CopyVariants:
-    """Peer copies over several streams, pulled or pushed, in pieces."""
+    """Peer copies over several streams, pulled or pushed, in pieces. Constructed collectively."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -98,15 +99,50 @@ def _variants(group: dist.ProcessGroup, device: torch.device) -> dict[str, Calla
     ways = ((1, 1, False), (1, 1, True), (3, 1, False), (3, 1, True), (2, 4, False), (1, 8, False))
     for streams, pieces, push in ways:
         name = f"{'push' if push else 'pull'}, {streams} stream(s), {pieces} piece(s)"
-        found[name] = lambda s=streams, p=pieces, d=push: copies.move(streams=s, pieces=p, push=d)  # type: ignore[misc]
+        found[name] = partial(copies.move, streams=streams, pieces=pieces, push=push)
     found["reduce, NCCL all-to-all, fp32 sum"] = lambda: c10d.reduce_scatter([gradient], [sink], size, "")
     found["reduce, NCCL reduce-scatter"] = lambda: rounding.reduce_scatter([gradient], [sink], size, "")
     found["reduce, copy_engine"] = lambda: engine.reduce_scatter([gradient], [sink], size, "")
     return found
 
 
+class Beside:
+    """Runs movements by themselves, and beside the GEMMs.
+
+    Args:
+        device: this rank's GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._a = torch.randn(TOKENS, COLUMNS, device=device).bfloat16()
+        self._weights = [torch.randn(COLUMNS, ROWS, device=device).bfloat16() for _ in range(PRODUCTS)]
+        self._out = torch.empty(TOKENS, ROWS, device=device, dtype=torch.bfloat16)
+        self._side = torch.cuda.Stream(device, priority=-1)
+
+    def compute(self) -> None:
+        """The GEMMs."""
+        for weight in self._weights:
+            torch.mm(self._a, weight, out=self._out)
+
+    def alone(self, move: Callable[[], InFlight | None]) -> None:
+        """A movement on the current stream."""
+        for event in _start(move):
+            torch.cuda.current_stream().wait_event(event)
+
+    def both(self, move: Callable[[], InFlight | None]) -> None:
+        """A movement on a side stream, and the GEMMs on the current one; ends with the later of the two."""
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            events = _start(move)
+        self.compute()
+        for event in events:
+            current.wait_event(event)
+        current.wait_stream(self._side)
+
+
 def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
-    """Enqueue a movement; returns events that its reader has to wait for besides the current stream."""
+    """Enqueue a movement. Returns events that readers must wait for in addition to the current stream."""
     moving = move()
     if moving is None:
         return ()
@@ -117,7 +153,7 @@ def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
 def main() -> None:
     """Print one row for each way to move a weight."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=22)
+    parser.add_argument("--repeats", type=int, default=22, help="of which the first two are not counted")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -125,38 +161,16 @@ def main() -> None:
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("there is no default process group")
-    a = torch.randn(TOKENS, COLUMNS, device=device).bfloat16()
-    weights = [torch.randn(COLUMNS, ROWS, device=device).bfloat16() for _ in range(PRODUCTS)]
-    out = torch.empty(TOKENS, ROWS, device=device, dtype=torch.bfloat16)
-    side = torch.cuda.Stream(device, priority=-1)
-
-    def compute() -> None:
-        for weight in weights:
-            torch.mm(a, weight, out=out)
-
-    def both(move: Callable[[], InFlight | None]) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            events = _start(move)
-        compute()
-        for event in events:
-            torch.cuda.current_stream().wait_event(event)
-        torch.cuda.current_stream().wait_stream(side)
-
-    alone = _median_ms(compute, options.repeats)
+    beside = Beside(device)
+    gemms = _median_ms(beside.compute, options.repeats)
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} GPUs; the GEMMs alone take {alone:.3f} ms")
+        print(f"{dist.get_world_size()} GPUs; the GEMMs alone take {gemms:.3f} ms")
         print("| movement | alone | beside the GEMMs, added |\n|---|---|---|", flush=True)
-
-    def by_itself(move: Callable[[], InFlight | None]) -> None:
-        for event in _start(move):
-            torch.cuda.current_stream().wait_event(event)
-
     for name, move in _variants(group, device).items():
-        lone = _median_ms(lambda m=move: by_itself(m), options.repeats)  # type: ignore[misc]
-        together = _median_ms(lambda m=move: both(m), options.repeats)  # type: ignore[misc]
+        alone = _median_ms(partial(beside.alone, move), options.repeats)
+        both = _median_ms(partial(beside.both, move), options.repeats)
         if dist.get_rank() == 0:
-            print(f"| {name} | {lone:.3f} | {together - alone:+.3f} |", flush=True)
+            print(f"| {name} | {alone:.3f} | {both - gemms:+.3f} |", flush=True)
     dist.destroy_process_group()
 
 

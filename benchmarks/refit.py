@@ -1,4 +1,4 @@
-"""Moves a model from trainer ranks to engine workers on one machine, over every transport, and the way others do it.
+"""Moves a model from trainer ranks to engine workers on one machine, over every transport and by gather and broadcast.
 
     python -m benchmarks.refit [--model qwen3-8b|qwen3-moe|tiny|config.json] [--from etp=2] [--to tp=2] [--device cuda]
 

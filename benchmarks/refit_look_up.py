@@ -1,4 +1,4 @@
-"""What a trainer rank spends before a push on finding its weights again, on a CPU: thousands of experts, tiny ones.
+"""Measures how long a trainer rank takes to locate its weights before a push, on a CPU with thousands of tiny experts.
 
 python -m benchmarks.refit_look_up [--layers 14] [--experts 128]
 """

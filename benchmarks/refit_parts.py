@@ -1,4 +1,4 @@
-"""What a refit between GPUs is bounded by: the kernel that packs and digests, and copies from one GPU to another.
+"""Measures what bounds a refit between GPUs: the kernel that packs and digests, and copies between GPUs.
 
     python -m benchmarks.refit_parts
 

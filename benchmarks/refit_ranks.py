@@ -1,4 +1,4 @@
-"""What one rank of ``benchmarks.refit`` does."""
+"""One rank of ``benchmarks.refit``."""
 
 from __future__ import annotations
 

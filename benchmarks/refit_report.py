@@ -1,4 +1,4 @@
-"""A table and a plot of what ``benchmarks.refit`` and ``benchmarks.refit_vllm`` have measured.
+"""Formats the results of ``benchmarks.refit`` and ``benchmarks.refit_vllm`` as a table and a plot.
 
 python -m benchmarks.refit_report --links refit.json --servers refit-vllm.json ... --table table.md --plot plot.svg
 """

@@ -1,16 +1,16 @@
-"""Pushes a Megatron model's weights into a running vLLM server on the same machine, and times what a user waits for.
+"""Pushes a Megatron model's weights into a running vLLM server on the same machine, and times what users wait for.
 
     python -m benchmarks.refit_vllm --model qwen3-8b --from etp=2 --trainer-gpus 0 1 --engine-gpus 2 3
 
-A server is started with weights that mean nothing (``--load-format dummy``), with CUDA graphs. Trainer ranks hold the
-model of ``--from`` with random weights, change them, and push, ``--repeats`` times for each of ``--ways``: a
-transport, with ``+in_place`` for an engine that has no room for a second copy; ``nccl``, vLLM's own engine, and
-``checkpoint_engine``, the package of that name, each with a server of its own, gather whole tensors on the trainer and
-end in ``load_weights`` (:mod:`benchmarks.refit_vllm_peers`). The two sides may share GPUs, and must for
-``checkpoint_engine``. Without GPUs it runs on ``--device cpu`` with a tiny model, as a test of itself.
+A server is started with dummy weights (``--load-format dummy``) and CUDA graphs. Trainer ranks hold the model with
+random weights, distributed as ``--from`` says. They change the weights and push them, ``--repeats`` times for each of
+``--ways``. A way is a transport, followed by ``+in_place`` for an engine without room for a second copy; or ``nccl``,
+vLLM's own engine; or ``checkpoint_engine``, the package of that name. The last two have a server of their own, gather
+full tensors on the trainer and end in ``load_weights`` (:mod:`benchmarks.refit_vllm_peers`). Trainer and engine may
+share GPUs, and must for ``checkpoint_engine``. ``--device cpu`` with a tiny model tests the benchmark itself.
 
-After the last push of each way the server draws tokens, and the trainer computes their log-probabilities: the KL is
-that of generation, k3 estimator, in nats a token; ``KL before`` is the same against weights of one version later, which
+After the last push of each way, the server samples tokens and the trainer computes their log-probabilities. The KL is
+that of generation, k3 estimator, in nats per token. ``KL before`` is measured against weights of one version later, and
 shows what a missed push looks like.
 """
 
@@ -22,8 +22,8 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from examples.serving import write_byte_tokenizer
 from megatron_patches.refit.cluster import trainer_mesh
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.source.mesh import TrainerMesh
 
 _PATHS = ("folder", "json")
 PARTS = ("prepare", "push", "send", "look_up", "move", "verify", "commit", "paused")
@@ -53,15 +54,53 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one step may take")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that all ways of one server may take")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for all ways of one server")
     parser.add_argument("--engine-arguments", default="", help="further arguments of vLLM's server")
     parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(arguments)
 
 
+@dataclass(frozen=True)
+class Served:
+    """One server, and the ways to push to it.
+
+    Attributes:
+        name: of its log.
+        backend: vLLM's weight-transfer backend.
+        arguments: further arguments of the server.
+        ways: names of ways.
+    """
+
+    name: str
+    backend: str
+    arguments: tuple[str, ...]
+    ways: tuple[str, ...]
+
+
+def servers(options: argparse.Namespace, ranks: int) -> list[Served]:
+    """The servers that the command line needs: one for all ways of this project, one for each other way.
+
+    Raises:
+        SystemExit: if the number of GPUs does not match ``ranks`` or a way cannot run on these devices.
+        ValueError: for an unknown way.
+    """
+    on_gpu = options.device == "cuda"
+    if on_gpu and len(options.trainer_gpus) != ranks:
+        raise SystemExit(f"--trainer-gpus names {len(options.trainer_gpus)} GPUs; --from has {ranks} ranks")
+    ours = tuple(name for name in options.ways if name not in PEERS)
+    for name in ours:
+        way_of(name)
+    peers = [name for name in options.ways if name in PEERS]
+    for name in peers:
+        if not on_gpu or (PEERS[name].shares_gpus and options.trainer_gpus != options.engine_gpus):
+            raise SystemExit(f"{name} needs GPUs, --trainer-gpus and --engine-gpus the same where it shares them")
+    found = [Served("etp", "etp", (), ours)] if ours else []
+    return [*found, *(Served(name, PEERS[name].backend, PEERS[name].arguments, (name,)) for name in peers)]
+
+
 def write_model(config: Any, folder: Path) -> dict[str, Any]:
-    """Writes what a server needs of a model that has no weights yet, and gives its configuration."""
+    """Write the files that a server needs for a model without weights. Returns its Hugging Face configuration."""
     written = dict(build_config(family_from_config(config), "bfloat16"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(written, indent=1), encoding="utf-8")
@@ -87,63 +126,71 @@ def line(found: Outcome) -> str:
 
 
 def write_report(options: argparse.Namespace, found: Sequence[Outcome]) -> None:
-    """Writes what there is so far."""
+    """Write the results so far."""
     given = {key: str(value) for key, value in vars(options).items() if key not in _PATHS}
     content: dict[str, Any] = {"options": given, "outcomes": [asdict(item) for item in found]}
     options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
+def measure(
+    options: argparse.Namespace,
+    mesh: TrainerMesh,
+    config: Mapping[str, object],
+    folder: Path,
+    take: Callable[[Outcome], None],
+) -> None:
+    """Start each server in turn, and push to it in all its ways.
+
+    Args:
+        options: the command line.
+        mesh: parallel sizes of the trainer.
+        config: configuration of the model, of any form that ``family_from_config`` takes.
+        folder: for the model's files and the servers' logs.
+        take: called with each outcome as soon as there is one; a server that fails is one as well.
+    """
+    on_gpu = options.device == "cuda"
+    engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
+    written = write_model(config, folder / "model")
+    for served in servers(options, mesh.size):
+        given = [*options.engine_arguments.split(), *served.arguments]
+        try:
+            with serve(folder / "model", served.backend, engine_gpus, given, folder / f"{served.name}.log") as server:
+                task = Task(
+                    config=written,
+                    mesh=mesh,
+                    gpus=tuple(options.trainer_gpus) if on_gpu else (),
+                    engine_gpus=engine_gpus,
+                    server_port=int(server.url.rpartition(":")[2]),
+                    port=free_port(),
+                    ways=served.ways,
+                    repeats=options.repeats,
+                    staging_bytes=options.staging_mib << 20,
+                    timeout_s=options.timeout,
+                )
+                run_ranks(run_rank, mesh.size, task, take, options.limit)
+        except (ServerError, RuntimeError) as error:  # the other servers are still measured
+            take(Outcome(served.name, failure=str(error)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table; returns 1 where a way failed."""
+    """Print a table; returns 1 if a way failed."""
     options = parse(arguments)
-    # Ended from outside, it still ends its server, which runs in a session of its own.
+    # When terminated, still end the server, which runs in its own session.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     config = MODELS[options.model][0] if options.model in MODELS else read_config(Path(options.model))
     mesh = trainer_mesh(options.trainer)
-    on_gpu = options.device == "cuda"
-    if on_gpu and len(options.trainer_gpus) != mesh.size:
-        raise SystemExit(f"--trainer-gpus names {len(options.trainer_gpus)} GPUs; --from has {mesh.size} ranks")
-    ours = tuple(name for name in options.ways if name not in PEERS)
-    for name in options.ways:  # refused before a server starts
-        if name in ours:
-            way_of(name)
-        elif not on_gpu or (PEERS[name].shares_gpus and options.trainer_gpus != options.engine_gpus):
-            raise SystemExit(f"{name} needs GPUs, --trainer-gpus and --engine-gpus the same where it shares them")
-    servers: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = [("etp", "etp", (), ours)] if ours else []
-    servers += [(name, PEERS[name].backend, PEERS[name].arguments, (name,)) for name in options.ways if name in PEERS]
-    engine_gpus = tuple(options.engine_gpus) if on_gpu else ()
+    servers(options, mesh.size)  # refuse mistakes before the table begins
     print(f"{HEADINGS[0]:17} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
     found: list[Outcome] = []
 
     def take(item: Outcome) -> None:
-        """At once, so that it is kept whatever becomes of the next way."""
         found.append(item)
         print(line(item), flush=True)
         if options.json is not None:
             write_report(options, found)
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        written = write_model(config, folder / "model")
-        for log, backend, further, ways in servers:
-            given = [*options.engine_arguments.split(), *further]
-            try:
-                with serve(folder / "model", backend, engine_gpus, given, folder / f"{log}.log") as server:
-                    task = Task(
-                        config=written,
-                        mesh=mesh,
-                        gpus=tuple(options.trainer_gpus) if on_gpu else (),
-                        engine_gpus=engine_gpus,
-                        server_port=int(server.url.rpartition(":")[2]),
-                        port=free_port(),
-                        ways=ways,
-                        repeats=options.repeats,
-                        staging_bytes=options.staging_mib << 20,
-                        timeout_s=options.timeout,
-                    )
-                    run_ranks(run_rank, mesh.size, task, take, options.limit)
-            except (ServerError, RuntimeError) as error:  # the other servers are measured all the same
-                take(Outcome(log, failure=str(error)))
+        measure(options, mesh, config, options.folder or Path(temporary), take)
     return int(any(item.failure for item in found))
 
 

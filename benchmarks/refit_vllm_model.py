@@ -1,4 +1,4 @@
-"""The Megatron model that ``benchmarks.refit_vllm`` trains in name only: built, filled, changed, and asked."""
+"""The Megatron model whose weights ``benchmarks.refit_vllm`` pushes; it is changed between pushes, but not trained."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatron_patches.refit.source.shard import placements
 
 
 class TrainerModel:
-    """One rank's part of a model with random weights, in bfloat16. Process groups exist already.
+    """One rank's part of a model with random weights, in bfloat16. Expects an initialized default process group.
 
     Args:
         config: content of ``config.json``.
-        mesh: how it is spread.
-        device: where; on GPUs its layers are Transformer Engine's.
+        mesh: the parallel sizes.
+        device: the device of the weights; on GPUs the layers are Transformer Engine's.
         length: longest text, in tokens.
 
     Attributes:
-        module: Megatron's.
-        family: what its tensors are.
+        module: Megatron's model.
+        family: describes the tensors of its Hugging Face checkpoint.
     """
 
     def __init__(self, config: dict[str, Any], mesh: TrainerMesh, device: torch.device, length: int) -> None:
@@ -38,7 +38,7 @@ class TrainerModel:
         self._fill()
 
     def change(self) -> None:
-        """Other weights, of the same distribution: each shard turned by one place."""
+        """Change the weights but not their distribution: rotate the elements of each shard by one."""
         with torch.no_grad():
             for live in describe_model([self.module]):
                 numel = live.shard.as_storage().logical_numel
@@ -46,7 +46,7 @@ class TrainerModel:
                 content.copy_(content.roll(1))
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, whole, on every rank; all take part."""
+        """Every full tensor by name, on every rank. Collective."""
         rank = dist.get_rank()
         held: dict[str, list[tuple[Any, torch.Tensor]]] = {}
         for live in describe_model([self.module]):
@@ -74,7 +74,15 @@ class TrainerModel:
             yield name, full
 
     def log_probs(self, texts: Sequence[Sequence[int]], prompt: int) -> torch.Tensor:
-        """Log-probability of each token behind the first ``prompt``; float64, on the host, a row a text."""
+        """Log-probabilities of the tokens after the first ``prompt`` ones.
+
+        Args:
+            texts: token ids, ``[texts, length]``.
+            prompt: tokens at the start of each text that are not scored.
+
+        Returns:
+            ``[texts, length - prompt]``, float64 on the host.
+        """
         tokens = torch.tensor(texts, device=self._device)
         positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape[0], -1)
         mask = None
@@ -87,38 +95,41 @@ class TrainerModel:
         return log_probs.gather(2, tokens[:, prompt:, None])[..., 0].double().cpu()
 
     def _build(self, length: int) -> Any:
-        from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_local_spec,
-            get_gpt_layer_with_transformer_engine_spec,
-        )
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
-        mesh, traits = self._mesh, self.family.traits
+        self._initialize_groups()
+        traits = self.family.traits
+        model = GPTModel(
+            self._transformer_config(),
+            self._layer_spec(),
+            traits.vocab_size,
+            length,
+            position_embedding_type="rope",
+            rotary_base=int(traits.rope_base),
+            share_embeddings_and_output_weights=traits.tied_embeddings,
+            parallel_output=False,
+        )
+        return model.to(self._device).bfloat16().eval().requires_grad_(False)
+
+    def _initialize_groups(self) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=mesh.tp,
-            gtp_remat_size=mesh.etp,
-            expert_model_parallel_size=mesh.ep,
-            expert_tensor_parallel_size=mesh.expert_tp,
-            expert_gtp_remat_size=mesh.expert_etp,
+            tensor_model_parallel_size=self._mesh.tp,
+            gtp_remat_size=self._mesh.etp,
+            expert_model_parallel_size=self._mesh.ep,
+            expert_tensor_parallel_size=self._mesh.expert_tp,
+            expert_gtp_remat_size=self._mesh.expert_etp,
             create_gloo_process_groups=not self._on_gpu,
         )
         model_parallel_cuda_manual_seed(1)
-        experts: dict[str, Any] = {}
-        if traits.num_experts:
-            experts = {
-                "num_moe_experts": traits.num_experts,
-                "moe_router_topk": int(self._config["num_experts_per_tok"]),
-                "moe_ffn_hidden_size": int(self._config["moe_intermediate_size"]),
-                "moe_token_dispatcher_type": "alltoall",
-                "moe_router_load_balancing_type": "none",
-                # After the choice the scores of the chosen add up to one; before it they do not.
-                "moe_router_pre_softmax": not traits.norm_topk_prob,
-                "moe_grouped_gemm": self._on_gpu,
-            }
-        config = TransformerConfig(
+
+    def _transformer_config(self) -> Any:
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        traits = self.family.traits
+        return TransformerConfig(
             num_layers=traits.num_layers,
             hidden_size=traits.hidden_size,
             ffn_hidden_size=traits.ffn_hidden_size,
@@ -141,35 +152,46 @@ class TrainerModel:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
-            tensor_model_parallel_size=mesh.tp,
-            expert_model_parallel_size=mesh.ep,
-            expert_tensor_parallel_size=mesh.expert_tp,
-            gtp_weight_remat_size=mesh.etp,
-            **experts,
+            tensor_model_parallel_size=self._mesh.tp,
+            expert_model_parallel_size=self._mesh.ep,
+            expert_tensor_parallel_size=self._mesh.expert_tp,
+            gtp_weight_remat_size=self._mesh.etp,
+            **self._expert_settings(),
         )
-        number = traits.num_experts or None
+
+    def _expert_settings(self) -> dict[str, Any]:
+        traits = self.family.traits
+        if not traits.num_experts:
+            return {}
+        return {
+            "num_moe_experts": traits.num_experts,
+            "moe_router_topk": int(self._config["num_experts_per_tok"]),
+            "moe_ffn_hidden_size": int(self._config["moe_intermediate_size"]),
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            # A softmax after the top-k choice makes the chosen experts' scores add up to one; before it, it does not.
+            "moe_router_pre_softmax": not traits.norm_topk_prob,
+            "moe_grouped_gemm": self._on_gpu,
+        }
+
+    def _layer_spec(self) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
+        traits = self.family.traits
+        experts = traits.num_experts or None
         if self._on_gpu:
-            spec = get_gpt_layer_with_transformer_engine_spec(
-                num_experts=number, moe_grouped_gemm=number is not None, qk_layernorm=traits.qk_norm
+            return get_gpt_layer_with_transformer_engine_spec(
+                num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=traits.qk_norm
             )
-        else:
-            spec = get_gpt_layer_local_spec(
-                normalization="RMSNorm", num_experts=number, moe_grouped_gemm=False, qk_layernorm=traits.qk_norm
-            )
-        model = GPTModel(
-            config,
-            spec,
-            traits.vocab_size,
-            length,
-            position_embedding_type="rope",
-            rotary_base=int(traits.rope_base),
-            share_embeddings_and_output_weights=traits.tied_embeddings,
-            parallel_output=False,
+        return get_gpt_layer_local_spec(
+            normalization="RMSNorm", num_experts=experts, moe_grouped_gemm=False, qk_layernorm=traits.qk_norm
         )
-        return model.to(self._device).bfloat16().eval().requires_grad_(False)
 
     def _fill(self) -> None:
-        """Random weights; ranks that hold the same box agree."""
+        """Fill with random weights, the same on all ranks that hold the same box."""
         shapes = self.family.shapes()
         for live in describe_model([self.module]):
             live.memory.zero_()

@@ -1,4 +1,4 @@
-"""Other ways to hand weights to a running vLLM, which ``benchmarks.refit_vllm`` measures beside this project's.
+"""Other ways to push weights into a running vLLM, for comparison in ``benchmarks.refit_vllm``.
 
 Both gather whole tensors on the trainer, and end in vLLM's ``load_weights``:
 

@@ -1,4 +1,4 @@
-"""What one trainer rank of ``benchmarks.refit_vllm`` does: push a Megatron model, and compare."""
+"""One trainer rank of ``benchmarks.refit_vllm``: pushes a Megatron model and compares log-probabilities."""
 
 from __future__ import annotations
 
@@ -270,10 +270,10 @@ class Trainer:
         self.model.change()
 
     def _all_ready(self) -> None:
+        """Wait for all ranks and their GPUs, and start to measure peak memory."""
         if self.task.gpus:
             torch.cuda.synchronize(self.device)
         dist.barrier()
-
         if self.task.gpus:
             torch.cuda.reset_peak_memory_stats(self.device)
 

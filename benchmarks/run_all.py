@@ -1,4 +1,4 @@
-"""Runs the whole training benchmark on this machine's GPUs within a time limit, whatever fails on the way.
+"""Runs the whole training benchmark on this machine's GPUs within a time limit, despite failures of single systems.
 
 ::
 
@@ -15,7 +15,6 @@ import argparse
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.spawned import free_port
 from benchmarks.train_report import load, plot, table
 
 # Importing everything on all ranks, and the first collectives.
@@ -182,7 +182,7 @@ def torchrun(gpus: int) -> Runner:
     def start(job: Job, path: Path, time_: Time) -> Ended:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus),
-            "--master-addr", "127.0.0.1", "--master-port", str(_free_port()), "-m", "benchmarks.train_step",
+            "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "benchmarks.train_step",
             "--systems", ",".join(job.systems), "--json", str(path),
             "--seconds", f"{time_.wanted_s:.0f}", *job.arguments,
         ]  # fmt: skip
@@ -208,13 +208,6 @@ def _wait(process: subprocess.Popen[bytes], path: Path, limit_s: float) -> int |
             if not done and _read(path).get("doing") == "":
                 done, until = True, min(until, time.monotonic() + _END_S)
     return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

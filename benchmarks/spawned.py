@@ -1,4 +1,4 @@
-"""Runs one function as several processes of this machine, and passes on what the first of them finds, as it comes."""
+"""Runs a function in several processes of this machine and passes on the first one's results as they arrive."""
 
 from __future__ import annotations
 

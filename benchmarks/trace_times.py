@@ -1,4 +1,4 @@
-"""What the GPU of one rank did during a traced step: compute, communication beside it, communication alone, nothing.
+"""Splits the GPU time of a traced step into compute, communication beside it, exposed communication, and idle time.
 
 Input are the events of a Chrome trace as `torch.profiler` writes them; times are in microseconds.
 

@@ -1,4 +1,4 @@
-"""The training benchmark's results as a table and a plot; from reports of one run or of several."""
+"""Formats the training benchmark's results, of one run or several, as a table and a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training benchmark compares, systems and models, and what a step takes on paper: operations and bytes."""
+"""The systems and models of the training benchmark, and the operations and bytes that a step takes in theory."""
 
 from __future__ import annotations
 

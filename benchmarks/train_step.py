@@ -1,4 +1,4 @@
-"""Times one training step of a Llama-like model under several ways to spread it over GPUs, side by side.
+"""Times one training step of a Llama-like model under several parallelization systems, side by side.
 
 ::
 

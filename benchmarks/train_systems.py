@@ -1,4 +1,4 @@
-"""The ways to spread one model over GPUs that the training benchmark compares: how each is built and stepped.
+"""The parallelization systems that the training benchmark compares: how each is built and stepped.
 
 A step is forward and backward of every microbatch and the reduction of gradients, which add up over steps: no
 zeroing, no optimizer. Sharded weights count as changed by every step.

@@ -1,4 +1,4 @@
-"""A vLLM server for :mod:`benchmarks.refit_vllm`: started with weights that mean nothing, and asked for samples."""
+"""A vLLM server for ``benchmarks.refit_vllm``: started with dummy weights, and asked for samples."""
 
 from __future__ import annotations
 
