@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit import push_flags
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.registry import PatchRecord
 
@@ -67,8 +67,7 @@ def check(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise UnsupportedConfigurationError(f"a flag that begins with --refit-: {error}") from error
     try:
-        for url in args.refit_engines:
-            HttpEngine(url)
+        http_engines(args.refit_engines, args.refit_timeout)
     except ValueError as error:
         raise UnsupportedConfigurationError(f"--refit-engines: {error}") from error
 
@@ -114,7 +113,7 @@ class Pusher:
 
         from megatron_patches.refit.megatron_checkpoint import vocabulary_of
 
-        engines = [HttpEngine(url, args.refit_timeout) for url in args.refit_engines] if dist.get_rank() == 0 else []
+        engines = http_engines(args.refit_engines, args.refit_timeout) if dist.get_rank() == 0 else []
         session = RefitSession(model, engines, vocab_size=vocabulary_of(args), options=options_from_args(args))
         digest = session.prepare()
         _print(f"refit: {len(args.refit_engines)} engine(s) follow plan {digest[:12]}")

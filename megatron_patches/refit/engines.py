@@ -12,7 +12,9 @@ import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
@@ -24,6 +26,12 @@ from megatron_patches.refit.resumer import EMPTY_CACHES, RESUME, Resumer
 
 _EMPTYING_S = 10.0  # for what still uses a prefix cache, such as a transfer of a KV connector, to end
 _RETRY_S = 0.25
+_HOW_TO_START = (
+    "a server must be up before weights are pushed to it, with VLLM_SERVER_DEV_MODE=1 in its environment and "
+    '--weight-transfer-config \'{"backend": "etp"}\''
+)
+# Whatever http_proxy says: weights take no proxy either, and one that gives up early would hide how a commit went.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class PauseMode(StrEnum):
@@ -71,19 +79,21 @@ class HttpEngine:
         timeout_s: seconds that one call may take.
 
     Raises:
-        ValueError: if it is no HTTP URL.
+        ValueError: if it is no HTTP URL of a server.
     """
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"engine URL {url!r} must begin with http:// or https://")
+        _check_url(url)
         self.name = url.rstrip("/")
         self._timeout_s = timeout_s
         self._resumer = Resumer(self.name)
 
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
-        answer = self._call("GET", "get_world_size")
+        try:
+            answer = self._call("GET", "get_world_size")
+        except RefitError as error:
+            raise RefitError(f"{error}; {_HOW_TO_START}") from error
         if not isinstance(answer.get("world_size"), int):
             raise RefitError(f"{self.name}/get_world_size answered {answer}, without world_size; is it a vLLM server?")
         return int(answer["world_size"])
@@ -151,7 +161,7 @@ class HttpEngine:
             headers={"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:  # noqa: S310 - as above
+            with _open(request, timeout=self._timeout_s) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             raise RefitError(f"{self.name}/{route} answered {error.code}: {_shown(error.read())}") from error
@@ -162,6 +172,24 @@ class HttpEngine:
         except ValueError as error:
             raise RefitError(f"{self.name}/{route} answered no JSON but {_shown(content)}") from error
         return found if isinstance(found, dict) else {}
+
+
+def http_engines(urls: Sequence[str], timeout_s: float) -> list[HttpEngine]:
+    """One for each server.
+
+    Args:
+        urls: of :class:`HttpEngine`.
+        timeout_s: of :class:`HttpEngine`.
+
+    Raises:
+        ValueError: if one is no HTTP URL of a server, or given twice: its workers would wait for each other.
+    """
+    engines = [HttpEngine(url, timeout_s) for url in urls]
+    names = [engine.name for engine in engines]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"engine URL {name} is given {names.count(name)} times; give each server once")
+    return engines
 
 
 class LocalEngine:
@@ -208,6 +236,16 @@ class LocalEngine:
         """
         if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"engine URL {url!r} must be like http://10.0.0.5:8000 or https://host/path")
 
 
 def _shown(content: bytes) -> str:

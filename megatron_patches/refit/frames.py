@@ -50,6 +50,16 @@ class Patience:
         return self._what if isinstance(self._what, str) else self._what()
 
 
+def listen(host: str, backlog: int = 128) -> socket.socket:
+    """Listens on a free port of an address of this machine, of whichever IP version.
+
+    Raises:
+        OSError: if it is none.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family, backlog=backlog)
+
+
 def prepare(connection: socket.socket) -> socket.socket:
     """Makes reads and writes return now and then, and small messages leave at once."""
     connection.settimeout(_LOOK_AROUND_S)

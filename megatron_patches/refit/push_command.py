@@ -7,7 +7,7 @@ import os
 import sys
 
 from megatron_patches.refit import checkpoint_model, push_flags
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.progress import Quiet
 from megatron_patches.refit.session import PushReport, RefitSession
@@ -50,9 +50,9 @@ def _push(options: argparse.Namespace, first: bool) -> PushReport:
     directory = checkpoint_model.directory_of(options)
     timeout_s = options.timeout_minutes * 60
     settings = push_flags.options_from(options, timeout_s)
-    engines = [HttpEngine(url, timeout_s) for url in options.engines] if first else []
+    engines = http_engines(options.engines, timeout_s)
     with checkpoint_model.loaded(options, directory, Quiet()) as found:
-        session = RefitSession(found.chunks, engines, vocab_size=found.vocab_size, options=settings)
+        session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
         try:
             session.prepare()
             return session.push(options.version or max(found.iteration, 1))

@@ -64,7 +64,7 @@ class Rendezvous:
         self._steps: dict[int, _Step] = {}
         self._closed = False
         try:
-            self._listener = socket.create_server((host, 0))
+            self._listener = frames.listen(host)
         except OSError as error:
             raise PartyFailedError(
                 f"cannot listen on {host} ({error.strerror or error}); host must be an address of this machine that "

@@ -36,6 +36,8 @@ _PERSISTENCE_S = 120.0  # how long a server is tried that does not answer
 _ANSWER_S = 600.0  # it first ends the call that it is in
 _EMPTYING_S = 30.0  # for what still uses a prefix cache to end
 _RETRY_S = 1.0
+# As the trainer does, whatever http_proxy says.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class Resumer:
@@ -151,7 +153,7 @@ def _post(url: str, body: dict[str, object] | None = None) -> dict[str, object] 
     while time.monotonic() < deadline:
         try:
             request = urllib.request.Request(url, data, headers, method="POST")  # noqa: S310 - the trainer checked it
-            with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:  # noqa: S310 - as above
+            with _open(request, timeout=_ANSWER_S) as answer:
                 return _fields(answer.read())
         except urllib.error.HTTPError:
             return None

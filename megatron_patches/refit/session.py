@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -59,8 +60,8 @@ class RefitOptions:
     def __post_init__(self) -> None:
         if self.staging_bytes < 16:
             raise ValueError(f"staging_bytes is {self.staging_bytes}; two buffers of 8 bytes must fit")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
+        if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ class ReceivingEnd:
             self._listener.bind(f"\0{self._address}")
             self._listener.listen(256)
         else:
-            self._listener = socket.create_server((place.host, 0), backlog=256)
+            self._listener = frames.listen(place.host, 256)
             self._address = f"{place.host}:{self._listener.getsockname()[1]}"
         frames.prepare(self._listener)
 

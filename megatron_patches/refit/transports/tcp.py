@@ -74,7 +74,7 @@ class TcpTransport:
 
     def incoming(self, end: LinkEnd) -> TcpIncoming:
         """Waits for the payload's connection."""
-        with socket.create_server((self._place.host, 0)) as listener:
+        with frames.listen(self._place.host) as listener:
             frames.prepare(listener)
             secret = secrets.token_bytes(16)
             address = _Address(self._place.host, listener.getsockname()[1], secret)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_patches.refit import engines
 from megatron_patches.refit.commit import Pauses
-from megatron_patches.refit.engines import HttpEngine, LocalEngine, PauseMode
+from megatron_patches.refit.engines import HttpEngine, LocalEngine, PauseMode, http_engines
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
@@ -44,7 +44,10 @@ def ok(content: str) -> bytes:
     return f"HTTP/1.0 200 OK\r\n\r\n{content}".encode()
 
 
-def test_the_size_of_an_engine() -> None:
+def test_the_size_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked itself, whatever proxy there is for everything else."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
     with answering(ok('{"world_size": 4}')) as engine:
         assert engine.world_size() == 4
 
@@ -56,7 +59,7 @@ def test_the_size_of_an_engine() -> None:
         (ok('{"size": 4}'), r"http://.*/get_world_size answered \{'size': 4\}, without world_size"),
         (ok("[]"), r"without world_size"),
         (ok(""), r"without world_size"),
-        (b"HTTP/1.0 404 no\r\n\r\nnothing here", r"http://.*/get_world_size answered 404: nothing here"),
+        (b"HTTP/1.0 404 no\r\n\r\nnothing here", r"http://.*/get_world_size answered 404: nothing here; .* VLLM_SERVER_DEV_MODE=1"),
         (b"what?\r\n\r\n", r"cannot reach http://.*/get_world_size"),
     ],
 )
@@ -66,6 +69,21 @@ def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
             engine.world_size()
         with pytest.raises(RefitError, match=f"cannot start the refit: .*{message}"):
             RefitSession([], [engine], vocab_size=1, options=RefitOptions(timeout_s=1.0)).prepare()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1", "http://me:secret@a"]
+)
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="engine URL .* must be like http://"):
+        HttpEngine(url)
+
+
+def test_a_server_that_is_named_twice_is_refused() -> None:
+    urls = ["http://a:8000", "http://[::1]:8000", "https://a/vllm"]
+    assert [engine.name for engine in http_engines(urls, 1.0)] == urls
+    with pytest.raises(ValueError, match="engine URL http://a:8000 is given 2 times"):
+        http_engines([*urls, "http://a:8000/"], 1.0)
 
 
 class Broken:

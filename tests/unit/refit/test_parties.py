@@ -145,9 +145,15 @@ def least_staging(case: Case) -> int:
 
 
 @contextmanager
-def scene(case: Case, transport: TransportName | None, staging: int = 512, timeout_s: float = 20.0) -> Iterator[Scene]:
+def scene(
+    case: Case,
+    transport: TransportName | None,
+    staging: int = 512,
+    timeout_s: float = 20.0,
+    host: str = "127.0.0.1",
+) -> Iterator[Scene]:
     count = len(case.sources)
-    server = Rendezvous(count + len(case.destinations), timeout_s)
+    server = Rendezvous(count + len(case.destinations), timeout_s, host)
     options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8)
     assemblies = [Assembly(server.invitation, i, f"party {i}") for i in range(count + len(case.destinations))]
     sources = [SourceParty(member, options) for member in assemblies[:count]]
@@ -172,6 +178,14 @@ def test_versions_arrive_bit_for_bit(seed: int, transport: TransportName) -> Non
         for party in parties.everybody:
             assert party.staging.peak_bytes == party.staging.leased_bytes <= party.staging.limit_bytes
     assert all(party.staging.leased_bytes == 0 for party in parties.everybody)
+
+
+@pytest.mark.parametrize("transport", [TransportName.TCP, TransportName.C10D])
+def test_parties_meet_over_ip_version_6(transport: TransportName) -> None:
+    with scene(coverable(1), transport, host="::1") as parties:
+        parties.prepare()
+        assert {member.local_host for member in parties.assemblies} == {"::1"}
+        parties.check(1, parties.move(1))
 
 
 @settings(max_examples=40, deadline=None, phases=[Phase.generate])

@@ -69,7 +69,9 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
     [
         ("--refit-staging-bytes 8", r"--refit-.*staging_bytes is 8"),
         ("--refit-timeout 0", r"--refit-.*timeout_s is 0"),
+        ("--refit-timeout inf", r"--refit-.*timeout_s is inf"),
         ("--refit-interval 0", r"--refit-interval is 0"),
+        ("--refit-engines http://a http://a/", r"--refit-engines: engine URL http://a is given 2 times"),
         ("--refit-engines ftp://a", r"--refit-engines: engine URL 'ftp://a'"),
     ],
 )

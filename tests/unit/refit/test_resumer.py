@@ -137,7 +137,11 @@ def settled(server: Server, count: int) -> list[str]:
         (PauseMode.KEEP, "pause?mode=keep", [RESUME]),
     ],
 )
-def test_a_trainer_that_dies_leaves_no_server_paused(pause: PauseMode, asked: str, after: list[str]) -> None:
+def test_a_trainer_that_dies_leaves_no_server_paused(
+    pause: PauseMode, asked: str, after: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # of no concern
+    monkeypatch.delenv("no_proxy", raising=False)
     expected = [asked, "commit", "abandon", *after]
     with serving() as server:
         with pytest.raises(RanksFailedError):
