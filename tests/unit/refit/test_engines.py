@@ -59,7 +59,10 @@ def test_the_size_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (ok('{"size": 4}'), r"http://.*/get_world_size answered \{'size': 4\}, without world_size"),
         (ok("[]"), r"without world_size"),
         (ok(""), r"without world_size"),
-        (b"HTTP/1.0 404 no\r\n\r\nnothing here", r"http://.*/get_world_size answered 404: nothing here; .* VLLM_SERVER_DEV_MODE=1"),
+        (
+            b"HTTP/1.0 404 no\r\n\r\nnothing here",
+            r"http://.*/get_world_size answered 404: nothing here; .* VLLM_SERVER_DEV_MODE=1",
+        ),
         (b"what?\r\n\r\n", r"cannot reach http://.*/get_world_size"),
     ],
 )
@@ -75,7 +78,7 @@ def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
     "url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1", "http://me:secret@a"]
 )
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="engine URL .* must be like http://"):
+    with pytest.raises(ValueError, match=r"engine URL .* must be like http://"):
         HttpEngine(url)
 
 
