@@ -101,15 +101,20 @@ def _join(name: str, columns: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(columns, dim=axis)
 
 
-def as_stored(state: Whole) -> dict[str, torch.Tensor]:
-    """Weights and moments under the names that Megatron gives them in a checkpoint, layers and experts stacked."""
+def as_stored(state: Whole, *, local_layers: bool) -> dict[str, torch.Tensor]:
+    """Weights and moments under the names that Megatron gives them in a checkpoint, layers and experts stacked.
+
+    Args:
+        state: full tensors.
+        local_layers: whether the model consists of Megatron's own layers; Transformer Engine's keep their names.
+    """
     prefixes = {"weight": "", "exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
     stacked: dict[str, dict[tuple[int, ...], torch.Tensor]] = defaultdict(dict)
     for (kind, name), tensor in state.items():
         if kind not in prefixes:
             continue
         key = name
-        for ours, megatrons in _STORED_NAMES:
+        for ours, megatrons in _STORED_NAMES if local_layers else ():
             key = re.sub(ours, megatrons, key)
         numbers = tuple(int(number) for number in re.findall(r"(?:layers|experts)\.(\d+)", key))
         stacked[prefixes[kind] + re.sub(r"(layers|experts)\.\d+", r"\1", key)][numbers] = tensor

@@ -166,14 +166,14 @@ def test_a_captured_step_gathers_ahead_within_its_passes(capture: list[int]) -> 
     assert seen == [["1.weight"]]
 
 
-def test_a_captured_backward_pass_joins_what_it_gathers_for_the_next_microbatch(capture: list[int]) -> None:
-    """The graph may end with any of them; the next forward pass takes it from its slot."""
+def test_microbatches_of_a_captured_step_overlap(capture: list[int]) -> None:
+    """Whoever waits at the end of an iteration does so inside the graph: no backward pass has to end what it began."""
     model, runtime = sharded(reuse_across_forwards=True)
     runtime.finish_with_backward = False
     x = torch.ones(2, SIDE)
 
-    def iteration() -> tuple[list[torch.Tensor], list[list[str]]]:
-        """Losses and gradients, and what was being gathered at the end of each microbatch."""
+    def iteration() -> tuple[list[torch.Tensor], list[tuple[list[str], bool]]]:
+        """Losses and gradients; what is being gathered after each microbatch, and whether gradients are reduced."""
         model.zero_grad()
         runtime.mark_weights_changed()
         runtime.counters.reset()
@@ -182,24 +182,38 @@ def test_a_captured_backward_pass_joins_what_it_gathers_for_the_next_microbatch(
             loss = model(x).square().sum()
             loss.backward()
             found.append(loss.detach())
-            under_way.append(pending(runtime))
+            under_way.append((pending(runtime), not runtime._reductions.idle))
         etp.wait_async_comms(model)
+        assert pending(runtime) == []
+        assert runtime._reductions.idle
         return [*found, *(p.grad.clone() for p in model.parameters() if p.grad is not None)], under_way
 
     eager = [iteration() for _ in range(3)][-1]
     # The input needs no gradient, so the backward pass left the first weight out.
-    assert eager[1] == [["0.weight"], ["0.weight"], []]
+    assert eager[1] == [(["0.weight"], True), (["0.weight"], True), ([], True)]
     gathers = runtime.counters.gathers
     for number in (1, 2):
         with capturing(capture, number):
             captured = iteration()
-        assert captured[1] == [[]] * 3
+        assert captured[1] == eager[1]
         assert runtime.counters.gathers == gathers
         assert all(torch.equal(*pair) for pair in zip(captured[0], eager[0], strict=True))
 
 
+def test_a_captured_backward_pass_that_may_end_the_graph_leaves_nothing_under_way(capture: list[int]) -> None:
+    model, runtime = sharded(reuse_across_forwards=True)
+    for _ in range(3):
+        for _ in range(2):
+            train(model)
+        runtime.mark_weights_changed()
+    with capturing(capture, 1):
+        for _ in range(2):
+            train(model)
+            assert pending(runtime) == []
+            assert runtime._reductions.idle
+
+
 def test_a_backward_pass_ends_with_the_weights_that_the_next_forward_begins_with(capture: list[int]) -> None:
-    """So that captured passes lose nothing by joining what is under way at their ends: nothing is."""
     del capture
     model, runtime = sharded(reuse_across_forwards=True)
     x = torch.ones(2, SIDE, requires_grad=True)

@@ -165,7 +165,7 @@ class Gathers:
     def _expected(self, timeline: Timeline[WeightGroup]) -> Iterator[WeightGroup]:
         """The beginning of the pass after the current one; empty unless the current order is known.
 
-        In a capture only after a backward pass, whose end joins the gathers; any forward pass may be the graph's last.
+        In a capture only after a backward pass; any forward pass may be the graph's last, which would leave it behind.
         """
         may_be_last = self._graphs.capture is not None and not self._passes.in_backward
         return iter(()) if may_be_last or not timeline.knows_pass or self._graphs.is_part else self._passes.expected()

@@ -321,8 +321,9 @@ class EtpRuntime:
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
             self.finish_reductions()
-        if self._graphs.capture is not None:
-            # The graph may end here.
+        if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
+            # The graph may end here. Otherwise it ends behind a call of wait(), and what the next microbatch does can
+            # hide the last reduction.
             self.drain()
 
     def wait(self) -> None:
