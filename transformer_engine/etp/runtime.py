@@ -1,8 +1,8 @@
-"""The owner of everything that one model's sharded weights share, and the order in which their collectives run.
+"""The owner of all state that one model's sharded weights share; it decides in which order their collectives run.
 
-A runtime drives the groups of one model, or of one virtual pipeline stage. It ties its parts together, each of which
-has one subject: the passes (``etp/passes.py``), when weights are gathered (``etp/gathers.py``), gradients on their way
-(``etp/reductions.py``), and what changes where a capture into a CUDA graph begins or ends (``etp/graphs.py``).
+A runtime drives the groups of one model, or of one virtual pipeline stage. It connects its parts, each with one
+responsibility: passes (``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``),
+and the change of mode where a CUDA graph capture begins or ends (``etp/graphs.py``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class EtpRuntime:
 
     Args:
         config: options.
-        finish_with_backward: finish all reductions when ``backward()`` ends. Without it the caller must call
-            :meth:`wait`, as Megatron's gradient finalisation does.
+        finish_with_backward: finish all reductions when ``backward()`` ends. If False, the caller must call
+            :meth:`wait`, as Megatron's gradient finalization does.
     """
 
     def __init__(self, config: EtpConfig | None = None, *, finish_with_backward: bool = True) -> None:
@@ -75,22 +75,22 @@ class EtpRuntime:
 
     @property
     def cache(self) -> BufferCache:
-        """Where gathers land, in the mode (inside or outside of a CUDA graph) that the runtime is in."""
+        """The gather slots of the current mode (inside or outside of a CUDA graph)."""
         return self._gathers.cache
 
     @property
     def wgrad_pool(self) -> WgradPool:
-        """Where buffers for full gradients come from, in that mode."""
+        """The pool of buffers for full gradients of the current mode."""
         return self._reductions.pool
 
     @property
     def buffers(self) -> Sequence[Buffers]:
-        """What gathers and gradients of both modes use."""
+        """The gather slots and gradient buffers of both modes."""
         return self._graphs.all_buffers
 
     @property
     def transports(self) -> Mapping[dist.ProcessGroup, Transport]:
-        """What moves shards, for each process group that was used so far, on the device that its weights were on."""
+        """The transport of each process group that has been used so far."""
         return self._routes.transports
 
     # Adoption ------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class EtpRuntime:
         """Drive every sharded parameter under ``module``, and start a forward pass whenever it is called.
 
         Raises:
-            EtpStateError: if a parameter's group already belongs to a runtime that has work under way.
+            EtpStateError: if a parameter's group belongs to another runtime that cannot release it now.
         """
         shards = {name: p for name, p in module.named_parameters() if isinstance(p, ETPShardedParam)}
         groups = {id(param.weight_group): param.weight_group for param in shards.values()}
@@ -123,7 +123,8 @@ class EtpRuntime:
         """Stop driving these groups, because another runtime adopts them.
 
         Raises:
-            EtpStateError: if this runtime was given a module with replicated parameters and would keep part of it.
+            EtpStateError: if this runtime has adopted a module and would keep some of its groups, or if a backward pass
+                is in progress.
         """
         leaving = {id(group) for group in groups}
         kept = [group for group in self.groups if id(group) not in leaving]
@@ -152,7 +153,7 @@ class EtpRuntime:
             return
         self._sync_mode()
         if self._graphs.is_part:
-            # Weights change between two replays of this capture: it has to publish them itself, once.
+            # Weights change between two replays of this capture, so it must publish them itself, once.
             self._graphs.whole = True
             self.mark_weights_changed()
         self._passes.begin_forward()
@@ -161,7 +162,7 @@ class EtpRuntime:
 
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        # The graph may end here, and a pass that took another way than the last one may have left a gather.
+        # The graph may end here, and a pass that deviated from the learned order may have left a gather in flight.
         if self._graphs.capture is not None and not inside_backward():
             self._gathers.finish(self.groups)
 
@@ -208,10 +209,10 @@ class EtpRuntime:
         self._passes.change_mode()
 
     def publish_weights(self) -> None:
-        """Let captured parts of the model see the weights as they are now, in whatever the current stream runs next.
+        """Make the current weights visible to captured parts of the model that the current stream replays next.
 
-        Forward passes of the sharded module do it by themselves. Call it where a captured part is replayed outside of
-        them, after every change of weights. Collective.
+        Forward passes of the sharded module do this automatically. If a captured part is replayed outside of them, call
+        this method after every change of weights. Collective.
 
         Raises:
             EtpStateError: inside a capture.
@@ -224,7 +225,7 @@ class EtpRuntime:
             route.gather.join()
 
     def drain(self) -> None:
-        """Finish all that was started, inside a capture or outside: a graph must not leave work behind."""
+        """Finish all reductions and gathers in flight, inside or outside of a capture."""
         self._sync_mode()
         self._reductions.finish()
         self._gathers.finish(self.groups)
@@ -239,7 +240,7 @@ class EtpRuntime:
         self._gathers.drained_after_parts = drained
 
     def _watch_optimizer_steps(self) -> None:
-        # Let every step announce a change of weights: PyTorch does not count what fused optimizers write.
+        # Every step announces a change of weights, because PyTorch does not count writes of fused optimizers.
         if not self._sees_optimizer_steps:
             self._sees_optimizer_steps = True
             after_optimizer_steps(self, EtpRuntime._optimizer_stepped)
@@ -314,7 +315,7 @@ class EtpRuntime:
         self._reductions.forget_sums(group)
 
     def finish_reductions(self) -> None:
-        """Finish all reductions under way; every shard's gradient is complete and its hooks have run."""
+        """Finish all reductions in flight: every shard's gradient is complete and its hooks have run."""
         self._reductions.finish()
         self.replicated.reduce(self.config.timeout_s)
 
@@ -322,12 +323,12 @@ class EtpRuntime:
         if self.finish_with_backward:
             self.finish_reductions()
         if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
-            # The graph may end here. Otherwise it ends behind a call of wait(), and what the next microbatch does can
-            # hide the last reduction.
+            # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the last
+            # reduction.
             self.drain()
 
     def wait(self) -> None:
-        """Finish all communication; with ``reduce_once_per_iteration``, reduce what the microbatches added up."""
+        """Finish all communication; with ``reduce_once_per_iteration``, first reduce the microbatches' local sums."""
         self._sync_mode()
         self._passes.drop_abandoned()
         self._reductions.reduce_local_sums()
@@ -337,13 +338,14 @@ class EtpRuntime:
         self._routes.finish_reading()
 
     def watch_replays(self) -> None:
-        """End the process if a replay that the current stream was given waits for a peer longer than the time-out."""
+        """End the process if a replay enqueued on the current stream waits for a peer longer than the timeout."""
         self._routes.watch_replays()
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for shards of ``group``'s process group that its transport reads in place; None if it reads none.
+        """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.
 
-        Whoever keeps shards there calls :meth:`wait` before changing them. Collective over the process group.
+        The owner of shards in this memory must call :meth:`wait` before changing them. Collective over the process
+        group.
 
         Returns:
             ``[numel]`` elements of ``dtype``, zero.
@@ -353,12 +355,12 @@ class EtpRuntime:
     # Memory and description ----------------------------------------------------------------------------------
 
     def release_buffers(self) -> None:
-        """Free gather slots and idle gradient buffers, e.g. before generation; they come back on demand.
+        """Free gather slots and idle gradient buffers, for example before generation; they are reallocated on demand.
 
-        Those of CUDA graphs stay: a replay uses them.
+        Those of CUDA graphs are kept, because replays use them.
 
         Raises:
-            EtpStateError: while a backward pass is under way.
+            EtpStateError: while a backward pass is in progress.
         """
         if self._passes.backward_is_under_way:
             raise EtpStateError("release_buffers inside a backward pass; call it between steps")
