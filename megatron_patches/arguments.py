@@ -9,10 +9,11 @@ Megatron's parser.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etp.config import EtpConfig, GradReduction, TransportName
+from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS, Refusal, dense_size, expert_size
 
 
 class UnsupportedConfigurationError(ValueError):
@@ -193,114 +194,6 @@ def is_active(args: argparse.Namespace) -> bool:
     return bool(args.etp_size > 1 or args.expert_etp_size > 1)
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A setting that does not go with Extended Tensor Parallelism, and the way out."""
-
-    culprit: str
-    applies: Callable[[argparse.Namespace], bool]
-    way_out: str
-
-
-def _is_set(name: str) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: bool(getattr(args, name, None))
-
-
-REFUSALS = (
-    Refusal(
-        "--delay-wgrad-compute",
-        _is_set("delay_wgrad_compute"),
-        "drop it: the weight gradient must exist when its reduce-scatter starts",
-    ),
-    Refusal(
-        "--defer-embedding-wgrad-compute",
-        _is_set("defer_embedding_wgrad_compute"),
-        "drop it: the weight gradient must exist when its reduce-scatter starts",
-    ),
-    Refusal(
-        "--moe-single-grouped-weight",
-        _is_set("moe_single_grouped_weight"),
-        "drop it: experts are sharded one weight at a time",
-    ),
-    Refusal(
-        "--use-megatron-fsdp",
-        _is_set("use_megatron_fsdp"),
-        "choose one: both shard the same weights over the data-parallel ranks",
-    ),
-    Refusal(
-        "--use-torch-fsdp2",
-        _is_set("use_torch_fsdp2"),
-        "choose one: both shard the same weights over the data-parallel ranks",
-    ),
-    Refusal(
-        "--ckpt-format other than torch_dist",
-        lambda args: args.ckpt_format != "torch_dist",
-        "use --ckpt-format torch_dist, which records where each shard lies",
-    ),
-    Refusal(
-        "--non-persistent-ckpt-type local",
-        lambda args: args.non_persistent_ckpt_type == "local",
-        "use --non-persistent-ckpt-type global",
-    ),
-    Refusal(
-        "--distrib-optim-fully-reshardable-mem-efficient",
-        _is_set("distrib_optim_fully_reshardable_mem_efficient"),
-        "drop it: it does not know the shards' place in the full weight",
-    ),
-    Refusal(
-        "--ddp-average-in-collective",
-        _is_set("ddp_average_in_collective"),
-        "drop it: its average leaves out the shard group",
-    ),
-    Refusal(
-        "--init-model-with-meta-device",
-        _is_set("init_model_with_meta_device"),
-        "drop it: weights are cut as they are created",
-    ),
-    Refusal(
-        "--use-cpu-initialization with --transformer-impl transformer_engine",
-        lambda args: args.use_cpu_initialization and args.transformer_impl == "transformer_engine",
-        "drop one: Transformer Engine's weights are filled after they were cut",
-    ),
-    Refusal(
-        "--yaml-cfg",
-        _is_set("yaml_cfg"),
-        "give the settings as flags: a YAML file replaces the parsed command line, --etp-size included",
-    ),
-    Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
-    Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
-    Refusal(
-        "--optimizer other than adam or sgd",
-        lambda args: args.optimizer not in ("adam", "sgd"),
-        "use --optimizer adam: others work on whole matrices",
-    ),
-)
-
-GRAPH_REFUSALS = (
-    Refusal(
-        "--cuda-graph-impl transformer_engine",
-        lambda args: args.cuda_graph_impl == "transformer_engine",
-        "use --cuda-graph-impl full_iteration or local",
-    ),
-    Refusal(
-        "--cuda-graph-impl full_iteration and --overlap-param-gather",
-        lambda args: args.cuda_graph_impl == "full_iteration" and args.overlap_param_gather,
-        "drop --overlap-param-gather: its gathers begin in the optimizer step, outside of the graph that uses them",
-    ),
-    Refusal(
-        "--cuda-graph-impl local and --etp-reduce-once-per-iteration",
-        lambda args: args.cuda_graph_impl == "local" and args.etp_reduce_once_per_iteration,
-        "drop one: each layer's graph finishes its own gradients; full_iteration graphs do go with it",
-    ),
-    Refusal(
-        "--cuda-graph-impl local where only experts are sharded",
-        lambda args: args.cuda_graph_impl == "local" and args.etp_size == 1,
-        "use --cuda-graph-impl full_iteration, or shard the dense weights as well",
-    ),
-)
-"""Apart, because Megatron's own checks turn older flags into ``--cuda-graph-impl``."""
-
-
 def check(args: argparse.Namespace) -> None:
     """Refuse what would not train correctly. Call it after :func:`apply_to_megatron`, before Megatron's own checks.
 
@@ -332,12 +225,11 @@ def _refuse(args: argparse.Namespace, refusals: Sequence[Refusal]) -> None:
 
 def _check_sizes(args: argparse.Namespace) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    dense = tensor * pipeline * args.context_parallel_size
     _check_divides(
         "--etp-size",
         args.etp_size,
         args.world_size,
-        dense,
+        dense_size(args),
         f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}",
     )
     if args.num_experts is None:
@@ -351,7 +243,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
         "--expert-etp-size",
         args.expert_etp_size,
         args.world_size,
-        expert_tensor * args.expert_model_parallel_size * pipeline,
+        expert_size(args),
         f"expert tensor {expert_tensor} x expert {args.expert_model_parallel_size} x pipeline {pipeline}",
     )
 

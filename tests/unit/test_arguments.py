@@ -8,8 +8,6 @@ import pytest
 
 from etp.config import EtpConfig, GradReduction, TransportName
 from megatron_patches.arguments import (
-    GRAPH_REFUSALS,
-    REFUSALS,
     UnsupportedConfigurationError,
     add_arguments,
     apply_to_megatron,
@@ -18,6 +16,7 @@ from megatron_patches.arguments import (
     config_from_args,
     is_active,
 )
+from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS
 
 
 def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
@@ -159,7 +158,27 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
     [
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "overlap_grad_reduce": True, "align_grad_reduce": True},
+            "--overlap-moe-expert-parallel-comm and --overlap-grad-reduce",
+        ),
+        (
+            {
+                "overlap_moe_expert_parallel_comm": True,
+                "overlap_grad_reduce": True,
+                "align_grad_reduce": False,
+                "pipeline_model_parallel_size": 2,
+            },
+            "--overlap-moe-expert-parallel-comm and --overlap-grad-reduce",
+        ),
         ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight"),
+        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+        ({"use_grouped_gemm_for_shared_expert": True}, "--use-grouped-gemm-for-shared-expert"),
+        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant dsa"),
+        ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
+        ({"qk_clip": True}, "--qk-clip"),
+        ({"moe_use_upcycling": True}, "--moe-use-upcycling"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"ckpt_format": "torch"}, "--ckpt-format other than torch_dist"),
@@ -170,6 +189,14 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             "--distrib-optim-fully-reshardable-mem-efficient",
         ),
         ({"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances above 1"),
+        (
+            {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2},
+            "--use-tp-pp-dp-mapping where dense weights and experts have different numbers of replicas",
+        ),
+        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+        ({"perform_rl_step": True}, "--perform-rl-step"),
+        ({"data_parallel_random_init": True}, "--data-parallel-random-init"),
         ({"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         ({"use_cpu_initialization": True}, "--use-cpu-initialization with --transformer-impl transformer_engine"),
         ({"yaml_cfg": "model.yaml"}, "--yaml-cfg"),
@@ -184,6 +211,26 @@ def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], 
     way_out = next(refusal.way_out for refusal in REFUSALS if refusal.culprit == culprit)
     assert str(error.value) == f"--etp-size does not work with {culprit}; {way_out}"
     check(applied(**settings))  # without shards nothing is refused
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap_moe_expert_parallel_comm": True},
+        {
+            "overlap_moe_expert_parallel_comm": True,
+            "overlap_grad_reduce": True,
+            "align_grad_reduce": True,
+            "pipeline_model_parallel_size": 2,
+        },
+        {"use_tp_pp_dp_mapping": True},
+        {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "num_experts": 4, "expert_etp_size": 2},
+        {"experimental_attention_variant": "gated_delta_net"},
+        {"num_distributed_optimizer_instances": 1},
+    ],
+)
+def test_what_works_is_not_refused(settings: dict[str, object]) -> None:
+    check(applied("--etp-size", "2", **settings))
 
 
 @pytest.mark.parametrize(
@@ -243,5 +290,19 @@ def test_the_refused_flags_are_megatrons() -> None:
         "cuda_graph_impl",
         "overlap_param_gather",
         "optimizer",
+        "overlap_moe_expert_parallel_comm",
+        "overlap_grad_reduce",
+        "align_grad_reduce",
+        "use_transformer_engine_op_fuser",
+        "use_grouped_gemm_for_shared_expert",
+        "experimental_attention_variant",
+        "mtp_detach_heads",
+        "qk_clip",
+        "moe_use_upcycling",
+        "num_distributed_optimizer_instances",
+        "use_tp_pp_dp_mapping",
+        "hybrid_context_parallel",
+        "perform_rl_step",
+        "data_parallel_random_init",
     }
     assert checked - known.keys() == set()

@@ -1,0 +1,211 @@
+"""Settings of Megatron that do not go with Extended Tensor Parallelism, each with the way out.
+
+:mod:`megatron_patches.arguments` raises for the first one that is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that does not go with Extended Tensor Parallelism, and the way out."""
+
+    culprit: str
+    applies: Callable[[argparse.Namespace], bool]
+    way_out: str
+
+
+def _get(args: argparse.Namespace, name: str) -> object:
+    return getattr(args, name, None)
+
+
+def _is_set(name: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: bool(_get(args, name))
+
+
+def dense_size(args: argparse.Namespace) -> int:
+    """Ranks that one copy of the dense weights takes without shards."""
+    size: int = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return size
+
+
+def expert_size(args: argparse.Namespace) -> int:
+    """Ranks that one copy of the experts takes without shards."""
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    size: int = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    return size
+
+
+REFUSALS = (
+    Refusal(
+        "--delay-wgrad-compute",
+        _is_set("delay_wgrad_compute"),
+        "drop it: the weight gradient must exist when its reduce-scatter starts",
+    ),
+    Refusal(
+        "--defer-embedding-wgrad-compute",
+        _is_set("defer_embedding_wgrad_compute"),
+        "drop it: the weight gradient must exist when its reduce-scatter starts",
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm and --overlap-grad-reduce",
+        lambda args: (
+            bool(_get(args, "overlap_moe_expert_parallel_comm"))
+            and bool(_get(args, "overlap_grad_reduce"))
+            and not (args.pipeline_model_parallel_size > 1 and _get(args, "align_grad_reduce"))
+        ),
+        "drop --overlap-grad-reduce: each part of a layer has a backward pass of its own, and Megatron would count "
+        "gradients whose reduction ends in the next as missing",
+    ),
+    Refusal(
+        "--moe-single-grouped-weight",
+        _is_set("moe_single_grouped_weight"),
+        "drop it: experts are sharded one weight at a time",
+    ),
+    Refusal(
+        "--use-transformer-engine-op-fuser",
+        _is_set("use_transformer_engine_op_fuser"),
+        "drop it: fused operations read weights that nobody has gathered",
+    ),
+    Refusal(
+        "--use-grouped-gemm-for-shared-expert",
+        _is_set("use_grouped_gemm_for_shared_expert"),
+        "drop it: fused operations read weights that nobody has gathered",
+    ),
+    Refusal(
+        "--transformer-impl inference_optimized",
+        lambda args: args.transformer_impl == "inference_optimized",
+        "use --transformer-impl transformer_engine: these layers read weights that nobody has gathered",
+    ),
+    Refusal(
+        "--experimental-attention-variant dsa",
+        lambda args: _get(args, "experimental_attention_variant") == "dsa",
+        "drop it: it reads an up-projection that nobody has gathered",
+    ),
+    Refusal(
+        "--mtp-detach-heads",
+        _is_set("mtp_detach_heads"),
+        "drop it: the detached output weight is a shard that nobody can gather",
+    ),
+    Refusal(
+        "--qk-clip",
+        _is_set("qk_clip"),
+        "drop it: it scales the rows of a shard as if they were those of the whole weight",
+    ),
+    Refusal(
+        "--moe-use-upcycling",
+        _is_set("moe_use_upcycling"),
+        "convert the checkpoint in a run without it first: experts are cut otherwise than the dense weights they copy",
+    ),
+    Refusal(
+        "--use-megatron-fsdp",
+        _is_set("use_megatron_fsdp"),
+        "choose one: both shard the same weights over the data-parallel ranks",
+    ),
+    Refusal(
+        "--use-torch-fsdp2",
+        _is_set("use_torch_fsdp2"),
+        "choose one: both shard the same weights over the data-parallel ranks",
+    ),
+    Refusal(
+        "--ckpt-format other than torch_dist",
+        lambda args: args.ckpt_format != "torch_dist",
+        "use --ckpt-format torch_dist, which records where each shard lies",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda args: args.non_persistent_ckpt_type == "local",
+        "use --non-persistent-ckpt-type global",
+    ),
+    Refusal(
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        _is_set("distrib_optim_fully_reshardable_mem_efficient"),
+        "drop it: it does not know the shards' place in the full weight",
+    ),
+    Refusal(
+        "--ddp-average-in-collective",
+        _is_set("ddp_average_in_collective"),
+        "drop it: its average leaves out the shard group",
+    ),
+    Refusal(
+        "--num-distributed-optimizer-instances above 1",
+        lambda args: getattr(args, "num_distributed_optimizer_instances", 1) > 1,
+        "drop it: Megatron shards the optimizer's state over all replicas of a shard",
+    ),
+    Refusal(
+        "--use-tp-pp-dp-mapping where dense weights and experts have different numbers of replicas",
+        lambda args: (
+            bool(_get(args, "use_tp_pp_dp_mapping"))
+            and args.pipeline_model_parallel_size > 1
+            and args.world_size // (dense_size(args) * args.etp_size)
+            != args.world_size // (expert_size(args) * args.expert_etp_size)
+        ),
+        "drop it: ranks of a pipeline would not be the same for both",
+    ),
+    Refusal(
+        "--hybrid-context-parallel",
+        _is_set("hybrid_context_parallel"),
+        "drop it: it spreads sequences over data-parallel ranks without regard to the shard group",
+    ),
+    Refusal(
+        "--perform-rl-step",
+        _is_set("perform_rl_step"),
+        "push weights into vLLM with --refit-engines: Megatron's own inference reads weights that nobody has gathered",
+    ),
+    Refusal(
+        "--data-parallel-random-init",
+        _is_set("data_parallel_random_init"),
+        "drop it: ranks of a shard group would draw different weights, and the broadcast from one replica leaves them "
+        "different",
+    ),
+    Refusal(
+        "--init-model-with-meta-device",
+        _is_set("init_model_with_meta_device"),
+        "drop it: weights are cut as they are created",
+    ),
+    Refusal(
+        "--use-cpu-initialization with --transformer-impl transformer_engine",
+        lambda args: args.use_cpu_initialization and args.transformer_impl == "transformer_engine",
+        "drop one: Transformer Engine's weights are filled after they were cut",
+    ),
+    Refusal(
+        "--yaml-cfg",
+        _is_set("yaml_cfg"),
+        "give the settings as flags: a YAML file replaces the parsed command line, --etp-size included",
+    ),
+    Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
+    Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
+    Refusal(
+        "--optimizer other than adam or sgd",
+        lambda args: args.optimizer not in ("adam", "sgd"),
+        "use --optimizer adam: others work on whole matrices",
+    ),
+)
+
+GRAPH_REFUSALS = (
+    Refusal(
+        "--cuda-graph-impl transformer_engine",
+        lambda args: args.cuda_graph_impl == "transformer_engine",
+        "use --cuda-graph-impl full_iteration or local",
+    ),
+    Refusal(
+        "--cuda-graph-impl full_iteration and --overlap-param-gather",
+        lambda args: args.cuda_graph_impl == "full_iteration" and args.overlap_param_gather,
+        "drop --overlap-param-gather: its gathers begin in the optimizer step, outside of the graph that uses them",
+    ),
+    Refusal(
+        "--cuda-graph-impl local and --etp-reduce-once-per-iteration",
+        lambda args: args.cuda_graph_impl == "local" and args.etp_reduce_once_per_iteration,
+        "drop one: each layer's graph finishes its own gradients; full_iteration graphs do go with it",
+    ),
+    Refusal(
+        "--cuda-graph-impl local where only experts are sharded",
+        lambda args: args.cuda_graph_impl == "local" and args.etp_size == 1,
+        "use --cuda-graph-impl full_iteration, or shard the dense weights as well",
+    ),
+)
+"""Apart, because Megatron's own checks turn older flags into ``--cuda-graph-impl``."""
