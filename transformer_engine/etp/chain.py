@@ -31,7 +31,7 @@ class Timeline[T]:
         self._cursor = -1
 
     def __len__(self) -> int:
-        """Visits of the pass under way."""
+        """Visits of the current pass."""
         return len(self._visits)
 
     @property
@@ -41,12 +41,12 @@ class Timeline[T]:
 
     @property
     def visits(self) -> Sequence[T]:
-        """What the pass under way has visited so far."""
+        """What the current pass has visited so far."""
         return tuple(self._visits)
 
     @property
     def head(self) -> T | None:
-        """The first visit of the pass under way."""
+        """The first visit of the current pass."""
         return self._visits[0] if self._visits else None
 
     def begin(self, guess: Sequence[T] = ()) -> None:
@@ -65,7 +65,7 @@ class Timeline[T]:
         return bool(self._visits) and id(self._visits[0]) in self._orders
 
     def seen(self, item: T) -> bool:
-        """Whether the pass under way has visited ``item``."""
+        """Whether the current pass has visited ``item``."""
         return id(item) in self._seen
 
     def visit(self, item: T) -> None:

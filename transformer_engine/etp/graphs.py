@@ -41,7 +41,7 @@ class GraphModes:
 
     Attributes:
         capture: number of the capture that the engine takes part in; None outside of one.
-        whole: whether the capture under way has the forward of the sharded module inside.
+        whole: whether the current capture contains the forward of the sharded module.
         has_parts: whether parts of the model have been captured.
     """
 

@@ -221,7 +221,7 @@ class ETPShardedParam(torch.nn.Parameter):
         return self.driver.reduce_wgrads(self.weight_group, wgrads)
 
     def returns_gradients(self) -> bool:
-        """Whether the backward pass under way is a ``torch.autograd.grad`` that asks for one of these shards."""
+        """Whether the current backward pass is a ``torch.autograd.grad`` that asks for one of these shards."""
         return self.driver.returns_gradients(self.weight_group)
 
     def full_tensor(self) -> torch.Tensor:

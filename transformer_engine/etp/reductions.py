@@ -60,7 +60,7 @@ class Reductions:
         self._behind_autograd: dict[int, RemovableHandle] = {}
 
     def __len__(self) -> int:
-        """Reductions under way."""
+        """Number of reductions in flight."""
         return len(self._pending)
 
     def require_complete(self, group: WeightGroup) -> None:

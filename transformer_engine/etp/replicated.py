@@ -120,7 +120,7 @@ class ReplicatedGrads:
 
 
 def _accumulates(param: nn.Parameter) -> bool:
-    """Whether the backward pass under way puts ``param``'s gradient into ``grad``, rather than return it."""
+    """Whether the current backward pass puts ``param``'s gradient into ``grad``, rather than return it."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return torch._C._will_engine_execute_node(node)

@@ -323,8 +323,8 @@ class EtpRuntime:
         if self.finish_with_backward:
             self.finish_reductions()
         if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
-            # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the last
-            # reduction.
+            # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the
+            # last reduction.
             self.drain()
 
     def wait(self) -> None:
