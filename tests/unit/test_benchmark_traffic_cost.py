@@ -1,0 +1,85 @@
+"""Which copies and sums the benchmark of traffic leaves out, and how it reads clocks. It runs on GPUs alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.traffic_cost import VARIANTS, Selection, parse_sample, table
+from etp.collectives import copy_engine
+from etp.collectives.driver import CudaDriver
+
+LANE, OWN = 1, 2
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a gather and a reduction do, noted: a copy from a peer and an own one, a send and a sum."""
+    noted: list[str] = []
+    streams = {LANE: "lane", OWN: "own"}
+    driver: Any = object()
+
+    def gather(made: Any) -> str:
+        CudaDriver.copy(driver, 0, 0, 8, LANE)
+        CudaDriver.copy(driver, 0, 0, 8, made._local.cuda_stream)
+        return "gathered"
+
+    def reduce(made: Any) -> str:
+        del made
+        CudaDriver.copy(driver, 0, 0, 8, LANE)
+        vars(copy_engine)["accumulate_parts"]()
+        return "reduced"
+
+    monkeypatch.setattr(CudaDriver, "copy", lambda *arguments: noted.append(streams[arguments[-1]]))
+    monkeypatch.setattr(copy_engine.CopyEngineTransport, "all_gather", gather)
+    monkeypatch.setattr(copy_engine.CopyEngineTransport, "reduce_scatter", reduce)
+    monkeypatch.setattr(copy_engine, "accumulate_parts", lambda: noted.append("sum"))
+    return noted
+
+
+def move() -> tuple[object, object]:
+    transport: Any = SimpleNamespace(_local=SimpleNamespace(cuda_stream=OWN))
+    calls: Any = copy_engine.CopyEngineTransport
+    return calls.all_gather(transport), calls.reduce_scatter(transport)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        ((), ["lane", "own", "lane", "sum"]),
+        (("own",), ["lane", "lane", "sum"]),
+        (("sum",), ["lane", "own", "lane"]),
+        (("sum", "send"), ["lane", "own"]),
+    ],
+)
+def test_a_selection_leaves_out_what_it_names(done: list[str], left_out: tuple[str, ...], expected: list[str]) -> None:
+    selection = Selection()
+    with selection.installed():
+        selection.left_out = frozenset(left_out)
+        assert move() == ("gathered", "reduced")
+    assert done == expected
+    assert frozenset(left_out) in [parts for _, parts in VARIANTS.values()]
+    done.clear()
+    move()
+    assert done == ["lane", "own", "lane", "sum"]
+
+
+def test_samples_of_the_clock_say_why_it_is_no_higher() -> None:
+    assert parse_sample("1590, 711.49, 0x0000000000000004") == (1590.0, 711.49, True)
+    assert parse_sample("1980, 320.10, 0x0000000000000000\n") == (1980.0, 320.1, False)
+    assert parse_sample("345, 77.00, 0x0000000000000001") == (345.0, 77.0, False)
+
+
+def test_the_table_has_ratios_to_no_communication() -> None:
+    found: dict[str, dict[str, Any]] = {
+        "no communication": {"milliseconds": [100.0, 102.0, 101.0]},
+        "everything": {"milliseconds": [105.0, 106.0]},
+    }
+    found["no communication"] |= {"clock_mhz": 1610.4, "power_w": 699.6, "power_capped": 1.0}
+    found["everything"] |= {"clock_mhz": 1560.0, "power_w": 700.4, "power_capped": 0.96}
+    assert table(found).splitlines()[2:] == [
+        "| no communication | 101.0 | 1.000 | 1610 | 700 | 100% |",
+        "| everything | 105.5 | 1.045 | 1560 | 700 | 96% |",
+    ]
