@@ -15,6 +15,7 @@ from megatron_patches.fixes import (
     frozen,
     fused_accumulation,
     te_construction,
+    zeros_in_gradients,
 )
 from megatron_patches.registry import PatchRecord
 
@@ -31,4 +32,5 @@ def records() -> tuple[PatchRecord, ...]:
         frozen.RECORD,
         fused_accumulation.RECORD,
         te_construction.RECORD,
+        *zeros_in_gradients.RECORDS,
     )

@@ -39,6 +39,7 @@ SCHEDULE = (
 # Stock Megatron cannot fuse accumulation without APEX. Unfused attention adds in the same order each time.
 GPU = "--bf16 --transformer-impl transformer_engine --attention-backend unfused --num-workers 0"
 UNFUSED_ACCUMULATION = "--no-gradient-accumulation-fusion"
+COUNT_ZEROS = "--log-num-zeros-in-grad"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 
 
@@ -150,7 +151,7 @@ CASES = (
     Case("etp2_four_microbatches", 2, "--etp-size 2"),
     Case("etp2_grouped_query", 2, "--etp-size 2", common="--group-query-attention --num-query-groups 2"),
     Case("etp2_per_token_loss", 2, "--etp-size 2", common="--calculate-per-token-loss"),
-    Case("etp2_bf16", 2, "--etp-size 2", common="--bf16", tolerance=BF16_TOLERANCE),
+    Case("etp2_bf16", 2, "--etp-size 2", common=f"--bf16 {COUNT_ZEROS}", tolerance=BF16_TOLERANCE),
     Case("etp4", 4, "--etp-size 4"),
     Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation"),
     Case(
@@ -158,6 +159,7 @@ CASES = (
         4,
         "--etp-size 4",
         model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
+        common=COUNT_ZEROS,
     ),
     Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2"),
     Case("tp2_etp2_sequence", 4, "--etp-size 2", common="--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -180,7 +182,8 @@ CASES = (
         "dp2_etp2_distributed_optimizer",
         4,
         "--etp-size 2",
-        common="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
+        common=f"{COUNT_ZEROS} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+        "--ddp-bucket-size 9000",
     ),
     Case(
         "dp2_etp2_distributed_optimizer_bf16",
@@ -197,7 +200,7 @@ CASES = (
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case("moe_etp4_expert_etp2", 4, "--etp-size 4 --expert-etp-size 2", common=f"{MOE} --expert-model-parallel-size 2"),
-    Case("moe_expert_etp4", 4, "--expert-etp-size 4", common=MOE),
+    Case("moe_expert_etp4", 4, "--expert-etp-size 4", common=f"{MOE} {COUNT_ZEROS} --moe-ffn-hidden-size 50"),
     Case(
         "moe_per_token_loss",
         4,

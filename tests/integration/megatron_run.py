@@ -45,6 +45,7 @@ class Trajectory:
     Attributes:
         losses: loss of each step, over all data; on the last pipeline stage only, else empty.
         grad_norms: gradient norm of each step, before clipping.
+        zeros: elements of the gradient that are zero, of each step; 0 without ``--log-num-zeros-in-grad``.
         evaluations: loss of each evaluation, over all data; on the last pipeline stage only.
         parameter_bytes: bytes of the model's parameters on this rank.
         log: what the rank printed.
@@ -52,6 +53,7 @@ class Trajectory:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    zeros: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     parameter_bytes: int = 0
     log: str = ""
@@ -199,9 +201,10 @@ def _recorded(trajectory: Trajectory, chunks: list[Any]) -> Iterator[None]:
 
     def recording_step(*args: Any, **kwargs: Any) -> Any:
         result = train_step(*args, **kwargs)
-        losses, grad_norm = result[0], result[5]
+        losses, grad_norm, zeros = result[0], result[5], result[6]
         trajectory.losses.extend(float(loss) for loss in losses.values())
         trajectory.grad_norms.append(float(grad_norm))
+        trajectory.zeros.append(float(zeros or 0))
         return result
 
     def recording_evaluation(*args: Any, **kwargs: Any) -> Any:
