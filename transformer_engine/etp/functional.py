@@ -15,11 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from etp.layout import ShardLayout
+
 
 class ShardedWeight(Protocol):
-    """What these operations need from the (first) weight of a group."""
+    """What these operations need from a weight (:class:`etp.param.ETPShardedParam`)."""
 
+    fqn: str
     requires_grad: bool
+
+    @property
+    def _version(self) -> int:
+        """Autograd's version counter."""
+
+    @property
+    def layout(self) -> ShardLayout:
+        """How the weight is sharded."""
 
     def materialize(self) -> list[torch.Tensor]:
         """The group's full weights."""
@@ -34,7 +45,7 @@ class ShardedWeight(Protocol):
         """Whether autograd receives the gradients, as under ``torch.autograd.grad``."""
 
 
-def _remember(ctx: Any, weights: Sequence[Any], first_input: int) -> None:
+def _remember(ctx: Any, weights: Sequence[ShardedWeight], first_input: int) -> None:
     # Not save_for_backward: under activation checkpointing it would return plain detached tensors.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
@@ -42,7 +53,7 @@ def _remember(ctx: Any, weights: Sequence[Any], first_input: int) -> None:
     """Index of the first weight among the tensor arguments of the function."""
 
 
-def _unchanged(ctx: Any) -> Sequence[Any]:
+def _unchanged(ctx: Any) -> Sequence[ShardedWeight]:
     """The weights, for a gradient that depends on their values; raises if they changed since the forward pass."""
     for weight, version in zip(ctx.weights, ctx.versions, strict=True):
         if weight._version != version:
@@ -50,7 +61,7 @@ def _unchanged(ctx: Any) -> Sequence[Any]:
                 f"{weight.fqn} was modified by an inplace operation between its forward (version {version}) and its "
                 f"backward (version {weight._version}); step the optimizer after backward"
             )
-    weights: Sequence[Any] = ctx.weights
+    weights: Sequence[ShardedWeight] = ctx.weights
     return weights
 
 
@@ -84,12 +95,12 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cast: torch.dtype | None
+        ctx: Any, x: torch.Tensor, weight: ShardedWeight, bias: torch.Tensor | None, cast: torch.dtype | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         _remember(ctx, [weight], first_input=1)
         ctx.has_bias, ctx.cast = bias is not None, cast
-        (full,) = weight.materialize()  # type: ignore[attr-defined]
+        (full,) = weight.materialize()
         return F.linear(x, _cast(full, cast), bias)
 
     @staticmethod
@@ -115,12 +126,12 @@ class _Linear(torch.autograd.Function):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, indices: torch.Tensor, padding_idx: int, scale_grad_by_freq: bool
+        ctx: Any, weight: ShardedWeight, indices: torch.Tensor, padding_idx: int, scale_grad_by_freq: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(indices)
         _remember(ctx, [weight], first_input=0)
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
-        (full,) = weight.materialize()  # type: ignore[attr-defined]
+        (full,) = weight.materialize()
         return F.embedding(indices, full)
 
     @staticmethod
@@ -140,13 +151,14 @@ class _Embedding(torch.autograd.Function):
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, m_splits: list[int], num_gemms: int, cast: torch.dtype | None, *params: torch.Tensor
+        ctx: Any, x: torch.Tensor, m_splits: list[int], num_gemms: int, cast: torch.dtype | None, *params: Any
     ) -> torch.Tensor:
-        weights, biases = params[:num_gemms], params[num_gemms:]
+        weights: Sequence[ShardedWeight] = params[:num_gemms]
+        biases: Sequence[torch.Tensor] = params[num_gemms:]
         ctx.save_for_backward(x)
         _remember(ctx, weights, first_input=1)
         ctx.m_splits, ctx.num_biases, ctx.cast = m_splits, len(biases), cast
-        fulls = weights[0].materialize()  # type: ignore[attr-defined]
+        fulls = weights[0].materialize()
         parts = x.split(m_splits)
         out = [
             F.linear(part, _cast(full, cast), biases[i] if biases else None)
