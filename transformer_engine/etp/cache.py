@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,13 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Tenant(Protocol):
+    """What a slot's next user needs from the group whose gather it still holds (:class:`etp.group.WeightGroup`)."""
+
+    def abandon_gather(self) -> None:
+        """Wait for the gather, and drop it."""
+
+
 class Slot:
     """Storage for the gathered weights of one group at a time."""
 
@@ -46,7 +53,7 @@ class Slot:
         self.last_read: Any = None
         """An event after the last read, once the reader's work is known to be enqueued (see
         :meth:`etp.group.WeightGroup.read_until_here`), or after a gather that was never consumed."""
-        self.tenant: Any = None
+        self.tenant: Tenant | None = None
         """The group whose gather into this slot has not been consumed yet, or None."""
         self.sharers = 0
         """How many tickets share it; 0 for a dedicated slot."""
