@@ -137,7 +137,8 @@ def _add_diagnosis(group: argparse._ArgumentGroup) -> None:
 def apply_to_megatron(args: argparse.Namespace) -> None:
     """Set ``args.etp_size``, ``args.expert_etp_size``, and what Megatron knows them by.
 
-    That is its shard counts, and the one layout of the distributed optimizer's checkpoints that shards can have.
+    That is its shard counts, the one layout of the distributed optimizer's checkpoints that shards can have, and the
+    batch size if the user gave none.
 
     A user may give either the flags of this package or Megatron's ``--[expert-]tensor-parallel-num-weight-shards``.
 
@@ -162,9 +163,14 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
         setattr(args, flag, size)
         if size > 1:
             setattr(args, shards_flag, size * tensor_size)
-    if is_active(args) and args.use_distributed_optimizer:
+    if not is_active(args):
+        return
+    if args.use_distributed_optimizer:
         # Megatron's default layout stores flat buffers, with the shards' padding in them; this one has none.
         args.dist_ckpt_optim_fully_reshardable = True
+    if args.global_batch_size is None and args.micro_batch_size is not None:
+        # Megatron's default is one microbatch on each replica; the ranks of a shard group read one each, too.
+        args.global_batch_size = args.micro_batch_size * (args.world_size // dense_size(args))
 
 
 def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
@@ -203,6 +209,7 @@ def check(args: argparse.Namespace) -> None:
     if not is_active(args):
         return
     _check_sizes(args)
+    _check_evaluation(args)
     _refuse(args, REFUSALS)
 
 
@@ -246,6 +253,21 @@ def _check_sizes(args: argparse.Namespace) -> None:
         expert_size(args),
         f"expert tensor {expert_tensor} x expert {args.expert_model_parallel_size} x pipeline {pipeline}",
     )
+
+
+def _check_evaluation(args: argparse.Namespace) -> None:
+    """Megatron's own check leaves the shard group out, and an evaluation would skip what does not divide."""
+    batch = args.eval_global_batch_size or args.global_batch_size
+    microbatch = args.eval_micro_batch_size or args.micro_batch_size
+    if batch is None or microbatch is None:
+        return
+    data_parallel = args.world_size // dense_size(args)
+    if batch % (microbatch * data_parallel):
+        raise UnsupportedConfigurationError(
+            f"--eval-global-batch-size {batch} does not divide by --eval-micro-batch-size {microbatch} x data-parallel "
+            f"size {data_parallel}, which are those of training by default; use a multiple of "
+            f"{microbatch * data_parallel}"
+        )
 
 
 def _check_divides(flag: str, size: int, world_size: int, model_size: int, factors: str) -> None:

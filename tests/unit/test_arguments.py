@@ -33,6 +33,10 @@ def parsed(*flags: str, **megatron: object) -> argparse.Namespace:
         "tensor_parallel_num_weight_shards": None,
         "expert_tensor_parallel_num_weight_shards": None,
         "num_experts": None,
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "eval_micro_batch_size": None,
+        "eval_global_batch_size": None,
         "calculate_per_token_loss": False,
         "ckpt_format": "torch_dist",
         "non_persistent_ckpt_type": None,
@@ -136,6 +140,29 @@ def test_size_that_does_not_divide_data_parallelism() -> None:
         "--etp-size 3 does not divide the data-parallel size 4 (8 ranks over tensor 2 x pipeline 1 x context 1); "
         "use one of 1, 2, 4, or change the number of ranks"
     )
+
+
+@pytest.mark.parametrize(("flags", "batch"), [((), None), (("--etp-size", "2"), 8)])
+def test_the_default_batch_is_one_microbatch_of_each_rank_that_reads_data(
+    flags: tuple[str, ...], batch: int | None
+) -> None:
+    args = applied(*flags, micro_batch_size=2, global_batch_size=None)
+    assert args.global_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"eval_global_batch_size": 6},
+        {"eval_global_batch_size": 2},
+        {"eval_micro_batch_size": 4},
+        {"global_batch_size": 6},
+    ],
+)
+def test_evaluations_that_would_skip_data(sizes: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match=r"--eval-global-batch-size . does not divide .* size 4"):
+        check(applied("--etp-size", "2", **sizes))
+    check(applied(**sizes))  # Megatron's own check is right without shards
 
 
 def test_expert_size_that_does_not_divide() -> None:
