@@ -1,8 +1,8 @@
 """Pushes the weights of a Megatron training run into running engines, from inside the training loop.
 
 With ``--refit-engines`` every Megatron script pushes after every ``--refit-interval`` steps; a run that continues from
-a checkpoint also pushes what it has loaded, before its first step. The version that engines get is the number of
-steps that the weights have seen.
+a checkpoint, or begins with the weights of one (``--finetune``), also pushes what it has loaded, before its first step.
+The version that engines get is the number of the run's steps that the weights have seen.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def check(args: argparse.Namespace) -> None:
         return
     if args.refit_interval < 1:
         raise UnsupportedConfigurationError(f"--refit-interval is {args.refit_interval}; it must be at least 1")
+    steps = getattr(args, "train_iters", None)
+    if steps and args.refit_interval > steps and not args.load:
+        raise UnsupportedConfigurationError(
+            f"--refit-interval is {args.refit_interval}, of --train-iters {steps}: no step would be pushed"
+        )
     try:
         options_from_args(args)
     except ValueError as error:
@@ -93,7 +98,7 @@ class Pusher:
         if not args.refit_engines or self._session is not None:
             return
         self._session = self._open(args, model)
-        if iteration > 0:
+        if iteration > 0 or args.finetune:
             self._push(iteration)
 
     def after_step(self, iteration: int) -> None:
@@ -107,6 +112,12 @@ class Pusher:
         if session is not None:
             session.wait()
             session.close()
+
+    def end(self) -> None:
+        """The same where this rank ends by itself: a daemon's thread would take the last commit with it."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.end()
 
     def _open(self, args: argparse.Namespace, model: Sequence[Any]) -> RefitSession:
         import torch.distributed as dist
@@ -168,7 +179,11 @@ def records(pusher: Pusher | None = None) -> tuple[PatchRecord, ...]:
     def around_training(train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            result = train(*args, **kwargs)
+            try:
+                result = train(*args, **kwargs)
+            except SystemExit:  # Megatron's --exit-interval, --exit-duration-in-mins and --exit-signal-handler
+                pushing.end()
+                raise
             pushing.finish()
             return result
 

@@ -105,6 +105,11 @@ class Assembly:
         if reason is not None or self._lost is not None:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
 
+    def gone(self) -> list[str]:
+        """Who has ended, whether in a step or not; each as a sentence."""
+        with self._condition:
+            return [reason for reason in self._notices.get("", {}).values() if reason is not None]
+
     def fail(self, step: int, what: str, reason: str) -> None:
         """Fails a step from another thread than the one that takes it, even before that one has begun it.
 

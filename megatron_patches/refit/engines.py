@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
@@ -71,6 +71,18 @@ class EngineClient(Protocol):
         """Ends a pause; with ``reset_cache`` once the prefix caches are empty, and not where they cannot be emptied."""
 
 
+class Joined:
+    """Which session an engine was made to join last: what is asked of it later, it is told, is of that one."""
+
+    def __init__(self) -> None:
+        self._token = ""
+
+    def told(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The call with the session's token."""
+        self._token = call.get("token", self._token)
+        return {**call, "token": self._token}
+
+
 class HttpEngine:
     """A vLLM server that was started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config``.
 
@@ -86,6 +98,7 @@ class HttpEngine:
         _check_url(url)
         self.name = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._joined = Joined()
         self._resumer = Resumer(self.name)
 
     def world_size(self) -> int:
@@ -100,7 +113,7 @@ class HttpEngine:
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
-        self._call("POST", "init_weight_transfer_engine", {"init_info": call})
+        self._call("POST", "init_weight_transfer_engine", {"init_info": self._joined.told(call)})
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`. Both at once: nothing fills a cache as long as the server is paused."""
@@ -203,10 +216,17 @@ class LocalEngine:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self._joined = Joined()
 
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
-        return int(self._llm.llm_engine.vllm_config.parallel_config.world_size_across_dp)
+        parallel = self._llm.llm_engine.vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "external_launcher":
+            raise RefitError(
+                f"calls of {self.name} reach its own worker alone, as it was made with distributed_executor_backend="
+                "'external_launcher'; make it with 'mp', or start a server"
+            )
+        return int(parallel.world_size_across_dp)
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""
@@ -216,7 +236,7 @@ class LocalEngine:
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
-        self._llm.init_weight_transfer_engine({"init_info": call})
+        self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
 
     def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""

@@ -55,6 +55,6 @@ def _push(options: argparse.Namespace, first: bool) -> PushReport:
         session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
         try:
             session.prepare()
-            return session.push(options.version or max(found.iteration, 1))
+            return session.push(max(found.iteration, 1) if options.version is None else options.version)
         finally:
             session.close()

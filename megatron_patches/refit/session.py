@@ -124,7 +124,7 @@ class RefitSession:
         self._left: Commit | None = None  # of an earlier meeting with the engines
         self._workers = 0
         self._pauses = Pauses(options.pause)
-        self.version = 0
+        self.version = -1  # that was pushed last
 
     @property
     def _first(self) -> bool:
@@ -166,7 +166,7 @@ class RefitSession:
         When it returns, the weights may change again.
 
         Args:
-            version: number of the weights; later than any pushed before.
+            version: number of the weights, from 0; later than any that this session has pushed.
             wait: whether to wait until all engines have committed it. Without it they commit while the caller goes
                 on, and :meth:`wait`, which the next push begins with, raises what went wrong.
 
@@ -178,11 +178,16 @@ class RefitSession:
         party, assembly = self._party, self._assembly
         if party is None or assembly is None:
             raise RefitError("prepare() has not succeeded")
+        if version < 0:
+            raise ValueError(f"version is {version}; versions begin with 0")
         if version <= self.version:
-            raise ValueError(f"version {version} is not later than {self.version}, which was pushed before")
+            raise ValueError(
+                f"version {version} is not later than {self.version}, which was pushed before; versions rise within a "
+                "session, and a new RefitSession may begin anywhere"
+            )
         self._pauses.begin_push()
         if self._in_place:
-            self._on_all(partial(self._pauses.begin_all, self._engines))
+            self._on_all(partial(self._pause_all, assembly))
         started = time.perf_counter()
         calls = EngineCalls(assembly, f"sending version {version}")
         commit = self._make_commit(version, calls)
@@ -220,6 +225,19 @@ class RefitSession:
             RefitError: on every rank, if one of them did not take it.
         """
         self._wait()
+
+    def end(self) -> None:
+        """Like :meth:`wait` and :meth:`close`, for a rank that ends by itself: waits for no other rank.
+
+        Raises:
+            RefitError: on the first rank, if an engine did not take the version that was pushed last.
+        """
+        commit, reason = self._commit, None
+        if commit is not None and self._first:
+            reason = commit.reason()
+        self.close()
+        if commit is not None and reason is not None:
+            raise RefitError(f"committing version {commit.version} failed: {reason}")
 
     def close(self) -> None:
         """Leaves the engines as they are; a commit under way goes on."""
@@ -282,6 +300,17 @@ class RefitSession:
             in_place=self._in_place,
             timeout_s=self._options.timeout_s,
         )
+
+    def _pause_all(self, assembly: Assembly) -> None:
+        """Pauses all engines; none that workers have left, maybe for another trainer, whose pause would end with this.
+
+        Raises:
+            RefitError: then, or if one cannot be paused.
+        """
+        gone = assembly.gone()
+        if gone:
+            raise RefitError("; ".join(gone))
+        self._pauses.begin_all(self._engines)
 
     def _let_end(self) -> None:
         """Waits for a commit that :meth:`close` left under way: it still pauses and resumes engines.

@@ -30,6 +30,7 @@ from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSessi
 
 logger = logging.getLogger(__name__)
 
+_ANOTHER = "by another session than the one that this engine has joined since; let one trainer at a time push to it"
 _VOTE_S = 60.0  # for the other workers to come to the vote that this one cannot win
 
 
@@ -55,6 +56,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         super().__init__(config, vllm_config, device, model)
         self.version = 0
         self._session: WorkerSession | None = None
+        self._token = ""  # of the session
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
@@ -126,22 +128,25 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             self._session.end()
             self._session = None
         self._session = join(call, ServingModel(self.model, self.vllm_config, self.device), self.version)
+        self._token = call.token
 
     def _receive(self, call: RefitCall) -> None:
         if self._session is None:
             raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
+        if call.token != self._token:
+            raise RefitError(f"asked to receive version {call.version}, but {_ANOTHER}")
         self._session.receive(call.version, call.step, call.linked)
 
     def _commit(self, call: RefitCall) -> None:
-        if self._session is None:
+        if self._session is None or call.token != self._token:
             AllOrNone(call.version, self.version, _VOTE_S).decline()
-            raise TransferError(f"asked to commit version {call.version}, but this engine has joined no session")
+            why = "this engine has joined no session" if self._session is None else _ANOTHER
+            raise TransferError(f"asked to commit version {call.version}, but {why}")
         try:
             self._session.commit(call.version)
         finally:
             self.version = self._session.version
 
     def _abandon(self, call: RefitCall) -> None:
-        del call
-        if self._session is not None:
+        if self._session is not None and call.token in ("", self._token):
             self._session.abandon()

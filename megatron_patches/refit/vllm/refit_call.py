@@ -18,7 +18,7 @@ class RefitCall(WeightTransferInitInfo):
         call: ``join``, ``receive``, ``commit`` or ``abandon``.
         host: to join: address of the rendezvous.
         port: to join: its port.
-        token: to join: secret that all parties share.
+        token: secret that all parties of a session share. To abandon: empty for whatever session it is.
         parties: to join: number of all parties.
         timeout_s: to join: seconds that one step may take after its first party has finished.
         first_party: to join: number of this engine's worker 0 among all parties.

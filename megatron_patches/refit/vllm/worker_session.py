@@ -114,7 +114,7 @@ class WorkerSession:
         self._in_place = layout.in_place
         self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
         self._aside = Aside(serving.device)
-        self._latest = 0  # version that this session has committed: a new one may begin anywhere
+        self._latest = -1  # version that this session has committed: a new one may begin anywhere
         self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are of no version for good

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
 
@@ -168,6 +170,39 @@ def test_whatever_goes_wrong_while_workers_are_asked_is_a_failure() -> None:
     under_test = commit(Engine("one"), in_place=False, pauses=Pauses(PauseMode.WAIT), confirm=confirm)
     under_test.start()
     assert under_test.reason() == "the network is down"
+
+
+def test_no_engine_is_paused_for_a_push_in_place_once_its_workers_have_left() -> None:
+    engine = Engine("one")
+    session = RefitSession([], [engine], vocab_size=1, options=RefitOptions(memory=MemoryMode.IN_PLACE))
+    session._party = cast(Any, object())
+    session._assembly = cast(Any, SimpleNamespace(gone=lambda: ["worker 0 has ended"], next_step=0))
+    with pytest.raises(RefitError, match="worker 0 has ended"):
+        session.push(1)
+    assert engine.asked == []
+
+
+def test_a_rank_that_ends_by_itself_waits_for_the_commit_and_for_no_other_rank() -> None:
+    engine, pauses = slow_engine("one", "commit emptying"), Pauses(PauseMode.WAIT)
+    session = RefitSession([], [engine], vocab_size=1)
+    session._commit = Commit(7, [engine], pauses, received=nothing, confirm=refuse, in_place=False, timeout_s=5.0)
+    session._commit.start()
+    threading.Timer(0.2, engine.may_answer.set).start()
+    with pytest.raises(RefitError, match="committing version 7 failed: it was not so"):
+        session.end()
+    assert engine.asked == ["pause wait", "commit emptying", "resume"]
+    session.end()
+
+
+@pytest.mark.parametrize(("version", "message"), [(-1, "versions begin with 0"), (3, "not later than 3, which was")])
+def test_versions_begin_with_0_and_rise(version: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = RefitSession([], [], vocab_size=1)
+    monkeypatch.setattr(session, "_party", object())
+    monkeypatch.setattr(session, "_assembly", object())
+    if version > 0:
+        session.version = version
+    with pytest.raises(ValueError, match=message):
+        session.push(version)
 
 
 def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:

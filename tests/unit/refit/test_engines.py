@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_patches.refit import engines
 from megatron_patches.refit.commit import Pauses
-from megatron_patches.refit.engines import HttpEngine, LocalEngine, PauseMode, http_engines
+from megatron_patches.refit.engines import HttpEngine, Joined, LocalEngine, PauseMode, http_engines
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
@@ -128,6 +130,7 @@ class _Llm:
 
     def __init__(self, *, cache_is_used: bool = False) -> None:
         self.calls: list[str] = []
+        self.llm_engine: Any = None
         self.cache_is_used = cache_is_used
 
     def init_weight_transfer_engine(self, request: dict[str, dict[str, object]]) -> None:
@@ -138,6 +141,24 @@ class _Llm:
         assert reset_connector
         self.calls.append("empty")
         return not self.cache_is_used
+
+
+def test_the_size_of_an_engine_of_this_process() -> None:
+    llm, parallel = _Llm(), SimpleNamespace(world_size_across_dp=4, distributed_executor_backend="mp")
+    llm.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    assert LocalEngine(llm).world_size() == 4
+    parallel.distributed_executor_backend = "external_launcher"
+    with pytest.raises(RefitError, match=r"reach its own worker alone.*external_launcher"):
+        LocalEngine(llm).world_size()
+
+
+def test_what_is_asked_of_an_engine_is_of_the_session_that_it_was_made_to_join() -> None:
+    joined = Joined()
+    first, second = {"token": "first"}, {"token": "second"}
+    assert joined.told({"call": "join", **first}) == {"call": "join", **first}
+    assert joined.told({"call": "receive", "version": 1}) == {"call": "receive", "version": 1, **first}
+    joined.told({"call": "join", **second})
+    assert joined.told({"call": "commit"}) == {"call": "commit", **second}
 
 
 @pytest.mark.parametrize(

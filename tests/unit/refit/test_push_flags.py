@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 
 import pytest
 
@@ -81,3 +82,60 @@ def test_a_training_script_refuses_what_no_push_could_work_with(words: str, mess
     with pytest.raises(UnsupportedConfigurationError, match=message):
         refit_training.check(args)
     refit_training.check(parser.parse_args(words.split() if "engines" not in words else []))
+
+
+@pytest.mark.parametrize(("interval", "load", "refused"), [(10, None, False), (11, None, True), (11, "there", False)])
+def test_an_interval_that_no_step_ends_is_refused(interval: int, load: str | None, refused: bool) -> None:
+    """A run that continues pushes what it has loaded."""
+    parser = refit_training.add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--refit-engines", "http://a", "--refit-interval", str(interval)])
+    args.train_iters, args.load = 10, load
+    with pytest.raises(UnsupportedConfigurationError, match="11, of --train-iters 10") if refused else nullcontext():
+        refit_training.check(args)
+
+
+class Pushing(refit_training.Pusher):
+    """Notes what it is asked, and pushes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def finish(self) -> None:
+        self.asked.append("finish")
+
+    def end(self) -> None:
+        self.asked.append("end")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "asked"), [(None, ["finish"]), (SystemExit(0), ["end"]), (KeyError("lost"), list[str]())]
+)
+def test_whoever_leaves_the_training_loop_in_order_lets_the_last_commit_end(
+    outcome: BaseException | None, asked: list[str]
+) -> None:
+    def train() -> int:
+        if outcome is not None:
+            raise outcome
+        return 7
+
+    pushing = Pushing()
+    _, record = refit_training.records(pushing)
+    with pytest.raises(type(outcome)) if outcome is not None else nullcontext():
+        assert record.replace(train)() == 7
+    assert pushing.asked == asked
+
+
+@pytest.mark.parametrize(("iteration", "finetune", "pushed"), [(0, False, []), (0, True, [0]), (4, False, [4])])
+def test_what_a_run_has_loaded_is_pushed_before_its_first_step(
+    iteration: int, finetune: bool, pushed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    args = argparse.Namespace(refit_engines=["http://a"], finetune=finetune)
+    pusher = refit_training.Pusher()
+    monkeypatch.setattr(refit_training, "_args", lambda: args)
+    monkeypatch.setattr(pusher, "_open", lambda *_: object())
+    monkeypatch.setattr(pusher, "_push", found.append)
+    for step in (iteration, iteration + 1):
+        pusher.before_step([], step)
+    assert found == pushed

@@ -54,6 +54,17 @@ def work_until_failed(member: Assembly, seconds: float) -> None:
         time.sleep(0.01)
 
 
+def test_who_has_gone_is_known_outside_steps() -> None:
+    with meeting(3) as (_, members):
+        on_all(members, lambda member: member.gather("meet", int, lambda: 0))
+        assert members[0].gone() == []
+        members[2].close()
+        deadline = time.monotonic() + 10
+        while not members[0].gone() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert members[0].gone() == ["party 2 has ended or closed its connection"]
+
+
 @pytest.mark.parametrize("parties", [1, 2, 7])
 def test_all_get_everybodys_part_in_order(parties: int) -> None:
     with meeting(parties) as (_, members):

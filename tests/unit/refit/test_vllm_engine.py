@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none
+from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
 
 
@@ -52,6 +53,55 @@ def test_a_call_of_another_version_of_the_package_is_refused(
     with caplog.at_level(logging.ERROR):
         under_test.init_transfer_engine(under_test.parse_init_info(call))
     assert "Invalid init_info" in caplog.text
+
+
+class Session:
+    """Notes what it is asked."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def receive(self, version: int, *_: object) -> None:
+        self.asked.append(f"receive {version}")
+
+    def commit(self, version: int) -> None:
+        self.asked.append(f"commit {version}")
+
+    def abandon(self) -> None:
+        self.asked.append("abandon")
+
+    def end(self) -> None:
+        self.asked.append("end")
+
+
+def test_what_another_trainer_asks_disturbs_no_session(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for joining, which ends it."""
+    sessions = [Session(), Session()]
+    left = iter(sessions)
+    monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(engine_module, "join", lambda *_: next(left))
+    under_test = engine(1)
+
+    def ask(call: str, token: str = "") -> None:
+        under_test.init_transfer_engine(under_test.parse_init_info({"call": call, "token": token, "version": 7}))
+
+    ask("join", "first")
+    ask("join", "second")
+    assert sessions[0].asked == ["end"]
+    with caplog.at_level(logging.ERROR):
+        for call in ("receive", "commit", "abandon"):
+            ask(call, "first")
+    assert sessions[1].asked == []
+    for call in ("receive", "commit"):
+        assert f"asked to {call} version 7, but by another session than the one that this engine" in caplog.text
+    for call in ("receive", "commit", "abandon"):
+        ask(call, "second")
+    ask("abandon")  # by whoever looks after an engine whose trainer has died
+    assert sessions[1].asked == ["receive 7", "commit 7", "abandon", "abandon"]
 
 
 def test_what_needs_no_session_does_nothing() -> None:

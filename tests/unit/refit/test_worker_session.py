@@ -227,6 +227,15 @@ def test_only_what_was_received_last_is_committed() -> None:
     assert "commit of 8: TransferError: asked to commit version 8, but version 7 has been received" in party.asked
 
 
+def test_version_0_is_one_like_any_other() -> None:
+    under_test = session(Party())
+    under_test.receive(0, 0, True)
+    under_test.commit(0)
+    assert under_test.version == 0
+    with pytest.raises(RefitError, match="asked to receive version 0 after version 0"):
+        under_test.receive(0, 0, True)
+
+
 def test_an_older_version_than_the_committed_one_is_refused() -> None:
     under_test = session(Party())
     under_test.receive(7, 0, True)
