@@ -22,6 +22,7 @@ import msgspec
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.outbox import Outbox
 from megatron_patches.refit.rendezvous_messages import (
     FOREVER_S,
     TICK_S,
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 _AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step has failed
 _REMEMBERED = 4  # steps that are kept for a party that is late
-_TELLING_S = 30.0  # for a party to take a message; all others wait meanwhile
+_TELLING_S = 30.0  # for a party to take a message
+_CLOSING_S = 5.0  # for all parties to take what they have been told before the end
 _INTRODUCTION_BYTES = 1 << 16  # the most that somebody may send who has not shown the token
 
 
@@ -59,7 +61,7 @@ class Rendezvous:
     def __init__(self, parties: int, timeout_s: float, host: str = "127.0.0.1") -> None:
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
-        self._connections: dict[int, socket.socket] = {}
+        self._outboxes: dict[int, Outbox] = {}
         self._gone: dict[int, str] = {}
         self._steps: dict[int, _Step] = {}
         self._closed = False
@@ -76,11 +78,15 @@ class Rendezvous:
             threading.Thread(target=target, name=f"refit-rendezvous-{target.__name__}", daemon=True).start()
 
     def close(self) -> None:
-        """Ends it; parties that still wait are told so."""
+        """Ends it, once parties have what they were told, or have had time to; those that still wait are told so."""
         with self._lock:
             self._closed = True
-            for connection in self._connections.values():
-                frames.end(connection)
+            outboxes = list(self._outboxes.values())
+        for outbox in outboxes:
+            outbox.finish()
+        deadline = time.monotonic() + _CLOSING_S
+        for outbox in outboxes:
+            outbox.close(deadline)
         frames.end(self._listener)
 
     def _accept(self) -> None:
@@ -108,11 +114,12 @@ class Rendezvous:
             with self._lock:
                 if self._closed:
                     return
-                if joined.party in self._connections or not 0 <= joined.party < self.invitation.parties:
+                if joined.party in self._outboxes or not 0 <= joined.party < self.invitation.parties:
                     logger.warning("refit: refused %s: there is no free place %d", joined.name, joined.party)
                     return
                 party = joined.party
-                self._names[party], self._connections[party] = joined.name, connection
+                self._names[party] = joined.name
+                self._outboxes[party] = Outbox(connection, joined.name, _TELLING_S)
                 self._catch_up(party)
             while True:
                 message = decode_of_party(frames.receive(connection, Patience(FOREVER_S, "a step")))
@@ -126,6 +133,8 @@ class Rendezvous:
                 with self._lock:
                     self._leave(party, error)
         finally:
+            if party is not None:
+                self._outboxes[party].finish()
             connection.close()
 
     def _introduced(self, connection: socket.socket) -> Join | None:
@@ -144,10 +153,10 @@ class Rendezvous:
         """Tells a new party what others have been told before it came."""
         for number, step in self._steps.items():
             if step.verdict is not None:
-                self._tell(party, encode(step.verdict))
+                self._outboxes[party].put(encode(step.verdict))
             elif step.failed:
                 reason = next(item.reason for item in step.outcomes.values() if item.reason is not None)
-                self._tell(party, encode(Alert(number, reason)))
+                self._outboxes[party].put(encode(Alert(number, reason)))
 
     def _leave(self, party: int, error: Exception) -> None:
         if self._closed:
@@ -216,18 +225,9 @@ class Rendezvous:
 
     def _tell_all(self, message: Results | Failure | Alert | Notice) -> None:
         encoded = encode(message)
-        for party in self._connections:
+        for party, outbox in self._outboxes.items():
             if party not in self._gone:
-                self._tell(party, encoded)
-
-    def _tell(self, party: int, encoded: bytes) -> None:
-        try:
-            frames.send(self._connections[party], encoded, Patience(_TELLING_S, self._names[party]))
-        except PartyFailedError as error:
-            logger.debug("refit: cannot reach %s: %s", self._names[party], error)
-            # Part of the message may be on its way, after which it could read nothing more. Its own thread notices the
-            # end of the connection and reports it.
-            frames.end(self._connections[party])
+                outbox.put(encoded)
 
 
 class _Step:

@@ -317,6 +317,46 @@ def test_a_party_that_takes_no_messages_is_cut_off_and_named(monkeypatch: pytest
     server.close()
 
 
+def test_a_party_that_takes_no_messages_delays_no_other() -> None:
+    """Until it is cut off, that is until the time-out of a message, far beyond this test's end."""
+    server = Rendezvous(3, 30.0)
+    with connected(server) as deaf:
+        introduce(deaf, server, 2)
+        members = [Assembly(server.invitation, party, f"party {party}") for party in range(2)]
+        frames.send(deaf, outcome(0, b"x"), Patience(5, "the server"))
+        frames.send(deaf, outcome(1, b"x"), Patience(5, "the server"))
+        started = time.monotonic()
+        for _ in range(2):
+            found = on_all(members, lambda member: member.gather("work", bytes, lambda: bytes(8 << 20)))
+            assert [len(parts) for parts in found if isinstance(parts, list)] == [3, 3]
+        assert time.monotonic() - started < 10
+        for member in members:
+            member.close()
+        server.close()
+        assert time.monotonic() - started < 20
+
+
+def test_what_was_told_before_the_end_arrives() -> None:
+    """However long it is, and however late a party reads."""
+    for _ in range(3):
+        server = Rendezvous(2, TIMEOUT_S)
+        with connected(server) as late:
+            introduce(late, server, 1)
+            member = Assembly(server.invitation, 0, "party 0")
+            frames.send(late, outcome(0, b"x"), Patience(5, "the server"))
+            assert len(member.gather("work", bytes, lambda: bytes(4 << 20))) == 2
+            member.close()
+            closing = threading.Thread(target=server.close)
+            closing.start()
+            time.sleep(0.3)
+            while True:
+                message = frames.receive(late, Patience(5, "the results"))
+                if len(message) > 4 << 20:
+                    break
+            closing.join(10)
+            assert not closing.is_alive()
+
+
 def outcome(step: int, payload: bytes) -> bytes:
     content = {"type": "Outcome", "step": step, "what": "work", "payload": msgspec.msgpack.encode(payload)}
     return msgspec.msgpack.encode(content)
