@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
+from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT, PRETRAIN_LATENT
 from tests.support.launch import on_gpus
 
 # Sums of gradients are taken in another order with shards than without, one ulp (1e-7) apart. 20 steps of Adam carry
@@ -41,6 +41,16 @@ GPU = "--bf16 --transformer-impl transformer_engine --attention-backend unfused 
 UNFUSED_ACCUMULATION = "--no-gradient-accumulation-fusion"
 COUNT_ZEROS = "--log-num-zeros-in-grad"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+# What large models of experts have on top.
+ROUTING = (
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-shared-expert-intermediate-size 64"
+)
+LATENT = (
+    "--multi-latent-attention --rope-type rope --qk-layernorm --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 10 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 6"
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,9 @@ class Case:
     @property
     def script(self) -> Path:
         """The training script."""
-        return PRETRAIN_FROZEN if self.freeze else PRETRAIN_GPT
+        if self.freeze:
+            return PRETRAIN_FROZEN
+        return PRETRAIN_LATENT if "--multi-latent-attention" in self.common else PRETRAIN_GPT
 
     @property
     def _shared(self) -> tuple[str, ...]:
@@ -149,9 +161,19 @@ CASES = (
         tolerance=0.0,
     ),
     Case("etp2_four_microbatches", 2, "--etp-size 2"),
-    Case("etp2_grouped_query", 2, "--etp-size 2", common="--group-query-attention --num-query-groups 2"),
+    Case("etp2_grouped_query", 2, "--etp-size 2", common="--group-query-attention --num-query-groups 2 --qk-layernorm"),
     Case("etp2_per_token_loss", 2, "--etp-size 2", common="--calculate-per-token-loss"),
     Case("etp2_bf16", 2, "--etp-size 2", common=f"--bf16 {COUNT_ZEROS}", tolerance=BF16_TOLERANCE),
+    Case(
+        "dp2_etp2_fp16",
+        4,
+        "--etp-size 2",
+        # The first steps overflow, and are skipped.
+        common="--fp16 --initial-loss-scale 3e7 --hysteresis 1 --accumulate-allreduce-grads-in-fp32 "
+        "--use-distributed-optimizer --overlap-grad-reduce",
+        tolerance=BF16_TOLERANCE,
+        cpu_only="on GPUs all cases are in bf16",
+    ),
     Case("etp4", 4, "--etp-size 4"),
     Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation"),
     Case(
@@ -163,9 +185,21 @@ CASES = (
     ),
     Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2"),
     Case("tp2_etp2_sequence", 4, "--etp-size 2", common="--tensor-model-parallel-size 2 --sequence-parallel"),
+    Case(
+        "tp2_etp2_latent_attention",
+        4,
+        "--etp-size 2",
+        common=f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
+        cpu_only="its script is for a CPU",
+    ),
     Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2"),
     # Stages but the first start the reduction over replicas from outside; the others count gradients.
-    Case("pp2_etp2", 4, "--etp-size 2", common="--pipeline-model-parallel-size 2 --overlap-grad-reduce"),
+    Case(
+        "pp2_etp2",
+        4,
+        "--etp-size 2",
+        common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
+    ),
     Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2"),
     # With two replicas: what comes too late for their reduction would differ on each.
     Case(
@@ -196,7 +230,7 @@ CASES = (
         "moe_ep2_expert_etp2",
         4,
         "--etp-size 2 --expert-etp-size 2",
-        common=f"{MOE} --expert-model-parallel-size 2",
+        common=f"{MOE} {ROUTING} --expert-model-parallel-size 2",
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case("moe_etp4_expert_etp2", 4, "--etp-size 4 --expert-etp-size 2", common=f"{MOE} --expert-model-parallel-size 2"),

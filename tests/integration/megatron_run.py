@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
 PRETRAIN_FROZEN = Path(__file__).with_name("pretrain_frozen.py")
+PRETRAIN_LATENT = Path(__file__).with_name("pretrain_latent.py")
 
 
 DATA_VARIABLE = "ETP_TESTS_DATA"
@@ -44,7 +45,7 @@ class Trajectory:
 
     Attributes:
         losses: loss of each step, over all data; on the last pipeline stage only, else empty.
-        grad_norms: gradient norm of each step, before clipping.
+        grad_norms: gradient norm of each step, before clipping; -1 of one that was skipped.
         zeros: elements of the gradient that are zero, of each step; 0 without ``--log-num-zeros-in-grad``.
         evaluations: loss of each evaluation, over all data; on the last pipeline stage only.
         parameter_bytes: bytes of the model's parameters on this rank.
@@ -203,7 +204,7 @@ def _recorded(trajectory: Trajectory, chunks: list[Any]) -> Iterator[None]:
         result = train_step(*args, **kwargs)
         losses, grad_norm, zeros = result[0], result[5], result[6]
         trajectory.losses.extend(float(loss) for loss in losses.values())
-        trajectory.grad_norms.append(float(grad_norm))
+        trajectory.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
         trajectory.zeros.append(float(zeros or 0))
         return result
 
