@@ -1,4 +1,4 @@
-"""What is relied upon in megatron-core 0.19.2 without being replaced: the seam's names and those who call them.
+"""The parts of megatron-core 0.19.2 that are relied on without being replaced: the seam's names and their callers.
 
 A change in any of these is a reason to read it again before a new version is let in; ``registry.verify`` compares
 them with the installed sources.

@@ -1,4 +1,4 @@
-"""The list of what is changed in other packages, and the check that they are what the changes were written for.
+"""Records of every patch to other packages, and the check that the installed sources are those they were written for.
 
 A :class:`PatchRecord` says which function is replaced, why, and what its source looked like when the replacement
 was written. :func:`verify` reads the installed sources as text, before anything is imported, and refuses to go on

@@ -1,4 +1,4 @@
-"""Puts an implementation of sharded weights in the place of Megatron's own.
+"""Installs an implementation of sharded weights in place of Megatron's own.
 
 Megatron-core reaches its sharded-weight engine through one module, ``megatron.core.tensor_parallel.gtp_api``, and
 imports from it at the call sites, so a module of the same name that is there first takes its place. Three modules

@@ -1,4 +1,4 @@
-"""A sharded parameter that also answers to the names by which Megatron-core 0.19.2 calls its own.
+"""A sharded parameter with the attributes and methods that Megatron-core 0.19.2 expects of its own.
 
 Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints reach a sharded weight through these
 attributes and methods; each forwards to the engine.

@@ -1,4 +1,4 @@
-"""Keeps DistributedDataParallel's parameter buffers where peers can read them, so that shards are published in place.
+"""Moves DistributedDataParallel's parameter buffers into symmetric memory, so that peers read shards in place.
 
 With the distributed optimizer all parameters of a model chunk are views of a few flat buffers. Where a shard group's
 transport gathers by peer copies, these buffers move into symmetric memory: otherwise the transport would keep a copy

@@ -254,7 +254,7 @@ class WeightShardApi:
 
     def finish_gradients(self) -> None:
         """Complete every shard's gradient, before Megatron reduces them over the data-parallel replicas."""
-        _join_replays()
+        join_replays()
         for runtime in self.runtimes():
             runtime.wait()
             # The optimizer writes through `.data` next, which PyTorch does not count.
@@ -333,7 +333,7 @@ def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
                 shard.prepare_for_layer_graphs()  # type: ignore[attr-defined]
 
 
-def _join_replays() -> None:
+def join_replays() -> None:
     """Order the current stream after the replays of Megatron's layer graphs, which run on streams of their own."""
     if not torch.cuda.is_available():
         return

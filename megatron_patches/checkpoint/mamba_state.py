@@ -1,4 +1,4 @@
-"""The input projection of a Mamba mixer in Megatron's sharded state dicts, where its weight is sharded.
+"""Sharded state dict entries of a Mamba mixer's sharded input projection.
 
 Megatron stores the projection as five tensors, each cut by tensor parallelism by itself, and gathers the shards of its
 own kind for it. Here each rank stores the rows that it has.

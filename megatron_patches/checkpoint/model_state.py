@@ -1,4 +1,4 @@
-"""Sharded weights in Megatron's sharded state dicts: which entry a parameter gets.
+"""Sharded weights in Megatron's sharded state dicts: builds the entry of each parameter.
 
 The functions here take the place of Megatron's helpers of the same purpose, for sharded parameters only; every other
 tensor goes to the original. Megatron itself would store the padded weight and let loads disagree about its shape,

@@ -1,4 +1,4 @@
-"""Loads optimizer state into a run whose experts are divided otherwise than in the run that saved it.
+"""Loads optimizer state into a run whose experts are distributed differently than in the run that saved it.
 
 Megatron gives experts an optimizer of their own as soon as they are parallel in any way (EP, their own TP, or shards),
 and otherwise keeps them in the one that the dense weights have. Each tensor lies in a checkpoint under its weight's

@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: the layout that survives resharding, and the step of torch's Adam."""
+"""Optimizer state in checkpoints: the layout that survives resharding, and the step counter of torch's Adam."""
 
 from __future__ import annotations
 

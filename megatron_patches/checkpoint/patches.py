@@ -1,4 +1,4 @@
-"""Which of Megatron's functions checkpoints of sharded weights replace, and which they rely upon."""
+"""The Megatron functions that checkpoints of sharded weights replace or rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rows of one shard lie in the tensors of a checkpoint. Integers only: no tensor, no process group.
+"""Computes where the rows of a shard lie in the tensors of a checkpoint. Integers only: no tensor, no process group.
 
 A checkpoint holds each weight whole: neither the weight-shard cut nor its padding can be seen in it. Between a shard
 and the checkpoint's tensor lie up to four steps, which :class:`WeightPlacement` undoes at once:

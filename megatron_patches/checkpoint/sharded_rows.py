@@ -1,4 +1,4 @@
-"""A shard of a weight as Megatron's checkpoints take it: read and written piece by piece, padding left out.
+"""The checkpoint entry of a shard: read and written piece by piece, without padding.
 
 :class:`ShardedRows` is a ``ShardedTensorFactory``: Megatron's optimizers build their own entries from a parameter's by
 ``dataclasses.replace(entry, key=..., data=...)``, so the master weight and each moment go the weight's way without

@@ -1,4 +1,4 @@
-"""Looks for missing, short and unreadable files before a checkpoint is loaded.
+"""Checks a checkpoint for missing, short and unreadable files before it is loaded.
 
 Megatron loads straight into the weights, file after file: a file that turns out to be short leaves a model that is
 half old and half new. The index of a checkpoint (``.metadata``) says how long each file must be, so one look at the

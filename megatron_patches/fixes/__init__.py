@@ -1,4 +1,4 @@
-"""What megatron-core 0.19.2 gets wrong for sharded weights, one file per mistake.
+"""Fixes for bugs of megatron-core 0.19.2 with sharded weights, one file per bug.
 
 Every fix is inert where no weight is sharded, so that ``--etp-size 1`` is bitwise the stock run.
 """

@@ -19,13 +19,17 @@ from typing import Any
 
 from etp.runtime import EtpRuntime
 from megatron_patches.registry import PatchRecord
+from megatron_patches.weight_shard_api import join_replays
 
 
 def _replace(start_grad_sync: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(start_grad_sync)
     def replacement(self: Any, *unused: Any) -> None:
+        runtimes = _runtimes(self)
+        if runtimes:
+            join_replays()
         with _nothing_counted(self.bucket_groups + self.expert_parallel_bucket_groups):
-            for runtime in _runtimes(self):
+            for runtime in runtimes:
                 runtime.wait()
         start_grad_sync(self, *unused)
 

@@ -1,4 +1,4 @@
-"""One party's side of a rendezvous: takes its steps, and hears what became of everybody's part."""
+"""One party's side of a rendezvous: takes steps, and learns the outcome of every party's part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOPICS = 16  # on which notices are kept for whoever collects them
 
 
 class Assembly:
-    """One party's place among all. Steps must be taken in the same order by all parties.
+    """A party's connection to the rendezvous. All parties must take steps in the same order.
 
     Attributes:
         local_host: address of this machine from which it reached the rendezvous.
@@ -40,7 +40,7 @@ class Assembly:
 
     Args:
         invitation: from :class:`Rendezvous`.
-        party: the own number, from 0.
+        party: this party's number, from 0.
         name: for messages: "trainer rank 3 on host a".
 
     Raises:
@@ -71,10 +71,10 @@ class Assembly:
             work: this party's part.
 
         Returns:
-            Everybody's parts, by party.
+            The parts of all parties, in order of their numbers.
 
         Raises:
-            PartyFailedError: on every party, if any failed; names each, with its reason. Its cause is the own error.
+            PartyFailedError: on every party if any failed, with all reasons; the cause is this party's own error.
         """
         step, self.next_step = self.next_step, self.next_step + 1
         mine: Exception | None = None
@@ -121,7 +121,7 @@ class Assembly:
         self._send(Outcome(max(step, self.next_step - 1), what, reason=reason))
 
     def post(self, topic: str, reason: str | None) -> None:
-        """Tells all parties how something went that is no step: ``reason`` is why it failed, or None."""
+        """Reports an outcome outside of any step to all parties: ``reason`` is why it failed, or None."""
         self._send(Notice(topic, self.party, reason))
 
     def collect(self, topic: str, parties: Iterable[int], timeout_s: float) -> dict[int, str | None]:
@@ -143,7 +143,7 @@ class Assembly:
         return {party: found.get(party, missing) for party in wanted}
 
     def close(self) -> None:
-        """Leaves; steps that others still take will fail, and so does what another thread of this party waits for."""
+        """Leaves the rendezvous. Steps of other parties fail, and so do waits of other threads of this party."""
         frames.end(self._connection)
 
     def _send(self, message: Join | Outcome | Notice) -> None:

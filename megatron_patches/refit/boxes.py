@@ -1,4 +1,4 @@
-"""Regions of tensors, and where they lie in memory. Integers only; torch appears when a view becomes a tensor.
+"""Regions of tensors and their layout in memory. Integers only; torch is needed only to turn a view into a tensor.
 
 A :class:`Box` is a region of one Hugging Face tensor in that tensor's global coordinates: what it *is*, whoever
 holds it. A :class:`View` says where the elements of a box lie in one flat storage: offset and strides, counted in

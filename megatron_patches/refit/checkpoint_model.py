@@ -1,4 +1,4 @@
-"""The model of a Megatron checkpoint, sharded as a command line asks: what ``export`` and ``push`` begin with."""
+"""Loads the model of a Megatron checkpoint, sharded as the command line of ``export`` or ``push`` says."""
 
 from __future__ import annotations
 

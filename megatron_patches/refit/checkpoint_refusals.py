@@ -1,4 +1,4 @@
-"""Settings of a checkpoint's training run with which its model cannot be built again, by flag, value and way out."""
+"""Training settings with which a checkpoint's model cannot be rebuilt: flag, value and remedy."""
 
 from __future__ import annotations
 

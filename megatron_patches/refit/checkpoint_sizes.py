@@ -1,4 +1,4 @@
-"""How a checkpoint's model is spread while it is exported or pushed, and whether it can be: by Megatron's own flags."""
+"""Parallel sizes for exporting or pushing a checkpoint's model, and whether they are possible, by Megatron's flags."""
 
 from __future__ import annotations
 

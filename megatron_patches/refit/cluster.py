@@ -1,4 +1,4 @@
-"""A trainer and an engine that are not here: both sides' manifests from a configuration and the sizes of the meshes."""
+"""Describes a trainer and an engine offline: the manifests of both sides, from a configuration and the mesh sizes."""
 
 from __future__ import annotations
 

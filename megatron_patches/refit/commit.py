@@ -1,4 +1,4 @@
-"""Pauses engines and lets them serve a version that they have received; or go on with the one before."""
+"""Pauses engines and makes them serve a received version, or continue with the previous one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Pauses:
     """Pauses of engines.
 
     Args:
-        mode: what becomes of requests under way.
+        mode: what happens to requests in flight.
     """
 
     def __init__(self, mode: PauseMode) -> None:
@@ -27,23 +27,23 @@ class Pauses:
 
     @property
     def empties_caches(self) -> bool:
-        """Whether what old weights have left in caches is to go."""
+        """Whether cache entries computed with the old weights must be dropped."""
         return self._mode is not PauseMode.KEEP
 
     @property
     def longest_s(self) -> float:
-        """Of the last push, the longest time for which an engine began no request."""
+        """The longest pause of an engine in the last push, in seconds."""
         return max(self._lasted.values(), default=0.0)
 
     def begin_push(self) -> None:
-        """A new version is on its way: forgets how long the pauses of the last one were."""
+        """Reset the recorded pauses at the start of a push."""
         self._lasted.clear()
 
     def begin_all(self, engines: Sequence[EngineClient]) -> None:
-        """Pauses all at once; none if one of them cannot be.
+        """Pauses all engines in parallel; if one cannot be paused, resumes the others.
 
         Raises:
-            RefitError: then.
+            RefitError: if an engine cannot be paused.
         """
 
         def begin(engine: EngineClient) -> None:
@@ -87,9 +87,9 @@ class Pauses:
 
 
 def on_each(engines: Sequence[EngineClient], work: Callable[[EngineClient], None]) -> list[str]:
-    """Does something to all engines at once, so that none waits, paused, for another; returns why it failed for some.
+    """Runs ``work`` on all engines in parallel, so that none stays paused for another. Returns the failures.
 
-    It ends because every call of an engine does, with an error if need be; see :class:`EngineClient`.
+    Terminates because every call of an engine has a timeout; see :class:`EngineClient`.
     """
     failures: list[str] = []
 
@@ -151,7 +151,7 @@ class Commit:
         return self._thread.is_alive()
 
     def give_up(self) -> list[str]:
-        """Instead of committing: lets paused engines go on with the old weights; which stay paused, and why."""
+        """Instead of committing: resumes paused engines with the old weights. Returns why engines stay paused."""
         if not self._in_place:
             return []
         with suppress(RefitError):  # known already
@@ -159,7 +159,7 @@ class Commit:
         return on_each(self._engines, lambda engine: self._settle(engine, asked=False))
 
     def reason(self) -> str | None:
-        """Once it has ended: why it failed, or None."""
+        """Wait for the end of the commit. Returns why it failed, or None."""
         self._thread.join(self._timeout_s * (1 + len(self._engines)))
         if self.under_way:
             return f"the engines did not commit within {self._timeout_s:.0f} s each"
@@ -190,7 +190,7 @@ class Commit:
         """Resumes an engine that may not have committed.
 
         Args:
-            engine: it.
+            engine: the engine.
             asked: whether it was asked to commit. If only its answer failed to come it serves the new weights, and
                 what the old ones left in its cache must go; and if it could not put the old ones back it serves none.
 

@@ -1,4 +1,4 @@
-"""Rules by which a destination turns elements as the trainer sends them into elements as it keeps them.
+"""Rules by which a destination converts elements from the trainer's form into its own.
 
 A rule is what the engine's own loader does to each element on the way from a checkpoint, operation by operation. It is
 data: recorded on the destination, compared by all parties, and replayed there (``target/replay.py``).

@@ -1,4 +1,4 @@
-"""The Triton kernel that moves many strided boxes between memory and a packet, and digests them in the same pass.
+"""The Triton kernel that copies many strided boxes between memory and a packet, and digests them in the same pass.
 
 One launch serves all boxes of a packet that need the same variant, or all of a model: what a launch costs the host is
 what a single box would. Imported only where there is Triton. It runs on the current stream; under

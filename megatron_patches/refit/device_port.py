@@ -1,4 +1,4 @@
-"""Boxes in torch tensors: packed, unpacked and digested on the device where they lie.
+"""Boxes in torch tensors: packed, unpacked and digested on their own device.
 
 On CUDA, work is put into a stream of the port's own and is under way when a method returns. A payload that lies on
 the host passes through one buffer on the device, leased from the party's pool, so that it crosses in one piece.

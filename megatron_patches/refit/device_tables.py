@@ -1,4 +1,4 @@
-"""Describes boxes to the kernel that moves and digests many of them at once.
+"""Encodes boxes as tables for the kernel that moves and digests many of them at once.
 
 A box becomes one or more *entries*: rows of equal length, whose beginnings take up to three nested steps through
 memory. An entry is covered by *tiles*, one a program of the kernel. Numbers only; nothing here needs a GPU.

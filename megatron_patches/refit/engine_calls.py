@@ -1,4 +1,4 @@
-"""Calls of engines beside a step that all parties take: where one cannot be reached, the step fails for all."""
+"""Calls engines in parallel with a step of all parties, and fails the step for all if one cannot be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the trainer reaches an inference engine: the calls that make its workers take part in a refit.
+"""How the trainer calls an inference engine, so that its workers take part in a refit.
 
 [Note: pausing] vLLM's route ``/pause`` answers 20 ms after the engine has come to rest, and has the workers empty
 caches of encoders, which no model has that can be refitted. ``/sleep`` at level 0 is the same pause of the scheduler

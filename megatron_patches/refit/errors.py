@@ -1,4 +1,4 @@
-"""The errors of refit. Each message names the tensor, box, rank or file concerned, and the way out."""
+"""The errors of refit. Each message names the tensor, box, rank or file concerned, and the remedy."""
 
 from __future__ import annotations
 

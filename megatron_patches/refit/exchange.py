@@ -1,4 +1,4 @@
-"""How the ranks of one side agree: small objects gathered from all, and phases that fail on all or on none."""
+"""Agreement among the ranks of one side: gathers small objects from all, and fails a phase on all ranks or on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of known length over a stream socket, with waits that end: at a deadline, or when a peer has failed."""
+"""Length-prefixed messages over a stream socket; every wait ends at a deadline, or when a peer fails."""
 
 from __future__ import annotations
 

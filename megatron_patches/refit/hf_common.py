@@ -1,4 +1,4 @@
-"""What every Megatron model tells of itself in the same words, whatever its family."""
+"""Properties that all Megatron models expose in the same way, whatever their family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads from a live Megatron model what Hugging Face's configuration needs, and refuses what it cannot express.
+"""Derives a Hugging Face configuration from a live Megatron model, and refuses what it cannot express.
 
 A model that uses a feature without counterpart would load and silently compute something else. So every such
 feature is refused by name of its flag, and the rotary frequencies are compared with the model's own buffer.

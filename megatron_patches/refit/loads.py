@@ -1,4 +1,4 @@
-"""What packets are to carry: what a source sends to a destination, cut into loads.
+"""Splits what a source sends to a destination into loads, the contents of packets.
 
 What one source sends to one destination is cut into :class:`Load` after load, each small enough for a slot of their
 link, so a box of any size passes through bounded memory. Boxes that both ends can reach where they lie

@@ -1,4 +1,4 @@
-"""What one party holds or wants: its storages, and which boxes lie where in them.
+"""What one party holds or wants: its storages, and the placement of boxes in them.
 
 Manifests are all that the parties exchange before the bytes. They are small, hold no tensor, and from the same
 manifests every party computes the same plan.

@@ -1,4 +1,4 @@
-"""Reads a Megatron checkpoint (``torch_dist``): its arguments, and its weights into a model that is spread anyhow."""
+"""Reads a Megatron checkpoint (``torch_dist``): its arguments, and its weights into a model of any parallel sizes."""
 
 from __future__ import annotations
 

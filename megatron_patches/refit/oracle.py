@@ -1,4 +1,4 @@
-"""Carries a plan out in memory and compares every byte with a dense model of random bits, cut without the plan's code.
+"""Executes a plan in memory and compares every byte with a dense random model, using none of the planner's code.
 
 What a destination must hold is derived from its manifest alone, by index arithmetic of its own: neither the pairing,
 nor the views that the plan cuts, nor the transport takes part. Padding starts as random bits and must stay as it is.

@@ -1,4 +1,4 @@
-"""Boxes packed for the way: what every transport carries, and the steps on both sides that all transports share.
+"""Packs boxes into packets, and implements the sender's and receiver's steps that all transports share.
 
 A :class:`Sender` packs a load straight into the memory from which it leaves and digests each box while packing; of a
 direct load it only digests the boxes. An :class:`Unpacker` puts the boxes of arriving packets into memory that no

@@ -1,4 +1,4 @@
-"""Pairs what is held with what is wanted, and deals the pairs into rounds; in integers, for all ranks at once.
+"""Pairs what is held with what is wanted, and assigns the pairs to rounds; integers only, for all ranks at once.
 
 Kept apart from the transfers that come of it: pairs are small, so a rank can compute those of a whole cluster and make
 transfers of its own alone. All orders are canonical, so every rank gets the same pairs.
@@ -76,7 +76,7 @@ class _Holders:
 
 
 def pair_up(sources: Sequence[Manifest], destinations: Sequence[Manifest], split_bytes: int) -> list[list[Pair]]:
-    """Who gives which box to whom.
+    """Decides which rank sends which box to which rank.
 
     Args:
         sources: what each source rank holds, in any order.
@@ -149,7 +149,7 @@ class _Filled:
         if number >= len(self._bytes):
             self._bytes.extend([0] * (number + 1 - len(self._bytes)))
         self._bytes[number] += size
-        # A round with little left counts as full, so that none is asked again and again.
+        # A round with little room left counts as full, so that it is not probed again and again.
         while self.first < len(self._bytes) and self._bytes[self.first] + self._budget // 32 > self._budget:
             self.first += 1
 

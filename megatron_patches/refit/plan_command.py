@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit plan`` and ``verify``: plans for clusters that are not here, and their proof."""
+"""``python -m megatron_patches.refit plan`` and ``verify``: plans for clusters offline, and their proof."""
 
 from __future__ import annotations
 

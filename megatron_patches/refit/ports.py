@@ -1,4 +1,4 @@
-"""How boxes get from a party's memory into packets and back, and what they count as in digests.
+"""How boxes get from a party's memory into packets and back, and how they are digested.
 
 A :class:`Port` knows one kind of memory. Work on a GPU is under way when a method returns, so results come as
 :class:`Pending`; on a CPU they are there at once. :class:`HostPort` is the reference for

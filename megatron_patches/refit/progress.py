@@ -1,4 +1,4 @@
-"""Tells someone how far an export is."""
+"""Reports the progress of an export."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Moves a version over links: any load whose link has a free slot, any packet that has come.
+"""Moves a version over links: any load whose link has a free slot, any packet that has arrived.
 
-While packets are on their way the next are packed, and while some are unpacked the next arrive. Nothing waits in
-turn; see [Note: progress] in :mod:`megatron_patches.refit.transports.base`.
+Packing, sending and unpacking overlap, and links never wait for each other; see
+[Note: progress] in :mod:`megatron_patches.refit.transports.base`.
 
-If anything fails, what is under way is ended first: on a GPU, all that is done afterwards may have to wait for it.
+If anything fails, transfers in flight are stopped first, because later work on a GPU might wait for them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from megatron_patches.refit.transports.base import Check
 from megatron_patches.refit.transports.receiving import Incoming, ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, Slot
 
-_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
-_IMPATIENT_S = 0.0005  # how long to look without a pause at what takes a GPU less than that
-_PAUSE_S = 0.00005  # then, between looks
+_LOOK_AROUND_S = 0.1  # how often a wait checks whether it should end
+_IMPATIENT_S = 0.0005  # how long to poll without a pause, for work that takes a GPU less than this
+_PAUSE_S = 0.00005  # then, between polls
 
 
 class _Looks:
-    """How often to look whether something has ended: at once and again for a little while, then with pauses."""
+    """Polling with backoff: without pauses for a short while, then with pauses."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
     def found(self) -> None:
-        """Something had."""
+        """Restart the backoff: something has ended."""
         self._since = time.perf_counter()
 
     def nothing(self, check: Check) -> None:
-        """Nothing had; waits a little."""
+        """Wait a little: nothing has ended."""
         if time.perf_counter() - self._since < _IMPATIENT_S:
             time.sleep(0)
             return
@@ -80,7 +80,7 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
     patience = Patience(end.timeout_s, at_work, check)
     while packed or waves or digesting or packing:
         progress = False
-        # One group is always under way behind the one whose loads leave.
+        # Always digest one wave ahead of the one that is being sent.
         while waves and len(digesting) <= len(waves[0]):
             digesting.extend(sender.digest(waves.popleft(), version))
         free = end.free_slot(packed, check)
@@ -90,7 +90,7 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
             if not loads:
                 del packed[free.destination]
             progress = True
-        # A port ends what it was given in the order in which it was given.
+        # A port completes its work in order of submission.
         if packing and packing[0][1].done():
             slot, ready = packing.popleft()
             end.send(ready.result(), slot, check)
@@ -120,14 +120,14 @@ def receive_version(
 
     Args:
         unpacker: takes the packets.
-        end: where they come.
-        timeout_s: seconds that one may take to come.
+        end: the receiving end of the links.
+        timeout_s: seconds to wait for each packet.
         check: raises if another party has failed.
-        meanwhile: done once, when all that is still to come is on its way. In this thread: another one that computes
-            in Python would hold up every step of this one.
+        meanwhile: called once, when everything that is still missing is in flight. It runs in this thread, because
+            another thread that computes in Python would slow this one down.
 
     Raises:
-        RefitError: if a packet is not what it should be, none comes in time, or ``check`` raises.
+        RefitError: if a packet is invalid or late, or ``check`` raises.
     """
     with _stopped_by_errors(end):
         _receive_version(unpacker, end, timeout_s, check, meanwhile)

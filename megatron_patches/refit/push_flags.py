@@ -1,4 +1,4 @@
-"""The flags that say how to push: of training scripts, there beginning with ``--refit-``, and of ``refit push``."""
+"""Flags that configure pushes: of training scripts, with the prefix ``--refit-``, and of ``refit push``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where trainer ranks and engine workers meet: one process serves, all parties proceed in common steps.
+"""The server at which trainer ranks and engine workers meet; all parties proceed in common steps.
 
 In a step every party does its part and reports the outcome; when all have, each gets everybody's. If any part fails,
 the step fails for all, with every reason; a party whose part depends on another's is told at once
@@ -138,7 +138,7 @@ class Rendezvous:
             connection.close()
 
     def _introduced(self, connection: socket.socket) -> Join | None:
-        """Who it is, or None for whoever does not know the token."""
+        """The party's introduction; None if it does not know the token."""
         patience = Patience(30, "a party's introduction")
         try:
             joined = decode_of_party(frames.receive(connection, patience, most_bytes=_INTRODUCTION_BYTES))
@@ -150,7 +150,7 @@ class Rendezvous:
         return joined if known else None
 
     def _catch_up(self, party: int) -> None:
-        """Tells a new party what others have been told before it came."""
+        """Sends a new party the verdicts and alerts from before it joined."""
         for number, step in self._steps.items():
             if step.verdict is not None:
                 self._outboxes[party].put(encode(step.verdict))
@@ -212,7 +212,7 @@ class Rendezvous:
                     if step.verdict is None and time.monotonic() > step.deadline:
                         for party in set(range(self.invitation.parties)) - set(step.outcomes):
                             reason = self._silence(party, step.what)
-                            # Where somebody has failed, that others are still at work is no reason.
+                            # After a failure elsewhere, a party that is still working is not a cause.
                             known = reason if not step.failed else None
                             step.outcomes[party] = Outcome(number, step.what, reason=known)
                         self._settle(number)
@@ -240,6 +240,6 @@ class _Step:
         self.failed = False
 
     def fail(self) -> None:
-        """Waits only a little longer for the others."""
+        """Marks the step as failed and shortens the wait for the other parties."""
         self.failed = True
         self.deadline = min(self.deadline, time.monotonic() + _AFTER_FAILURE_S)

@@ -1,4 +1,4 @@
-"""What a rendezvous and its parties say to each other: msgpack over TCP."""
+"""Messages between a rendezvous and its parties: msgpack over TCP."""
 
 from __future__ import annotations
 

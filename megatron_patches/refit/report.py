@@ -1,4 +1,4 @@
-"""Sums up a plan in numbers: bytes by rank and by link, rounds, and the least time that given links allow."""
+"""Summarizes a plan: bytes by rank and by link, rounds, and the minimum time that given links allow."""
 
 from __future__ import annotations
 

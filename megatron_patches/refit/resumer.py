@@ -1,4 +1,4 @@
-"""Ends the pause of a server whose trainer died before it could.
+"""Resumes a paused server whose trainer has died.
 
 A small process of its own, which imports nothing of this package, reads from a pipe whether the trainer has the
 server paused. When the trainer ends, however that happens, the system closes the pipe, or, where a process that it has

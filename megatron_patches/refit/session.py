@@ -1,4 +1,4 @@
-"""Pushes a training run's weights into running engines, version after version."""
+"""Pushes successive versions of a training run's weights into running engines."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RefitOptions:
-    """How to push.
+    """Options of a session.
 
     Attributes:
         transport: how bytes travel; ``shm`` and ``cuda_ipc`` need trainer and engines on one host. None for the
             fastest that reaches all; see :func:`megatron_patches.refit.parties.choosing.choose`.
         staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
         timeout_s: seconds that a step may take after its first party has finished.
-        pause: what becomes of requests under way when the engines pause: for the commit alone, or in place for all.
+        pause: what happens to requests in flight when the engines pause, which they do for the commit, or in place for
+            the whole push.
         memory: where workers receive new weights: beside those that serve, or in their memory.
-        host: address of this process that engines reach.
+        host: address at which engines can reach this process.
         allow_narrowing: whether an engine may keep a weight in a type that cannot hold every value of the trainer's,
             where its own loader would round a checkpoint alike; otherwise :meth:`RefitSession.prepare` refuses.
     """
@@ -66,7 +67,7 @@ class RefitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
-    """What a push did.
+    """The result of a push.
 
     Attributes:
         version: number of the weights that now serve.

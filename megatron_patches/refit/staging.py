@@ -1,4 +1,4 @@
-"""Memory for packets: one pool a party, which never hands out more than its budget.
+"""Memory for packets: one pool per party, which never exceeds its budget.
 
 A party keeps two buffers, *slots*, for each of its links, so that one can be filled while the other is on its way.
 All slots of a party are equal, and together they are within the budget (:func:`slot_bytes`). No link ever waits for

@@ -1,4 +1,4 @@
-"""Agreement on a plan: manifests are exchanged, every party plans and proves alone, and all compare the result."""
+"""Agreement on a plan: parties exchange manifests, plan and prove independently, and compare the results."""
 
 from __future__ import annotations
 

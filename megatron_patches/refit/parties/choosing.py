@@ -1,4 +1,4 @@
-"""Which transport the parties take where nobody has named one."""
+"""Chooses the transport if none was named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parties tell each other at the rendezvous: what one holds, what one wants, and how a version was moved."""
+"""Messages of the parties at the rendezvous: what each holds or wants, and how a version was moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a source and a destination have in common: a place among all, the plan, memory for packets, and links."""
+"""What sources and destinations have in common: their place among the parties, the plan, packet memory, and links."""
 
 from __future__ import annotations
 

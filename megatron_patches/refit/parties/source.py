@@ -1,4 +1,4 @@
-"""A trainer rank's part in a refit: agrees on a plan, sends versions, and hears how workers commit them."""
+"""A trainer rank's part in a refit: agrees on a plan, sends versions, and collects the results of workers' commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which terms a party's links carry the plan: sizes of slots, and what may travel unpacked."""
+"""The terms on which links carry a plan: slot sizes, and which boxes travel unpacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads from a Hugging Face ``config.json`` alone what decides which tensors a model has, and how large they are."""
+"""Derives a model's traits, which determine its tensors and their shapes, from a Hugging Face ``config.json`` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of a model family: everything that adding a model takes, in one file each."""
+"""The protocol of a model family: everything needed to add a model, in one file each."""
 
 from __future__ import annotations
 

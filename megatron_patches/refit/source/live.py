@@ -1,4 +1,4 @@
-"""What this rank's live model holds, described and as bytes."""
+"""A rank's live model: the description of what it holds, and its bytes."""
 
 from __future__ import annotations
 

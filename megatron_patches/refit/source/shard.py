@@ -1,4 +1,4 @@
-"""One Megatron parameter as one rank holds it, in integers; and its translation into boxes.
+"""A Megatron parameter as one rank holds it, in integers, and its translation into boxes.
 
 A weight is cut twice. Tensor parallelism cuts dim 0 or dim 1 of the whole; extended tensor parallelism then cuts
 dim 0 of the TP-local weight and pads its tail. A family mapping sees only the TP-local weight, as :class:`Piece`

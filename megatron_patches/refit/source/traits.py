@@ -1,4 +1,4 @@
-"""What a model is, in the terms that Hugging Face configurations share. Read from a Megatron model by `hf_config`."""
+"""Properties of a model, in terms that Hugging Face configurations share. Read from a Megatron model by `hf_config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A destination's manifest from copies that were recorded while the engine's own loader ran. Integers only.
+"""Builds a destination's manifest from copies recorded while the engine's own loader ran. Integers only.
 
 A recorded copy says: these elements of that Hugging Face tensor went to those places of this parameter, each side as
 offset, shape and strides. Where the loader only narrowed, split, transposed or flattened the tensor, its side is a

@@ -1,4 +1,4 @@
-"""Makes the parameters that an engine's loader would have made of what has arrived.
+"""Converts received weights into the parameters that the engine's loader would have produced.
 
 Recorded operations are carried out by the engine's own torch on the engine's own device, on the elements as the
 trainer sent them, so the bits are those that loading a checkpoint gives.

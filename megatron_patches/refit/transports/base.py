@@ -1,4 +1,4 @@
-"""What a transport between processes is: how a slot's content gets from one process into another.
+"""The protocol of transports between processes: how a slot's content gets from one process to another.
 
 Each pair of a source and a destination that the plan connects has a *link*: a control connection, on which packets
 are announced and slots given back, and for the payload a pair of :class:`OutgoingWire` and :class:`IncomingWire` with

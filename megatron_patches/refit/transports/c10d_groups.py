@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed that the transport ``c10d`` sends through, of all parties of a refit.
+"""The torch.distributed process groups of all parties of a refit, through which ``c10d`` sends.
 
 [Note: NCCL] ``torch.distributed`` sends what is coalesced, even to one peer, on the communicator of the whole group,
 and anything else on one that it makes for the pair. Here all is coalesced and there is the one communicator, made by

@@ -1,4 +1,4 @@
-"""The directory that an export writes: invisible under its name until it is whole.
+"""The directory that an export writes, hidden until it is complete.
 
 Everything goes into a sibling of the target, ``.<name>.partial-<token>``, which is renamed at the end. A reader sees
 the old checkpoint or the new one, never a mixture; a failure leaves what was there before.

@@ -1,4 +1,4 @@
-"""Memory that was mapped by hand: how a source lets others open it, and how a destination maps it.
+"""Memory mapped with CUDA's virtual memory API: how a source exports it, and how a destination maps it.
 
 Expandable segments of torch's allocator and symmetric memory are such. What looks like one piece consists of *chunks*
 there, allocations of their own, mapped one after the other. Other processes know a chunk by a number, by which they

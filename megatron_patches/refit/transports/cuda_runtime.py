@@ -1,4 +1,4 @@
-"""One GPU, with the few functions of CUDA's run-time library that IPC takes, and that torch does not offer.
+"""One GPU, with the CUDA runtime functions that IPC needs and torch does not expose.
 
 The library is the one that torch has loaded; what was mapped by hand takes the driver's. Memory that is exported is
 allocated by itself: torch's allocator would hand out parts of larger blocks, or of segments that cannot be exported

@@ -1,4 +1,4 @@
-"""CUDA's virtual memory management, as far as memory of one process is to be mapped into another.
+"""CUDA's virtual memory management, as needed to map one process's memory into another.
 
 Functions of the driver's library, which has their reference ("Virtual Memory Management"); torch offers none of them.
 """

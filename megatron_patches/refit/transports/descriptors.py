@@ -1,4 +1,4 @@
-"""Hands open files to other processes of one host: who has the token asks for them by number, and gets copies.
+"""Passes file descriptors to other processes of one host: whoever has the token requests them by number.
 
 Files go through a local socket, whose name is not in the file system and goes with the process, a few at a time,
 so that neither side has more open than that, however many are asked for. Those who hand out do so in a thread, whatever

@@ -1,4 +1,4 @@
-"""The reference transport: carries out a plan between memories of one process, through the same steps as the others.
+"""The reference transport: executes a plan between memories of one process, with the same steps as the others.
 
 Only when :meth:`Receiver.verify` went well on all may :meth:`Receiver.commit` put the new weights in the place of the
 old. After any error the old ones serve. See :mod:`megatron_patches.refit.packets` for how boxes are packed and

@@ -1,4 +1,4 @@
-"""What the two ends of a link say to each other on their control connection.
+"""Messages of the two ends of a link on their control connection.
 
 A source says hello once, announces packets, and passes on what its wire has to tell; a destination answers with the
 numbers of slots that it has unpacked, one byte each.

@@ -1,4 +1,4 @@
-"""One party's NIXL agent: what others may read of its memory, and what it reads of theirs.
+"""One party's NIXL agent: registers its memory for others, and reads theirs.
 
 No agent has a thread that makes progress, which would poll without a pause. A reader makes progress when it asks
 whether a transfer has ended; whoever is read from calls :meth:`NixlAgent.poll` while somebody may be reading.

@@ -1,4 +1,4 @@
-"""The end of a destination: takes packets that were announced, and gives slots back when they have been unpacked.
+"""A destination's end of links: takes announced packets, and returns slots once they have been unpacked.
 
 How a payload travels is the wire's business; see :mod:`megatron_patches.refit.transports.base`.
 """

@@ -1,4 +1,4 @@
-"""Where every tensor of a sharded safetensors checkpoint lies, computed before any file exists.
+"""The location of every tensor of a sharded safetensors checkpoint, computed before any file exists.
 
 The format: 8 bytes with the header's length (little endian), the header (JSON: dtype, shape and byte range of each
 tensor), then the tensors, contiguous and row-major. Every rank computes the same layout alone.

@@ -1,4 +1,4 @@
-"""The end of a source: announces packets, in slots or to be taken from where their boxes lie, and gets slots back.
+"""A source's end of links: announces packets, in slots or to be read in place, and takes slots back.
 
 How a payload travels is the wire's business; see :mod:`megatron_patches.refit.transports.base`.
 """

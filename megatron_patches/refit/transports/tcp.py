@@ -1,4 +1,4 @@
-"""TCP: reaches everywhere. A link has a second connection for its payload, and a thread on each side that serves it.
+"""TCP, which works everywhere. Each link has a second connection for payloads, served by a thread on each side.
 
 Sockets carry the bytes straight from the source's slot into the destination's. It needs no torch.
 """

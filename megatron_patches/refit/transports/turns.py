@@ -1,4 +1,4 @@
-"""Which destination a source sends to next, where all that a party sends or receives goes through one queue.
+"""Decides which destination a source sends to next where all of a party's traffic goes through one queue.
 
 [Note: turns] A GPU carries out what is begun on an NCCL communicator one after the other, and what is begun ends only
 with its counterpart. Two sources and two destinations whose orders differ would wait for each other for ever: 0 sends

@@ -1,4 +1,4 @@
-"""A thread that carries out one piece of work after the other, for payloads that have no way of their own to travel."""
+"""A thread that executes tasks in order, for transports whose payloads need one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
 
 
 class Worker:
-    """Does what it is given, in order. Its thread keeps no process alive.
+    """Executes tasks in order, in a daemon thread, which ThreadPoolExecutor does not offer.
 
     Args:
         name: of the thread.
@@ -26,7 +26,7 @@ class Worker:
         self._thread.start()
 
     def submit[T](self, work: Callable[[], T]) -> Future[T]:
-        """Has it done after what was given before."""
+        """Schedules ``work`` after the tasks submitted before."""
         future: Future[T] = Future()
 
         def task() -> None:
@@ -39,7 +39,7 @@ class Worker:
         return future
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Ends it after what it was given; waits a little for that."""
+        """Ends the thread after the submitted tasks; waits up to ``timeout_s`` seconds for that."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
 
@@ -76,7 +76,7 @@ class Outbox:
 
 
 def wait_for[T](future: Future[T], patience: Patience) -> T:
-    """What a :class:`Worker` makes of something.
+    """The result of a :class:`Worker`'s task.
 
     Raises:
         PartyFailedError: at the deadline, or what the work or the check of ``patience`` raises.

@@ -1,1 +1,1 @@
-"""Runs inside vLLM's processes: receives the trainer's shards and lets them serve."""
+"""Runs inside vLLM's processes: receives the trainer's shards and makes vLLM serve them."""

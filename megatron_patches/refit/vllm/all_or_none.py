@@ -1,4 +1,4 @@
-"""Lets a version take effect on all workers of an engine or on none.
+"""Makes a version take effect on all workers of an engine or on none.
 
 Each worker tells the others that it can before any does, and that it has before any forgets the old weights.
 """

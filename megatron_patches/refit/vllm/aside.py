@@ -1,4 +1,4 @@
-"""Work in a thread of its own, while the engine answers requests."""
+"""Runs one task at a time in a thread, while the engine answers requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Aside:
     """One piece of work at a time.
 
     Args:
-        device: that it uses.
+        device: the device that tasks use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Aside:
 
         Args:
             name: for the log.
-            work: it.
+            work: the task.
 
         Raises:
             RefitError: if other work has not ended.

@@ -1,4 +1,4 @@
-"""The weights that serve, once more in the host's memory, from where they can be put back bit by bit."""
+"""A copy of the serving weights in host memory, from which they can be restored bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM 0.26.0 needs on a CPU so that weights can be replaced. Nothing of it applies elsewhere."""
+"""Changes that vLLM 0.26.0 needs on CPUs so that weights can be replaced. Unused elsewhere."""
 
 from __future__ import annotations
 

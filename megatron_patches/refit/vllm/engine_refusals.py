@@ -1,4 +1,4 @@
-"""Refuses engines that keep weights elsewhere, or otherwise, than where their loaders put them.
+"""Refuses engines whose weights are not where, or not in the form in which, their loaders put them.
 
 In such an engine new weights could be committed, and the answers would still be of the old ones, or of neither.
 """

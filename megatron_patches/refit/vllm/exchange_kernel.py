@@ -1,4 +1,4 @@
-"""The Triton kernel with which contents of memory change places: all weights of a model in one launch, read once.
+"""The Triton kernel that swaps the contents of memory: all weights of a model in one launch, each read once.
 
 Imported only where there is Triton. It runs on the current stream; under ``TRITON_INTERPRET=1`` on a CPU as well.
 """

@@ -1,4 +1,4 @@
-"""Receiving versions in the memory that serves, with the way back."""
+"""Receives versions in the serving memory, with a backup to restore."""
 
 from __future__ import annotations
 

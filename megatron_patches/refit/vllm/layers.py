@@ -1,4 +1,4 @@
-"""The layers of a vLLM model: how their weights lie while they serve, and what vLLM makes of newly loaded ones.
+"""The layers of a vLLM model: the form of their serving weights, and how vLLM processes newly loaded ones.
 
 What differs between releases of vLLM is here and in ``reload.py``; written against 0.26.0, whose layerwise reloading
 (``vllm/model_executor/model_loader/reload/``) keeps the form that weight loaders know, the *loader form*.
@@ -182,7 +182,7 @@ class Layers:
     """All layers of a model.
 
     Args:
-        model: it.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The ``vllm.general_plugins`` entry point: makes the engine ``etp`` known to vLLM, in each of its processes."""
+"""The ``vllm.general_plugins`` entry point: registers the engine ``etp`` in each of vLLM's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer asks of an engine's workers, as it comes over HTTP."""
+"""The calls of the trainer to an engine's workers, as they arrive over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a vLLM model to the form that its weight loaders know, and new weights from there into the running model.
+"""Converts a vLLM model to the form that its weight loaders expect, and new weights from there into the running model.
 
 What differs between releases of vLLM is here and in ``layers.py``; written against 0.26.0, whose layerwise reloading
 (``vllm/model_executor/model_loader/reload/``) this drives layer by layer instead of loader call by loader call.

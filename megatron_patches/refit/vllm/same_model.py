@@ -1,4 +1,4 @@
-"""Refuses to feed an engine that computes another model than the trainer trains, though its weights have the shapes.
+"""Refuses an engine whose model differs from the trainer's even though its weights have the same shapes.
 
 Another base of the rotary embedding or another epsilon changes no tensor's shape, and every answer.
 """

@@ -1,4 +1,4 @@
-"""Puts new content into memory that serves and keeps the old content where the new one was: no third copy.
+"""Swaps new content into serving memory and keeps the old content in place of the new, without a third copy.
 
 [Note: exchange] Two tensors change places: on a GPU, where they lie alike, all in one launch of a kernel; else piece by
 piece, through a buffer of bounded size. That takes memory that nobody else reads or writes: where a new tensor shares

@@ -1,4 +1,4 @@
-"""Tells every HTTP client of a vLLM server which version of the weights has answered: ASGI middleware.
+"""ASGI middleware that reports, in a response header, which version of the weights answered.
 
 ::
 

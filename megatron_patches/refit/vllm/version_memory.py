@@ -1,4 +1,4 @@
-"""The memory in which a worker receives a version: fresh, or in place that which serves."""
+"""The memory in which a worker receives a version: newly allocated, or the serving memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vLLM worker answers about its weights: an extension for ``--worker-extension-cls``."""
+"""An extension for ``--worker-extension-cls`` with which vLLM workers report on their weights."""
 
 from __future__ import annotations
 

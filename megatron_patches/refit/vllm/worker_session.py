@@ -1,4 +1,4 @@
-"""An engine worker's part in one session with a trainer: receives versions, and commits them or gives them up.
+"""An engine worker's part in a session with a trainer: receives versions, and commits or drops them.
 
 [Note: meanwhile] vLLM carries out a call between two steps of its engine, so no request goes on during one. A version
 that is received beside the weights that serve therefore arrives in a thread of its own: ``receive`` only begins, and
@@ -54,9 +54,9 @@ class ServingModel:
     """A model that serves, as vLLM gives it to a worker.
 
     Attributes:
-        model: it.
+        model: the model.
         config: vLLM's configuration.
-        device: where it is.
+        device: the model's device.
     """
 
     model: nn.Module
@@ -117,7 +117,7 @@ class WorkerSession:
         self._latest = -1  # version that this session has committed: a new one may begin anywhere
         self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
-        self._lost: str | None = None  # why the model's weights are of no version for good
+        self._lost: str | None = None  # why the model's weights are permanently of no version
 
     def receive(self, version: int, step: int, linked: bool) -> None:
         """Receives a version, or begins to; see [Note: meanwhile].
