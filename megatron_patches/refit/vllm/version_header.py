@@ -6,18 +6,20 @@
         --middleware megatron_patches.refit.vllm.version_header.WeightsVersionHeader \
         --worker-extension-cls megatron_patches.refit.vllm.worker.RefitWorker
 
-Every answer then has a header ``x-weights-version``. A commit happens between ``/sleep`` at level 0, or ``/pause``, and
-``/wake_up``, which pass through here. A request that came before the pause has been answered by the version of its
-arrival: with the pause modes ``wait`` and ``abort`` it ended before the commit. One that came during the pause waits
-for the resumption, and is answered by the version of that time. With ``keep`` a request goes on through the commit, and
-its header has both versions, the older one first; one whose answer is streamed had its header before. A server with
-several API processes (``--api-server-count``) gives no header after a commit.
+Every answer then has a header ``x-weights-version``: of the version that has answered, or of all that may have had a
+part in it, the oldest first. A commit happens between ``/sleep`` at level 0, or ``/pause``, and ``/wake_up``, which
+pass through here. A request that came during the pause waits for its end. One that came before and is not answered when
+the engine has committed may have reached the engine after the pause, may go on after it (with ``keep``, or once vLLM
+had taken it off the batch), so it gets both versions. The header of a streamed answer goes with its first part, and
+knows nothing of commits after that. A server with several API processes (``--api-server-count``) gives no header after
+a commit.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -32,6 +34,19 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Request:
+    """One that is not answered yet.
+
+    Attributes:
+        versions: that may have a part in its answer; None for one that is not known.
+        is_held: whether nothing of the answer is made before the pause has ended.
+    """
+
+    versions: list[int | None]
+    is_held: bool
+
+
 class WeightsVersionHeader:
     """See the module's docstring.
 
@@ -42,8 +57,8 @@ class WeightsVersionHeader:
     def __init__(self, app: App) -> None:
         self._app = app
         self._version: int | None = 0
-        self._paused = False
-        self._keeps = False
+        self._open: list[_Request] = []
+        self._holds = False  # whether a request that comes now is answered only after the pause
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass one request on, and add the header to its answer."""
@@ -51,31 +66,51 @@ class WeightsVersionHeader:
             await self._app(scope, receive, send)
             return
         route = scope["path"].rpartition("/")[2] if scope["method"] == "POST" else ""
-        if route in ("pause", "sleep"):
-            mode = parse_qs(scope.get("query_string", b"").decode()).get("mode", [""])[0]
-            self._paused, self._keeps = True, mode == "keep"
-        arrived, came_in_pause = self._version, self._paused
+        request = _Request([self._version], self._holds)
+        self._open.append(request)
+        mode = parse_qs(scope.get("query_string", b"").decode()).get("mode", [""])[0]
+        if route in ("pause", "sleep") and mode != "keep":
+            self._holds = True  # what comes before the engine knows of it ends before the commit
+        started: list[Message] = []
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
+                started.append(message)
                 if route == "init_weight_transfer_engine":
                     # Before the trainer hears of it: it resumes the server next.
-                    self._version = await self._ask(scope)
+                    self._serves(await self._ask(scope))
+                elif route in ("pause", "sleep"):
+                    self._holds = True
                 elif route in ("resume", "wake_up"):
-                    self._paused = False
-                value = self._shown(arrived, came_in_pause=came_in_pause)
-                if value:
-                    message["headers"] = [*message.get("headers", ()), (HEADER, value.encode())]
+                    self._resumed()
+                return
+            if started:
+                await send(self._with_header(started.pop(), request))
             await send(message)
 
-        await self._app(scope, receive, answer)
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            self._open.remove(request)
 
-    def _shown(self, arrived: int | None, *, came_in_pause: bool) -> str:
-        now = self._version
-        versions = [now if came_in_pause else arrived]
-        if self._keeps and versions != [now]:
-            versions.append(now)
-        return ", ".join(str(version) for version in versions) if None not in versions else ""
+    def _with_header(self, start: Message, request: _Request) -> Message:
+        """The beginning of an answer, once the first part of it is there."""
+        if None in request.versions:
+            return start
+        value = ", ".join(map(str, request.versions))
+        return {**start, "headers": [*start.get("headers", ()), (HEADER, value.encode())]}
+
+    def _serves(self, version: int | None) -> None:
+        """All that is not answered yet may be answered by this version."""
+        self._version = version
+        for request in self._open:
+            kept = [] if request.is_held else [known for known in request.versions if known != version]
+            request.versions = [*kept, version]
+
+    def _resumed(self) -> None:
+        self._holds = False
+        for request in self._open:
+            request.is_held = False
 
     async def _ask(self, scope: Message) -> int | None:
         """The version that all workers serve; None, and no header, if they cannot say or do not agree."""

@@ -16,7 +16,7 @@ class Server:
 
     def __init__(self) -> None:
         self.versions = [0, 0]
-        self.go = asyncio.Event()
+        self.go, self.paused, self.path_that_waits = asyncio.Event(), asyncio.Event(), ""
         self.state = SimpleNamespace(engine_client=self, args=SimpleNamespace(api_server_count=None))
         self.guarded = WeightsVersionHeader(self._serve)
 
@@ -31,7 +31,11 @@ class Server:
         del receive
         if scope["path"] == "/slow":
             await self.go.wait()
+        elif scope["path"] == self.path_that_waits:
+            await self.paused.wait()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        if scope["path"] == "/stream":
+            await self.go.wait()
         await send({"type": "http.response.body", "body": b""})
 
     async def request(self, path: str, query: str = "", method: str = "POST") -> str | None:
@@ -71,22 +75,72 @@ def test_answers_have_the_version_that_serves(pause: str, query: str, resume: st
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("route", "mode", "expected"), [("/sleep", "wait", "7"), ("/sleep", "abort", "7"), ("/pause", "keep", "7, 8")]
-)
-def test_a_request_from_before_the_pause_was_answered_by_the_version_of_then(
-    route: str, mode: str, expected: str
-) -> None:
+@pytest.mark.parametrize(("route", "mode"), [("/sleep", "wait"), ("/sleep", "abort"), ("/pause", "keep")])
+def test_a_request_from_before_the_pause_may_have_reached_the_engine_after_it(route: str, mode: str) -> None:
+    """Or goes on after it; while the engine has not committed, there is one version."""
+
     async def run() -> None:
         server = Server()
         await server.commit(7)
         early = asyncio.create_task(server.request("/slow"))
         await asyncio.sleep(0)
         await server.request(route, f"level=0&mode={mode}")
+        assert await server.request("/health", method="GET") == "7"
         await server.commit(8)
-        # Its answer was ready before the commit, and is sent only now.
         server.go.set()
-        assert await early == expected
+        assert await early == "7, 8"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("wait", "8"), ("keep", "7, 8")])
+def test_a_request_that_came_while_the_server_was_about_to_pause(mode: str, expected: str) -> None:
+    """With ``keep`` it may have begun, and go on after the commit."""
+
+    async def run() -> None:
+        server = Server()
+        await server.commit(7)
+        server.path_that_waits = "/pause"
+        pausing = asyncio.create_task(server.request("/pause", f"mode={mode}"))
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(server.request("/slow"))
+        await asyncio.sleep(0)
+        server.paused.set()
+        await pausing
+        await server.commit(8)
+        server.go.set()
+        assert await asked == expected
+
+    asyncio.run(run())
+
+
+def test_a_request_that_was_held_in_one_pause_may_go_on_through_the_next() -> None:
+    async def run() -> None:
+        server = Server()
+        for version in (7, 8):
+            await server.request("/pause", "mode=keep")
+            if version == 7:
+                held = asyncio.create_task(server.request("/slow"))
+                await asyncio.sleep(0)
+            await server.commit(version)
+            await server.request("/resume")
+        server.go.set()
+        assert await held == "7, 8"
+
+    asyncio.run(run())
+
+
+def test_a_header_goes_with_the_first_part_of_an_answer() -> None:
+    """A server begins a stream before it knows anything of the answer."""
+
+    async def run() -> None:
+        server = Server()
+        await server.request("/sleep", "mode=wait")
+        held = asyncio.create_task(server.request("/stream"))
+        await asyncio.sleep(0)
+        await server.commit(9)
+        server.go.set()
+        assert await held == "9"
 
     asyncio.run(run())
 
