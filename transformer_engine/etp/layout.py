@@ -83,16 +83,6 @@ class ShardLayout:
         """Shape of what one rank holds, padding included."""
         return (self.shard_rows, *self.shape[1:])
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements in one shard, padding included."""
-        return self.shard_rows * self.row_numel
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the gathered weight, padding included."""
-        return self.padded_rows * self.row_numel
-
     def padded_range(self, rank: int) -> tuple[int, int]:
         """Rows ``[start, stop)`` of the padded weight that shard ``rank`` holds."""
         if not 0 <= rank < self.num_shards:
