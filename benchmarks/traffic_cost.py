@@ -135,7 +135,14 @@ def clocks(run: Callable[[], object]) -> tuple[float, float, float]:
         run()
         return float("nan"), float("nan"), float("nan")
     uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    command = ["nvidia-smi", "-i", uuid, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", f"--loop-ms={_SAMPLE_MS}"]
+    command = [
+        "nvidia-smi",
+        "-i",
+        uuid,
+        f"--query-gpu={_QUERY}",
+        "--format=csv,noheader,nounits",
+        f"--loop-ms={_SAMPLE_MS}",
+    ]
     # Its arguments are this file's and the GPU's own name.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         try:
