@@ -188,8 +188,8 @@ def _without_choice_of_attention() -> Iterator[None]:
     yield
 
 
-def _engine(address: str, _url: str, _timeout_s: float) -> VllmConnection:
-    return VllmConnection(address)
+def _engines(address: str, urls: Sequence[str], _timeout_s: float) -> list[VllmConnection]:
+    return [VllmConnection(address) for _ in urls]
 
 
 def command_body(
@@ -211,7 +211,7 @@ def command_body(
         with (
             mock.patch.dict(os.environ, variables),
             _without_choice_of_attention(),
-            mock.patch.object(push_command, "HttpEngine", partial(_engine, address)),
+            mock.patch.object(push_command, "http_engines", partial(_engines, address)),
             redirect_stdout(printed),
             redirect_stderr(printed),
         ):

@@ -80,7 +80,8 @@ def test_flags_that_are_documented_are_the_flags(page: str) -> None:
 def test_refit_flags_that_are_documented_are_the_flags() -> None:
     parser = refit_training.add_arguments(argparse.ArgumentParser())
     options = {option for action in parser._actions for option in action.option_strings if "refit" in option}
-    assert set(FLAG.findall((ROOT / "docs" / "live_refit.md").read_text())) == options
+    documented = FLAG.findall((ROOT / "docs" / "live_refit.md").read_text())
+    assert {flag for flag in documented if "refit" in flag} == options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

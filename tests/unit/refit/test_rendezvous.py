@@ -381,13 +381,14 @@ def test_a_party_that_takes_too_long_learns_of_it_in_its_work() -> None:
 
 def test_what_nobody_collects_is_not_kept_for_ever() -> None:
     with meeting(3) as (_, members):
+        on_all(members, lambda m: m.gather("meet", int, lambda: 0))  # who joins later misses what was posted before
         for version in range(100):
             members[1].post(f"commit {version}", None)
         members[2].close()
         assert members[0].collect("commit 99", [1, 2], 20.0)[1] is None
-        members[0].fail(0, "missed", "party 1 was not called")
+        members[0].fail(1, "missed", "party 1 was not called")
         on_all([members[0]], lambda m: m.gather("missed", int, lambda: 0))
-        members[1].next_step = 1
+        members[1].next_step = 2
         on_all(members[:2], lambda m: m.gather("work", int, lambda: 0))
         for member in members[:2]:
             assert len(member._notices) < 20
