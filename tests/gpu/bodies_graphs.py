@@ -144,13 +144,16 @@ def whole_step_equals_eager(
         dtype: of weights and gradients.
         recompute: whether activations are recomputed.
         once: reduce once for both microbatches.
-        reuse: take weights from one pass over into the next, and gather ahead across passes, inside the graph too.
+        reuse: as under Megatron: weights are taken over from one pass into the next and gathered ahead across passes,
+            and a microbatch's gradients are finished at the end of the step; all of it inside the graph too.
     """
     torch.manual_seed(0)
     whole = Net(recompute, tied=dtype == torch.float32).to(device(), dtype)
     models = [copy.deepcopy(whole), copy.deepcopy(whole)]
     config = _config(transport, reduce_once_per_iteration=once, reuse_across_forwards=reuse)
     runtimes = [etp.shard_module(model, _world(), config=config) for model in models]
+    for runtime in runtimes:
+        runtime.finish_with_backward = not reuse
     eager, graphed = (
         WholeStep(model, runtime, finish=once or reuse) for model, runtime in zip(models, runtimes, strict=True)
     )
