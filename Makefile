@@ -55,5 +55,5 @@ format: $(READY)
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info quickstart-out bench-out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info quickstart-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks megatron_patches transformer_engine tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
