@@ -40,7 +40,8 @@ class EtpRuntime:
     Args:
         config: options.
         finish_with_backward: finish all reductions when ``backward()`` ends. If False, the caller must call
-            :meth:`wait`, as Megatron's gradient finalization does.
+            :meth:`wait`, as Megatron's gradient finalization does; in a CUDA graph of a whole step, before the capture
+            ends.
     """
 
     def __init__(self, config: EtpConfig | None = None, *, finish_with_backward: bool = True) -> None:
