@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -58,6 +60,15 @@ def test_agrees_with_megatrons_rule(rows: int, shards: int, align: int, tail: li
     pad_length = (alignment - rows % alignment) % alignment if align > 0 else 0
     assert layout.pad_rows == pad_length
     assert layout.shard_shape == ((rows + pad_length) // shards, *tail)
+
+
+@given(rows, shards, st.integers(0, 48), tails)
+def test_a_row_has_the_elements_of_the_other_dimensions(rows: int, shards: int, align: int, tail: list[int]) -> None:
+    if align == 0:
+        rows *= shards
+    layout = ShardLayout((rows, *tail), shards, align)
+    assert layout.row_numel == math.prod(tail)
+    assert math.prod(layout.padded_shape) == shards * math.prod(layout.shard_shape)
 
 
 def test_a_shard_can_be_padding_from_its_first_row_on() -> None:
