@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 
+from megatron_patches import gloo_threads
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 
@@ -126,7 +127,13 @@ class CpuEvent:
 
 def records() -> tuple[PatchRecord, ...]:
     """Every replacement that a CPU run needs, those in torch first, so that Megatron's modules import with them."""
-    return (*_device_records(), *_random_state_records(), *_tensor_records(), *_megatron_records())
+    return (
+        gloo_threads.RECORD,
+        *_device_records(),
+        *_random_state_records(),
+        *_tensor_records(),
+        *_megatron_records(),
+    )
 
 
 def _constant(value: object) -> Callable[[Any], Callable[..., Any]]:

@@ -258,7 +258,8 @@ def _receive(worker: _Worker) -> Done | Failed:
         answer = worker.connection.recv()
     except (EOFError, ConnectionResetError):
         worker.process.wait()
-        return Failed("exit", f"the process ended with exit code {worker.process.returncode}", at=0.0)
+        crash = worker.stacks.read_text() if worker.stacks.exists() else ""
+        return Failed("exit", f"the process ended with exit code {worker.process.returncode}\n{crash}", at=0.0)
     if not isinstance(answer, Done | Failed):
         raise TypeError(f"a worker answered with {answer!r}")
     return answer

@@ -28,7 +28,7 @@ def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None
 
     Args:
         descriptor: of the connection's socket.
-        stacks: the file to say in where the process stands when it gets SIGUSR1.
+        stacks: the file to say in where the process stands when it gets SIGUSR1, or where it crashed.
         parent: the process to end with; the one that this process is a copy of if None.
     """
     threading.Thread(target=_end_with, args=(os.getppid() if parent is None else parent,), daemon=True).start()
@@ -40,6 +40,7 @@ def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.enable(file)
         connection.send("ready")
         while True:
             try:

@@ -43,6 +43,11 @@ def exit_on_rank(rank: int, world_size: int, culprit: int) -> None:
         os._exit(7)
 
 
+def abort_on_rank(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        os.abort()
+
+
 def sleep_on_rank(rank: int, world_size: int, culprit: int) -> int:
     if rank == culprit:
         time.sleep(600)
@@ -92,8 +97,15 @@ def test_an_exception_carries_the_rank_and_its_traceback() -> None:
 
 def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
     with pytest.raises(RanksFailedError, match="exit code 7") as caught:
-        run_distributed(exit_on_rank, 2, args=(0,))
+        run_distributed(
+            exit_on_rank, 2, backend=None, args=(0,)
+        )  # in a group its end may reach a rank that still joins
     assert [(f.rank, f.kind) for f in caught.value.failures] == [(0, "exit")]
+
+
+def test_a_process_that_aborts_says_where() -> None:
+    with pytest.raises(RanksFailedError, match=r"exit code -6(?s:.)*Fatal Python error: Aborted(?s:.)*abort_on_rank"):
+        run_distributed(abort_on_rank, 1, backend=None, args=(0,))
 
 
 def test_a_hang_ends_at_the_timeout_and_shows_where_it_stands() -> None:

@@ -1,0 +1,56 @@
+"""Gives each of gloo's process groups one thread, because two write one string at once.
+
+The threads of a ``ProcessGroupGloo``, two by default, each note the name of the collective that they have completed
+in one ``std::string`` without a lock (``runLoop`` in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Names of more
+than 15 characters lie on the heap. If two such collectives of a group end at the same time, the string is freed twice
+and the process aborts. Megatron's overlapped gathers of parameters are such: ``ALLGATHER_COALESCED``.
+
+All ranks issue the collectives of a group in one order, so that one thread can run them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, default_pg_timeout
+
+from megatron_patches.registry import PatchRecord
+
+
+def _devices() -> list[Any]:
+    """The network interfaces that torch would use."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [ProcessGroupGloo.create_device(interface=name) for name in names] or [
+        ProcessGroupGloo.create_default_device()
+    ]
+
+
+def _replace(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def replacement(
+        self: ProcessGroupGloo,
+        store: Store,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: timedelta = default_pg_timeout,
+    ) -> None:
+        if options is None or isinstance(options, timedelta):  # in place of options torch takes a time-out too
+            limit = timeout if options is None else options
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+            options._devices, options._timeout, options._threads = _devices(), limit, 1
+        init(self, store, rank, size, options)
+
+    return replacement
+
+
+RECORD = PatchRecord(
+    target="torch.distributed.distributed_c10d:ProcessGroupGloo.__init__",
+    replace=_replace,
+    reason="two threads of a process group that complete collectives at the same time free one string twice",
+)
