@@ -14,15 +14,20 @@ import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, default_pg_timeout
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from megatron_patches.registry import PatchRecord
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroupGloo, Store
 
 
 def _devices() -> list[Any]:
     """The network interfaces that torch would use."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo  # which torch may have been built without
+
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name) for name in names] or [
         ProcessGroupGloo.create_default_device()
@@ -42,7 +47,7 @@ def _replace(init: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if options is None or isinstance(options, timedelta):  # in place of options torch takes a time-out too
             limit = timeout if options is None else options
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+            options = type(self)._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
             options._devices, options._timeout, options._threads = _devices(), limit, 1
         init(self, store, rank, size, options)
 

@@ -12,7 +12,10 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, _coalescing_man
 
 from tests.support.launch import run_distributed, run_megatron
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA, gloo's process groups stay as they are"),
+]
 
 
 def threads_of_a_group(rank: int, world_size: int) -> int:
@@ -26,7 +29,7 @@ def threads_of_a_group(rank: int, world_size: int) -> int:
 
 
 def settings_of_a_group(rank: int, world_size: int) -> list[object]:
-    """Time-outs of groups, given or not, and the name and the ranks that torch notes in them."""
+    """Time-outs of groups, given or not, and the ranks that torch notes in one."""
     del rank
     store = dist.distributed_c10d._get_default_store()
     made = [

@@ -97,9 +97,8 @@ def test_an_exception_carries_the_rank_and_its_traceback() -> None:
 
 def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
     with pytest.raises(RanksFailedError, match="exit code 7") as caught:
-        run_distributed(
-            exit_on_rank, 2, backend=None, args=(0,)
-        )  # in a group its end may reach a rank that still joins
+        # Without a process group: a rank that still joins one would fail as well.
+        run_distributed(exit_on_rank, 2, backend=None, args=(0,))
     assert [(f.rank, f.kind) for f in caught.value.failures] == [(0, "exit")]
 
 
