@@ -87,6 +87,10 @@ def _join_group(job: Job) -> None:
     store = dist.FileStore(job.store)
     store.set_timeout(limit)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+    # A body may end, and with it its rank's part of the group, while another rank still connects to it.
+    if store.add("joined", 1) == job.world_size:
+        store.set("all", "joined")
+    store.wait(["all"], limit)
 
 
 def _set_default_transport() -> None:
