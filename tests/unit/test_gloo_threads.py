@@ -24,6 +24,7 @@ def threads_of_a_group(rank: int, world_size: int) -> int:
     before = len(list(Path("/proc/self/task").iterdir()))
     group = dist.new_group()
     after = len(list(Path("/proc/self/task").iterdir()))
+    dist.barrier(group)  # the other rank may still connect to this one
     dist.destroy_process_group(group)
     return after - before
 
@@ -39,6 +40,7 @@ def settings_of_a_group(rank: int, world_size: int) -> list[object]:
     ]
     group = dist.new_group([0, 1], timeout=timedelta(seconds=9))
     backend = group._get_backend(torch.device("cpu"))
+    dist.barrier(group)  # the other rank may still connect to this one
     return [
         *(one.options._timeout.total_seconds() for one in made),
         backend.options._timeout.total_seconds(),
