@@ -16,14 +16,10 @@ pytestmark = [needs_te(), needs_gpus(2)]
 
 # Longer than loading kernels takes in the first step.
 TIMEOUT_S = 15
-# Of Megatron's own groups, which know no other time-out; NCCL takes a while to write down where its ranks stand.
+# Of Megatron's own groups, which know no other timeout. They must not come first.
 GROUP_TIMEOUT_MIN = 1
-MARGIN_S = 60.0
-# What the watchdog of peer copies, the engine and NCCL's own watchdog say. The last knows no names of weights.
-MESSAGES = {
-    "copy_engine": r"(reduce-scatter|all-gather|the publication|the end) of .* did not finish within 15 s: a peer has",
-    "c10d": r"(reduce-scatter|all-gather) of .* did not finish within 15 s|collective operation timeout",
-}
+MARGIN_S = 30.0
+MESSAGE = r"(reduce-scatter|all-gather|the publication|the end) of .* did not finish within 15 s: a peer has"
 
 
 @pytest.mark.timeout(240)
@@ -34,6 +30,7 @@ MESSAGES = {
         ("copy_engine", "backward", "KILL"),
         ("copy_engine", "forward", "STOP"),
         ("c10d", "forward", "KILL"),
+        ("c10d", "backward", "KILL"),
     ],
 )
 def test_the_peer_of_a_lost_rank_says_what_it_waited_for(
@@ -44,10 +41,9 @@ def test_the_peer_of_a_lost_rank_says_what_it_waited_for(
     flags = f"{GPU} {UNFUSED_ACCUMULATION} --etp-transport {transport} --etp-timeout {TIMEOUT_S}"
     flags += f" --distributed-timeout-minutes {GROUP_TIMEOUT_MIN}"
     flags += f" --fail-step 2 --fail-in {where} --fail-signal {how}"
-    limit = TIMEOUT_S if transport == "copy_engine" else 60 * GROUP_TIMEOUT_MIN
     with training(tmp_path, *flags.split()) as ranks:
         await_loss(ranks[LOST])
-        status = ranks[SURVIVOR].wait(timeout=limit + MARGIN_S)
+        status = ranks[SURVIVOR].wait(timeout=TIMEOUT_S + MARGIN_S)
     output = (tmp_path / f"rank{SURVIVOR}.txt").read_text()
     assert status != 0, output
-    assert re.search(MESSAGES[transport], output), output
+    assert re.search(MESSAGE, output), output

@@ -23,6 +23,10 @@ from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes
 from etp.streams import InFlight
 
+# How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. NCCL's own, if it
+# comes first, takes another minute to end the process.
+_NCCL_MARGIN_S = 30.0
+
 
 class C10dTransport:
     """See the module's docstring.
@@ -52,7 +56,8 @@ class C10dTransport:
         ranks = dist.get_process_group_ranks(group)
         self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
         if device is not None and device.type == "cuda":
-            self._reduce_group = sibling_group(group, timeout_s, device)
+            patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
+            self._reduce_group = sibling_group(group, patience_s, device)
         self._watchdog: Watchdog | None = None
         self._captured = False
         if device is not None and device.type == "cuda" and timeout_s is not None:
