@@ -44,8 +44,8 @@ GROWTH_BOUNDS = {"allocated": 64 << 10, "reserved": 64 << 20, "symmetric": 0, "p
 ETP_TIMEOUT_S = 30
 GROUP_TIMEOUT_MIN = 1
 """Of Megatron's own process groups, in which ranks wait that share no weights with the lost one."""
-END_MARGIN_S = 60.0
-"""NCCL takes a while to write down where its ranks stand."""
+END_MARGIN_S = 90.0
+"""Where NCCL's own timeout comes first, as for Megatron's groups, it takes up to a minute to end the process."""
 REASON = re.compile(
     r".*(EtpCommunicationError: |did not finish within|collective operation timeout|[Cc]onnection (closed|reset)).*"
 )
@@ -118,7 +118,8 @@ class LongRuns:
 
     def training(self, name: str, variant: str, *more: str) -> Training:
         """A training that is yet to be started."""
-        return Training(name, self.folder, self.options.ranks, [*self.arguments(variant), *more])
+        gpus = torch.cuda.device_count() if self.options.share_gpus else 0
+        return Training(name, self.folder, self.options.ranks, [*self.arguments(variant), *more], gpus)
 
     def judge(self, what: str, good: bool, found: str) -> None:
         """Add a verdict, and print it at once: a long run may be cut off."""
@@ -212,6 +213,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--share-gpus", action="store_true", help="with more ranks than GPUs: several ranks on each")
     parser.add_argument("--etp-size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--variants", nargs="+", default=[STOCK, "copy_engine", "c10d"] if cuda else [STOCK, "c10d"])
@@ -230,6 +232,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(options.kill) - set(sharded)
     if unknown:
         parser.error(f"--kill {' '.join(sorted(unknown))}: not among the variants with shards, {' '.join(sharded)}")
+    if cuda and not options.share_gpus and options.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs; see --share-gpus")
     if options.steps < 10:
         parser.error(f"--steps is {options.steps}; at least 10 are needed to save, to lose a rank, and to go on")
     return options

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.long_run_training import Step
+from benchmarks.shared_gpus import sharing_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(__file__).with_name("long_run_training.py")
@@ -41,15 +42,17 @@ class Training:
         folder: where this training's folder is made: records, outputs and the cache of data-set indices.
         ranks: number of processes.
         arguments: the training script's.
+        gpus: how many GPUs the ranks share; 0 gives each rank one of its own, or none where there are none.
     """
 
-    def __init__(self, name: str, folder: Path, ranks: int, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, folder: Path, ranks: int, arguments: Sequence[str], gpus: int = 0) -> None:
         self.name = name
         self.folder = folder / name
         self.folder.mkdir(parents=True)
         own = ["--record", str(self.folder), "--data-cache-path", str(self.folder / "indices")]
         self._command = [sys.executable, "-W", "ignore", "-m", "megatron_patches", str(SCRIPT), *arguments, *own]
         self._count = ranks
+        self._gpus = gpus
         self.ranks: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -60,7 +63,9 @@ class Training:
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path}
         shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._count))
         for rank in range(self._count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % self._gpus if self._gpus else rank)}
+            if self._gpus:
+                own |= sharing_gpus(rank, self._gpus)
             with self._output(rank).open("wb") as output:
                 self.ranks.append(
                     subprocess.Popen(  # noqa: S603  # this interpreter, with arguments of the caller's own

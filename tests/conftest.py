@@ -49,10 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Pass the options on to the launcher; on GPUs, where time is short, report at once."""
     os.environ[DEVICE_VARIABLE] = config.getoption("--device")
     os.environ[TRANSPORT_VARIABLE] = config.getoption("--transport")
-    ranks = config.getoption("--ranks-per-gpu")
-    os.environ[RANKS_PER_GPU_VARIABLE] = str(ranks)
-    if ranks > 1:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ[RANKS_PER_GPU_VARIABLE] = str(config.getoption("--ranks-per-gpu"))
     if on_gpus():
         report_at_once(config)
 

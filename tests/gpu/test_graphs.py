@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import bodies_graphs as bodies
-from tests.gpu.devices import needs_gpus, needs_te, skip_what_gloo_cannot_capture
+from tests.gpu.devices import needs_gpus, needs_te
 from tests.gpu.launch import run_on_gpus
 
 WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
@@ -28,7 +28,6 @@ TRANSPORTS = {"c10d": "C10dTransport", "copy_engine": "CopyEngineTransport"}
 def test_a_whole_step_replayed_equals_eager(
     world_size: int, transport: str, dtype: torch.dtype, recompute: bool, once: bool, reuse: bool
 ) -> None:
-    skip_what_gloo_cannot_capture(world_size)
     arguments = (transport, dtype, recompute, once, reuse)
     for result in run_on_gpus(bodies.whole_step_equals_eager, world_size, args=arguments, timeout_s=120.0):
         assert result["transports"] == {TRANSPORTS[transport]}
@@ -40,7 +39,6 @@ def test_a_whole_step_replayed_equals_eager(
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_evaluation_replayed_between_steps_equals_eager(world_size: int, transport: str) -> None:
-    skip_what_gloo_cannot_capture(world_size)
     arguments = (transport, True)
     for result in run_on_gpus(bodies.captured_evaluation_equals_eager, world_size, args=arguments, timeout_s=120.0):
         assert result["transports"] == {TRANSPORTS[transport]}
@@ -53,8 +51,6 @@ def test_an_evaluation_replayed_between_steps_equals_eager(world_size: int, tran
 @pytest.mark.parametrize("maker", ["torch", pytest.param("te", marks=needs_te())])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphed_callables_equal_eager(world_size: int, transport: str, maker: str, dtype: torch.dtype) -> None:
-    if transport == "c10d":
-        skip_what_gloo_cannot_capture(world_size)
     for losses in run_on_gpus(bodies.parts_equal_eager, world_size, args=(transport, maker, dtype), timeout_s=120.0):
         assert len(losses) == (40 if dtype == torch.float32 else 20)
         assert all(math.isfinite(loss) for loss in losses)
@@ -62,7 +58,6 @@ def test_graphed_callables_equal_eager(world_size: int, transport: str, maker: s
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_transports_agree_in_graphs(world_size: int) -> None:
-    skip_what_gloo_cannot_capture(world_size)
     counts = run_on_gpus(bodies.transports_agree_in_graphs, world_size, timeout_s=120.0)
     assert counts == [30 * (6 + 3)] * world_size
 

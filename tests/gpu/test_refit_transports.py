@@ -161,7 +161,7 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
     assert [bool(direct) for _, direct in peaks] == [able] * (ranks // 2) + [False] * (ranks // 2)
 
 
-@needs_gpus(4)
+@needs_gpus(4, shared=False)
 @pytest.mark.parametrize("load_bytes", [1 << 12, 1 << 15, 1 << 18])
 def test_over_nccl_sources_and_destinations_never_wait_for_each_other(load_bytes: int) -> None:
     """Two of each, hundreds of loads and many turns."""

@@ -134,7 +134,8 @@ def train_without_patches(rank: int, world_size: int, arguments: Sequence[str]) 
 def _train(rank: int, world_size: int, arguments: Sequence[str], script: Path) -> Trajectory:
     _describe_flags_once()
     arguments = [*arguments, "--data-cache-path", os.environ[DATA_VARIABLE]]
-    environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    gpu = rank % torch.cuda.device_count() if on_gpus() else rank
+    environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": gpu, "LOCAL_WORLD_SIZE": world_size}
     trajectory = Trajectory()
     chunks: list[Any] = []
     output = io.StringIO()

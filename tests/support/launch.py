@@ -19,8 +19,7 @@ for ``fresh=True``, which runs the body in new processes that end with it. :func
 Megatron's models: they find it imported and patched.
 
 ``pytest --device cuda`` runs the same bodies over NCCL, rank r on GPU r; tests with more ranks than there are GPUs are
-skipped. ``--ranks-per-gpu 2`` lets GPUs take several ranks in such tests: NCCL refuses that, so their process groups
-are gloo's, with tensors on GPUs, and peers read each other's memory as ever.
+skipped. ``--ranks-per-gpu 2`` lets GPUs take several ranks in such tests (:func:`benchmarks.shared_gpus.sharing_gpus`).
 """
 
 from __future__ import annotations
@@ -61,9 +60,6 @@ DEVICE_VARIABLE = "ETP_TESTS_DEVICE"
 
 RANKS_PER_GPU_VARIABLE = "ETP_TESTS_RANKS_PER_GPU"
 """Says to this process how many ranks a GPU may take."""
-
-SHARED_GPUS_BACKEND = "cpu:gloo,cuda:gloo"
-"""Of process groups some of whose ranks have one GPU."""
 
 TRANSPORT_VARIABLE = "ETP_TESTS_TRANSPORT"
 """Says to the workers which transport a body's :class:`etp.EtpConfig` has if the body names none."""
@@ -326,8 +322,6 @@ def run_distributed[T](
     over_nccl = backend is not None and "nccl" in backend
     if over_nccl:
         skip_without_gpus(world_size)
-        if world_size > torch.cuda.device_count():
-            backend = SHARED_GPUS_BACKEND
     pool = WorkerPool(prepared) if fresh else session_pool(world_size if over_nccl else None, prepared)
     try:
         return pool.run(fn, world_size, backend, timeout_s, args)

@@ -77,11 +77,15 @@ def _join_group(job: Job) -> None:
     import torch
     import torch.distributed as dist
 
+    from benchmarks.shared_gpus import sharing_gpus
+
     torch.manual_seed(1234)
     if job.backend is None:
         return
     if "nccl" in job.backend or "cuda" in job.backend:
         torch.cuda.set_device(job.rank % torch.cuda.device_count())
+        if job.world_size > torch.cuda.device_count():
+            os.environ.update(sharing_gpus(job.rank, torch.cuda.device_count()))
     limit = timedelta(seconds=0.8 * job.timeout_s)
     # A TCPStore asks for the name of each address that it connects: 5 s where a name server does not answer.
     store = dist.FileStore(job.store)
