@@ -3,24 +3,29 @@
     python -m benchmarks.refit_parts
 
 Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; and, with
-two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU.
+two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as
+of a mixture of experts, begun one by one or in batches. ``--only runs`` prints the last.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from unittest import mock
 
+import numpy as np
 import torch
 
 from megatron_patches.refit import device_kernels, device_tables
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.ports import Batch, Piece
+from megatron_patches.refit.transports import cuda_runtime
+from megatron_patches.refit.transports.cuda_runtime import CudaCopier, CudaRuntime
 
 MATRICES, ROWS, COLUMNS = 24, 12288, 4096
 TILES = (
@@ -37,6 +42,7 @@ TILES = (
 )
 """Elements and columns of a tile, groups of rows that it has, warps."""
 COPIED = 4 << 30
+RUNS, RUNS_PER_LOAD = 1365, 42
 
 
 def tiles() -> None:
@@ -84,6 +90,36 @@ def copies() -> None:
         )
 
 
+def runs() -> None:
+    """From the first GPU to the second, by what copies the boxes of a load."""
+    source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(COPIED, dtype=torch.uint8, device="cuda:1")
+    target[:1].copy_(source[:1])  # lets the GPUs reach each other
+    length = COPIED // RUNS
+    offsets = np.random.default_rng(0).permutation(RUNS) * length
+    lengths = np.full(RUNS, length)
+    for name, batches in (("one by one", RUNS), ("1 batch", 1), ("2 batches", 2), ("4", 4), ("8", 8)):
+        with mock.patch.object(cuda_runtime, "_BATCHES", batches):
+            copier = CudaRuntime("cuda:1").copier()
+            begun: list[float] = []
+
+            def copy(copier: CudaCopier = copier, begun: list[float] = begun) -> None:
+                started = time.perf_counter()
+                for first in range(0, RUNS, RUNS_PER_LOAD):
+                    part = slice(first, first + RUNS_PER_LOAD)
+                    copier.runs(source.data_ptr() + offsets[part], target.data_ptr() + offsets[part], lengths[part])
+                    copier.ended()
+                begun.append(time.perf_counter() - started)
+
+            taken = seconds(copy)
+            each = statistics.median(begun) / RUNS * 1e6
+        print(
+            f"{RUNS} runs of {length >> 10} KiB, a load of {RUNS_PER_LOAD} as {name}: {COPIED / taken / 1e9:.0f} GB/s, "
+            f"begun in {each:.1f} us each",
+            flush=True,
+        )
+
+
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
     """What something takes until all GPUs have done it; the median."""
     taken = []
@@ -101,13 +137,16 @@ def _finish() -> None:
         torch.cuda.synchronize(index)
 
 
-def main() -> int:
-    """Prints all rows."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints all rows, or those that are asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=("tiles", "copies", "runs"))
+    only = parser.parse_args(arguments).only
     if not torch.cuda.is_available():
         raise SystemExit("this measures GPUs, and there is none")
-    tiles()
-    if torch.cuda.device_count() > 1:
-        copies()
+    for name, work, gpus in (("tiles", tiles, 1), ("copies", copies, 2), ("runs", runs, 2)):
+        if only in (name, None) and torch.cuda.device_count() >= gpus:
+            work()
     return 0
 
 

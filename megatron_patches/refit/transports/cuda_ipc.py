@@ -13,27 +13,22 @@ GPU is known by its UUID alone. What CUDA does is behind :class:`DeviceRuntime`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_patches.refit import frames
-from megatron_patches.refit.boxes import pitch_of
-from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
-from megatron_patches.refit.plan import Transfer
 from megatron_patches.refit.ports import Elements, Memory, Payload, Pending, Spot
 from megatron_patches.refit.staging import SLOTS, Lease
 from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, Offer, Place
 from megatron_patches.refit.transports.cuda_mapped import Fetch
 from megatron_patches.refit.transports.descriptors import Counter, DescriptorServer, take_descriptors
+from megatron_patches.refit.transports.direct_copies import DirectCopies, Numbers, Rows
 
 
 class ExportedMemory(Protocol):
@@ -53,34 +48,34 @@ class ExportedMemory(Protocol):
 class OpenedMemory(Protocol):
     """Device memory of another process."""
 
-    def copy(self, start: int, target: Payload) -> Pending[None]:
-        """Begins to copy its bytes from ``start`` on into memory of the own device, which they fill."""
-
-    def copy_rows(self, start: int, target: int, rows: Rows) -> None:
-        """Begins to copy rows, the first of which begins at byte ``start``, to address ``target`` of the own device."""
-
-    def ended(self) -> Pending[None]:
-        """All copies that have begun."""
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
 
     def close(self) -> None:
         """Waits for copies and forgets it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of equal length.
+class Copier(Protocol):
+    """Begins copies to the own device. Addresses are those of this process."""
 
-    Attributes:
-        count: how many.
-        nbytes: bytes of one.
-        source_step: bytes from one to the next at the source.
-        target_step: the same at the target.
-    """
+    def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
+        """Begins to copy runs of bytes, in any order.
 
-    count: int
-    nbytes: int
-    source_step: int
-    target_step: int
+        Args:
+            sources: ``[runs]``, where each begins.
+            targets: ``[runs]``, where each goes to.
+            nbytes: ``[runs]``, how long each is.
+
+        Raises:
+            PartyFailedError: if CUDA refuses.
+        """
+
+    def rows(self, source: int, target: int, rows: Rows) -> None:
+        """Begins to copy rows, the first of which begins at ``source`` and goes to ``target``; raises as ``runs``."""
+
+    def ended(self) -> Pending[None]:
+        """All copies that have begun since this was asked last."""
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -130,11 +125,14 @@ class DeviceRuntime(Protocol):
             PartyFailedError: if there is none of this number, or CUDA refuses.
         """
 
+    def copier(self) -> Copier:
+        """For the copies of one link."""
+
     def allocate(self, nbytes: int) -> Payload:
         """Memory that nobody else opens."""
 
-    def address_of(self, storage: Elements) -> int:
-        """Where a storage of the own device begins.
+    def address_of(self, memory: Elements | Payload) -> int:
+        """Where memory of the own device begins.
 
         Raises:
             PartyFailedError: if it lies elsewhere.
@@ -248,7 +246,7 @@ class CudaIpcTransport:
                     f"where they lie: {error}; another transport does not ask for that"
                 ) from error
 
-        return CudaIpcIncoming(opened, lease, end.slot_bytes, open_weights, self._runtime.address_of)
+        return CudaIpcIncoming(opened, lease, end.slot_bytes, open_weights, self._runtime)
 
     def _locate(self, memory: Memory, link: object) -> Mapping[str, Location]:
         """Where the storages are now; found once for all links, each of which asks once a version.
@@ -330,7 +328,7 @@ class CudaIpcIncoming:
         lease: the own slots.
         slot_bytes: size of one.
         open_memory: opens memory of the source by its handle.
-        address_of: where a storage of the own device begins.
+        runtime: the own GPU.
     """
 
     def __init__(
@@ -339,13 +337,13 @@ class CudaIpcIncoming:
         lease: Lease[Payload],
         slot_bytes: int,
         open_memory: Callable[[bytes], OpenedMemory],
-        address_of: Callable[[Elements], int],
+        runtime: DeviceRuntime,
     ) -> None:
         self._opened, self._lease, self._slot_bytes = opened, lease, slot_bytes
-        self._open, self._address_of = open_memory, address_of
+        self._open, self._address_of, self._copier = open_memory, runtime.address_of, runtime.copier()
         self._allocations: dict[bytes, OpenedMemory] = {}
         self._locations: Mapping[str, Location] = {}
-        self._tables: dict[tuple[int, int], _Table] = {}
+        self._tables: dict[tuple[int, int], DirectCopies] = {}
 
     def begin(self, told: bytes) -> None:
         """Opens the allocations that the source's storages lie in, and forgets those that none lies in any longer.
@@ -367,7 +365,9 @@ class CudaIpcIncoming:
         """Copies into the own slot of the same number, which is free if the source's is."""
         start = slot * self._slot_bytes
         target = self._lease.buffer[start : start + nbytes]
-        return Delivery(self._opened.copy(start, target), target)
+        run = (self._opened.address + start, self._address_of(target), nbytes)
+        self._copier.runs(*np.array(run, dtype=np.int64).reshape(3, 1))
+        return Delivery(self._copier.ended(), target)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Copies each box from the source's weights to its place.
@@ -378,22 +378,21 @@ class CudaIpcIncoming:
         key = load.round, load.number
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = _Table.of(load)
-        opened, starts = [], []
+            table = self._tables[key] = DirectCopies.of(load)
+        starts = []
         for name in table.sources:
             location = self._locations.get(name)
             if location is None:
                 raise PartyFailedError(f"source rank {load.source} has not told where {name} lies")
-            opened.append(self._allocations[location.handle])
-            starts.append(location.start)
-        targets = [self._address_of(places[box].storage) for box in table.first_boxes]
-        froms = np.array(starts, dtype=np.int64)[table.source] + table.source_offset
-        tos = np.array(targets, dtype=np.int64)[table.target] + table.target_offset
-        for number, start, target, rows in zip(
-            table.source.tolist(), froms.tolist(), tos.tolist(), table.rows, strict=True
-        ):
-            opened[number].copy_rows(start, target, rows)
-        return _All([memory.ended() for memory in dict.fromkeys(opened)])
+            starts.append(self._allocations[location.handle].address + location.start)
+        sources = np.array(starts, dtype=np.int64)
+        targets = np.array([self._address_of(places[box].storage) for box in table.first_boxes], dtype=np.int64)
+        if table.nbytes.size:
+            self._copier.runs(*table.runs.addresses(sources, targets), table.nbytes)
+        froms, tos = table.pitched.addresses(sources, targets)
+        for start, target, rows in zip(froms.tolist(), tos.tolist(), table.rows, strict=True):
+            self._copier.rows(start, target, rows)
+        return self._copier.ended()
 
     def close(self) -> None:
         """Waits for copies, and forgets the memory."""
@@ -401,72 +400,3 @@ class CudaIpcIncoming:
             opened.close()
         self._allocations.clear()
         self._lease.release()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Table:
-    """The boxes of a direct load, as far as they are the same in every version; numbers by box, offsets in bytes.
-
-    Attributes:
-        sources: the storages that they come from.
-        source: number of a box's storage among ``sources``.
-        source_offset: its first byte in that.
-        first_boxes: of each storage that they go to, the first box that does.
-        target: number of a box's storage among those.
-        target_offset: its first byte in that.
-        rows: what each consists of.
-    """
-
-    sources: list[str]
-    source: NDArray[np.int64]
-    source_offset: NDArray[np.int64]
-    first_boxes: list[int]
-    target: NDArray[np.int64]
-    target_offset: NDArray[np.int64]
-    rows: list[Rows]
-
-    @classmethod
-    def of(cls, load: Load) -> Self:
-        """The table of a load.
-
-        Raises:
-            PartyFailedError: if one of its boxes does not consist of rows.
-        """
-        sources: dict[str, int] = {}
-        targets: dict[str, int] = {}
-        first_boxes: list[int] = []
-        found: list[tuple[int, int, int, int]] = []
-        for index, item in enumerate(load.items):
-            width = itemsize(item.dtype)
-            if item.write.storage not in targets:
-                targets[item.write.storage] = len(targets)
-                first_boxes.append(index)
-            source = sources.setdefault(item.read.storage, len(sources))
-            found.append((source, item.read.offset * width, targets[item.write.storage], item.write.offset * width))
-        source, source_offset, target, target_offset = np.array(found, dtype=np.int64).T.copy()
-        rows = [_rows_of(item) for item in load.items]
-        return cls(list(sources), source, source_offset, first_boxes, target, target_offset, rows)
-
-
-def _rows_of(item: Transfer) -> Rows:
-    pitch = pitch_of(item.read, item.write)
-    if pitch is None:
-        raise PartyFailedError(f"{item.box} does not consist of rows, and was announced as if it did")
-    width = itemsize(item.dtype)
-    return Rows(pitch.rows, pitch.length * width, pitch.steps[0] * width, pitch.steps[1] * width)
-
-
-class _All:
-    """Copies that end together."""
-
-    def __init__(self, copies: Sequence[Pending[None]]) -> None:
-        self._left = deque(copies)
-
-    def done(self) -> bool:
-        while self._left and self._left[0].done():
-            self._left.popleft()
-        return not self._left
-
-    def result(self) -> None:
-        while self._left:
-            self._left.popleft().result()

@@ -18,13 +18,16 @@ import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
-from megatron_patches.refit.transports.cuda_ipc import Location, Rows
+from megatron_patches.refit.transports.cuda_ipc import Location
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
+from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_BATCHES = 4  # that the runs of a load are begun in
 _STREAMS = 8  # of copies: a GPU has several copy engines, and the next copy begins while the last one ends
+_BATCHES_SINCE = 13  # CUDA's major version
 _COPY_KIND = 4  # cudaMemcpyDefault: the addresses say from where to where
 
 
@@ -32,6 +35,21 @@ class _Handle(ctypes.Structure):
     """``cudaIpcMemHandle_t``, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """``cudaMemcpyAttributes``; locations are hints about managed memory, which is not used here."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_location", ctypes.c_int * 2),
+        ("target_location", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_IN_STREAM_ORDER = _CopyAttributes(source_order=1)  # cudaMemcpySrcAccessOrderStream
+_FROM_THE_FIRST = ctypes.c_size_t(0)  # the attributes hold from the first copy of a batch on
 
 
 class _Library:
@@ -51,10 +69,21 @@ class _Library:
         self._copy, self._copy_rows = begins.cudaMemcpyAsync, begins.cudaMemcpy2DAsync
         self._copy.argtypes = [pointer, pointer, size, kind, pointer]
         self._copy_rows.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
+        # CUDA 12.8 and 12.9 know it, too, with one argument more.
+        self.has_batches = int(major) >= _BATCHES_SINCE
+        if self.has_batches:
+            self._copy_batch = begins.cudaMemcpyBatchAsync
+            self._copy_batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Begins to copy bytes; raises as :meth:`call` does."""
         self._check("cudaMemcpyAsync", self._copy(target, source, nbytes, _COPY_KIND, stream))
+
+    def copy_batch(self, targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> None:
+        """Begins copies in one call, in any order; raises as :meth:`call` does. Not for the default stream."""
+        where = (numbers.ctypes.data for numbers in (targets, sources, nbytes))
+        attributes = ctypes.addressof(_IN_STREAM_ORDER), ctypes.addressof(_FROM_THE_FIRST), 1
+        self._check("cudaMemcpyBatchAsync", self._copy_batch(*where, len(nbytes), *attributes, stream))
 
     def copy_rows(self, target: int, source: int, rows: Rows, stream: int) -> None:
         """Begins to copy rows; raises as :meth:`call` does."""
@@ -145,7 +174,7 @@ class CudaRuntime:
         with self._current():
             if isinstance(how, MappedHandle):
                 row = MappedRow(self._driver, self._index, how.chunks, fetch)
-                return CudaOpened(self._library, self._device, self._streams, row.address, row.close)
+                return CudaOpened(self._device, self._streams, row.address, row.close)
             address = ctypes.c_void_p()
             self._library.call(
                 "cudaIpcOpenMemHandle",
@@ -154,7 +183,7 @@ class CudaRuntime:
                 ctypes.c_uint(_ENABLE_PEER_ACCESS),
             )
         close = partial(self._library.call, "cudaIpcCloseMemHandle", address)
-        return CudaOpened(self._library, self._device, self._streams, int(address.value or 0), close)
+        return CudaOpened(self._device, self._streams, int(address.value or 0), close)
 
     def locate(self, memory: Memory) -> Mapping[str, Location]:
         """Where storages lie; left out are those in memory that CUDA cannot export in either way."""
@@ -209,11 +238,15 @@ class CudaRuntime:
             return None  # memory that is mapped by hand, as expandable segments and symmetric memory are
         return _encode(_ipc(handle))
 
-    def address_of(self, storage: Elements) -> int:
-        """Where a storage begins; raises PartyFailedError if it is not on a GPU."""
-        if not isinstance(storage, torch.Tensor) or not storage.is_cuda:
+    def address_of(self, memory: Elements | Payload) -> int:
+        """Where memory begins; raises PartyFailedError if it is not on a GPU."""
+        if not isinstance(memory, torch.Tensor) or not memory.is_cuda:
             raise PartyFailedError("memory of the host cannot take a copy from a GPU's memory")
-        return storage.data_ptr()
+        return memory.data_ptr()
+
+    def copier(self) -> CudaCopier:
+        """For the copies of one link."""
+        return CudaCopier(self._library, self._device, self._streams)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that nobody else opens."""
@@ -287,54 +320,15 @@ class CudaOpened:
     """Memory of another process.
 
     Args:
-        library: CUDA.
         device: the own GPU.
-        streams: for copies.
+        streams: of copies.
         address: its first byte, in this process.
         forget: undoes what has opened it.
     """
 
-    def __init__(
-        self, library: _Library, device: torch.device, streams: CopyStreams, address: int, forget: Callable[[], None]
-    ) -> None:
-        self._library, self._device, self._address, self._forget = library, device, address, forget
-        self._streams, self._used = streams, set[int]()
-
-    def copy(self, start: int, target: Payload) -> Pending[None]:
-        """Begins to copy its bytes from ``start`` on, as many as ``target`` has.
-
-        Raises:
-            PartyFailedError: if the target is not on a GPU, or CUDA refuses.
-        """
-        if not isinstance(target, torch.Tensor):
-            raise PartyFailedError("a slot on the host cannot take a copy from a GPU's memory")
-        nbytes = target.numel()
-        self._copy(target.data_ptr(), start, Rows(1, nbytes, nbytes, nbytes))
-        return self.ended()
-
-    def copy_rows(self, start: int, target: int, rows: Rows) -> None:
-        """Begins to copy rows, the first of which begins at byte ``start``, to address ``target``.
-
-        Raises:
-            PartyFailedError: if CUDA refuses.
-        """
-        self._copy(target, start, rows)
-
-    def ended(self) -> Pending[None]:
-        """All copies that have begun since this was asked last."""
-        used, self._used = self._used, set()
-        with torch.cuda.device(self._device):
-            return _Copying([self._streams.streams[number].record_event() for number in sorted(used)])
-
-    def _copy(self, target: int, start: int, rows: Rows) -> None:
-        """Into the next of the streams, in turn. CUDA knows from the stream which GPU it is."""
-        number, stream = self._streams.next()
-        self._used.add(number)
-        source = self._address + start
-        if rows.count == 1:
-            self._library.copy(target, source, rows.nbytes, stream)
-        else:
-            self._library.copy_rows(target, source, rows, stream)
+    def __init__(self, device: torch.device, streams: CopyStreams, address: int, forget: Callable[[], None]) -> None:
+        self.address = address
+        self._device, self._streams, self._forget = device, streams, forget
 
     def close(self) -> None:
         """Waits for copies and forgets it."""
@@ -342,6 +336,44 @@ class CudaOpened:
             for stream in self._streams.streams:
                 stream.synchronize()
             self._forget()
+
+
+class CudaCopier:
+    """See :class:`megatron_patches.refit.transports.cuda_ipc.Copier`.
+
+    Args:
+        library: CUDA.
+        device: the own GPU.
+        streams: for copies, in turn. CUDA knows from a stream which GPU it is.
+    """
+
+    def __init__(self, library: _Library, device: torch.device, streams: CopyStreams) -> None:
+        self._library, self._device, self._streams, self._used = library, device, streams, set[int]()
+
+    def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
+        """Begins to copy runs of bytes."""
+        if self._library.has_batches and len(nbytes) > _BATCHES:
+            for first in range(_BATCHES):
+                part = slice(first, None, _BATCHES)
+                self._library.copy_batch(targets[part].copy(), sources[part].copy(), nbytes[part].copy(), self._next())
+            return
+        for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
+            self._library.copy(target, source, length, self._next())
+
+    def rows(self, source: int, target: int, rows: Rows) -> None:
+        """Begins to copy rows."""
+        self._library.copy_rows(target, source, rows, self._next())
+
+    def ended(self) -> Pending[None]:
+        """All copies that have begun since this was asked last."""
+        used, self._used = self._used, set()
+        with torch.cuda.device(self._device):
+            return _Copying([self._streams.streams[number].record_event() for number in sorted(used)])
+
+    def _next(self) -> int:
+        number, stream = self._streams.next()
+        self._used.add(number)
+        return stream
 
 
 class _Copying:

@@ -17,8 +17,9 @@ from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
-from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory, Rows
+from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
+from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 from megatron_patches.refit.transports.opening import open_transport
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
 from tests.unit.refit.link_ends import SLOT, Ends, check
@@ -31,6 +32,7 @@ class HostGpu:
     def __init__(self, number: int, *, closed: bool = False) -> None:
         self.uuid, self._closed = f"GPU-{number}", closed
         self.out: list[str] = []
+        self.copied: list[int] = []
         self.arenas: list[Exported] = []
         self.driver = HostDriver()
         self.segments: list[tuple[int, int]] = []
@@ -99,9 +101,12 @@ class HostGpu:
         with open(handle.decode(), "rb") as file:  # noqa: PTH123 - not a path but a descriptor
             return Opened(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.out)
 
-    def address_of(self, storage: Elements) -> int:
-        assert isinstance(storage, np.ndarray)
-        return int(storage.ctypes.data)
+    def address_of(self, memory: Elements | Payload) -> int:
+        assert isinstance(memory, np.ndarray)
+        return int(memory.ctypes.data)
+
+    def copier(self) -> HostCopier:
+        return HostCopier(self.copied)
 
     def allocate(self, nbytes: int) -> Payload:
         return np.zeros(nbytes, dtype=np.uint8)
@@ -132,26 +137,36 @@ class Opened:
         self._content, self._out = content, out
         out.append("opened")
 
-    def copy(self, start: int, target: Payload) -> Pending[None]:
-        into = host_bytes(target)
-        into[...] = np.frombuffer(self._content, dtype=np.uint8)[start : start + into.size]
-        return Done(None)
-
-    def copy_rows(self, start: int, target: int, rows: Rows) -> None:
-        theirs = np.frombuffer(self._content, dtype=np.uint8)[start:]
-        span = (rows.count - 1) * rows.target_step + rows.nbytes
-        ours = np.frombuffer(content_at(target, span), dtype=np.uint8)
-        for row in range(rows.count):
-            end = row * rows.target_step + rows.nbytes
-            ours[end - rows.nbytes : end] = theirs[row * rows.source_step :][: rows.nbytes]
-
-    def ended(self) -> Pending[None]:
-        return Done(None)
+    @property
+    def address(self) -> int:
+        return int(np.frombuffer(self._content, dtype=np.uint8).ctypes.data)
 
     def close(self) -> None:
         if isinstance(self._content, mmap.mmap):
             self._content.close()
         self._out.remove("opened")
+
+
+class HostCopier:
+    """Copies at once; as strict as a GPU about what there is to copy."""
+
+    def __init__(self, copied: list[int]) -> None:
+        self._copied = copied
+
+    def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
+        assert sources.shape == targets.shape == nbytes.shape
+        assert nbytes.min() > 0
+        for source, target, length in zip(sources.tolist(), targets.tolist(), nbytes.tolist(), strict=True):
+            self.rows(source, target, Rows(1, length, length, length))
+
+    def rows(self, source: int, target: int, rows: Rows) -> None:
+        self._copied.append(rows.count * rows.nbytes)
+        for row in range(rows.count):
+            theirs = content_at(source + row * rows.source_step, rows.nbytes)
+            content_at(target + row * rows.target_step, rows.nbytes)[:] = theirs
+
+    def ended(self) -> Pending[None]:
+        return Done(None)
 
 
 class OpenedRow(Opened):

@@ -1,0 +1,130 @@
+"""The copies that a direct load consists of, as tables that are the same for every version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_patches.refit.boxes import pitch_of
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.loads import Load
+from megatron_patches.refit.plan import Transfer
+
+type Numbers = NDArray[np.int64]
+
+type End = tuple[int, int, int, int]
+"""Number of a storage and an offset in bytes, at the source and at the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of equal length.
+
+    Attributes:
+        count: how many.
+        nbytes: bytes of one.
+        source_step: bytes from one to the next at the source.
+        target_step: the same at the target.
+    """
+
+    count: int
+    nbytes: int
+    source_step: int
+    target_step: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Where copies begin and where they go to, as far as that is the same in every version.
+
+    Attributes:
+        source: ``[copies]``, number of the storage that each comes from.
+        source_offset: ``[copies]``, its first byte in that.
+        target: ``[copies]``, number of the storage that each goes to.
+        target_offset: ``[copies]``, its first byte in that.
+    """
+
+    source: Numbers
+    source_offset: Numbers
+    target: Numbers
+    target_offset: Numbers
+
+    @classmethod
+    def of(cls, found: Sequence[End]) -> Self:
+        """Those of a list."""
+        return cls(*np.array(found, dtype=np.int64).reshape(-1, 4).T.copy())
+
+    def addresses(self, sources: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
+        """Addresses at both ends, given those of the storages."""
+        return sources[self.source] + self.source_offset, targets[self.target] + self.target_offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectCopies:
+    """The copies of a direct load. Boxes that lie one behind the other at both ends are one run.
+
+    Attributes:
+        sources: the storages that they come from.
+        first_boxes: of each storage that they go to, the first box that does.
+        runs: contiguous copies.
+        nbytes: the length of each.
+        pitched: other copies.
+        rows: what each of these consists of.
+    """
+
+    sources: list[str]
+    first_boxes: list[int]
+    runs: Ends
+    nbytes: Numbers
+    pitched: Ends
+    rows: list[Rows]
+
+    @classmethod
+    def of(cls, load: Load) -> Self:
+        """The table of a load.
+
+        Raises:
+            PartyFailedError: if one of its boxes does not consist of rows.
+        """
+        sources: dict[str, int] = {}
+        targets: dict[str, int] = {}
+        first_boxes: list[int] = []
+        runs: list[End] = []
+        lengths: list[int] = []
+        pitched: list[tuple[End, Rows]] = []
+        for index, item in enumerate(load.items):
+            width = itemsize(item.dtype)
+            if item.write.storage not in targets:
+                targets[item.write.storage] = len(targets)
+                first_boxes.append(index)
+            source, target = sources.setdefault(item.read.storage, len(sources)), targets[item.write.storage]
+            end = source, item.read.offset * width, target, item.write.offset * width
+            rows = _rows_of(item)
+            if rows.count > 1:
+                pitched.append((end, rows))
+            elif runs and end == _behind(runs[-1], lengths[-1]):
+                lengths[-1] += rows.nbytes
+            else:
+                runs.append(end)
+                lengths.append(rows.nbytes)
+        ends, shapes = [end for end, _ in pitched], [rows for _, rows in pitched]
+        nbytes = np.array(lengths, dtype=np.int64)
+        return cls(list(sources), first_boxes, Ends.of(runs), nbytes, Ends.of(ends), shapes)
+
+
+def _behind(end: End, nbytes: int) -> End:
+    source, source_offset, target, target_offset = end
+    return source, source_offset + nbytes, target, target_offset + nbytes
+
+
+def _rows_of(item: Transfer) -> Rows:
+    pitch = pitch_of(item.read, item.write)
+    if pitch is None:
+        raise PartyFailedError(f"{item.box} does not consist of rows, and was announced as if it did")
+    width = itemsize(item.dtype)
+    return Rows(pitch.rows, pitch.length * width, pitch.steps[0] * width, pitch.steps[1] * width)

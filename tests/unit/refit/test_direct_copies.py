@@ -1,0 +1,56 @@
+"""Direct loads as tables of copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, links_of
+from megatron_patches.refit.plan import Transfer, make_plan
+from megatron_patches.refit.transports.direct_copies import DirectCopies, Rows
+from tests.unit.refit.link_ends import SLOT
+from tests.unit.refit.test_parties import coverable
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_boxes_that_follow_each_other_at_both_ends_are_copied_at_once(seed: int) -> None:
+    plan = make_plan(*coverable(seed).sides)
+    terms = dict.fromkeys(links_of(plan), Terms(SLOT, Reach.ROWS, direct_bytes=8))
+    for loads in cut_into_loads(plan.transfers, terms).values():
+        for load in (load for load in loads if load.direct):
+            table = DirectCopies.of(load)
+            assert int(table.nbytes.sum()) + sum(rows.count * rows.nbytes for rows in table.rows) == load.nbytes
+            starts = np.stack(
+                [table.runs.source, table.runs.source_offset, table.runs.target, table.runs.target_offset]
+            )
+            ends = starts + np.stack([0 * table.nbytes, table.nbytes] * 2)
+            assert not (starts[:, 1:] == ends[:, :-1]).all(axis=0).any()
+
+
+def transfer(start: int, stop: int, *, read: View, write: View) -> Transfer:
+    return Transfer(0, 0, 0, Box("w", (start, 0), (stop, 4)), read, write, "bfloat16", "bfloat16")
+
+
+def test_two_halves_of_a_fused_weight_are_one_run() -> None:
+    """The second half of what follows lies elsewhere at the target; the last box consists of rows."""
+    fused = [
+        transfer(0, 3, read=View("f", 8, (3, 4), (4, 1)), write=View("g", 0, (3, 4), (4, 1))),
+        transfer(3, 6, read=View("f", 20, (3, 4), (4, 1)), write=View("g", 12, (3, 4), (4, 1))),
+        transfer(6, 9, read=View("f", 32, (3, 4), (4, 1)), write=View("h", 24, (3, 4), (4, 1))),
+        transfer(9, 11, read=View("f", 44, (2, 4), (8, 1)), write=View("h", 36, (2, 4), (4, 1))),
+    ]
+    copies = DirectCopies.of(Load(0, 0, 0, 0, tuple(fused), direct=True))
+    assert (copies.sources, copies.first_boxes) == (["f"], [0, 2])
+    assert copies.nbytes.tolist() == [2 * 3 * 8, 3 * 8]
+    sources, targets = np.array([1000]), np.array([5000, 7000])
+    assert [each.tolist() for each in copies.runs.addresses(sources, targets)] == [[1016, 1064], [5000, 7048]]
+    assert [each.tolist() for each in copies.pitched.addresses(sources, targets)] == [[1088], [7072]]
+    assert copies.rows == [Rows(2, 8, 16, 8)]
+
+
+def test_a_box_of_single_elements_is_refused() -> None:
+    scattered = transfer(0, 3, read=View("f", 0, (3, 4), (4, 1)), write=View("g", 0, (3, 4), (1, 3)))
+    with pytest.raises(PartyFailedError, match="does not consist of rows, and was announced as if it did"):
+        DirectCopies.of(Load(0, 0, 0, 0, (scattered,), direct=True))
