@@ -4,7 +4,7 @@
 
 Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; and, with
 two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as
-of a mixture of experts, begun one by one or in batches. ``--only runs`` prints the last.
+of a mixture of experts, begun by one call or many. ``--only runs`` prints the last.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from megatron_patches.refit import device_kernels, device_tables
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.ports import Batch, Piece
-from megatron_patches.refit.transports import cuda_runtime
-from megatron_patches.refit.transports.cuda_runtime import CudaCopier, CudaRuntime
+from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
 
 MATRICES, ROWS, COLUMNS = 24, 12288, 4096
 TILES = (
@@ -42,7 +41,7 @@ TILES = (
 )
 """Elements and columns of a tile, groups of rows that it has, warps."""
 COPIED = 4 << 30
-RUNS, RUNS_PER_LOAD = 1365, 42
+RUNS, RUNS_PER_CALL = 1365, (1, 7, 42)
 
 
 def tiles() -> None:
@@ -98,24 +97,23 @@ def runs() -> None:
     length = COPIED // RUNS
     offsets = np.random.default_rng(0).permutation(RUNS) * length
     lengths = np.full(RUNS, length)
-    for name, batches in (("one by one", RUNS), ("1 batch", 1), ("2 batches", 2), ("4", 4), ("8", 8)):
-        with mock.patch.object(cuda_runtime, "_BATCHES", batches):
-            copier = CudaRuntime("cuda:1").copier()
-            begun: list[float] = []
+    copier = CudaRuntime("cuda:1").copier()
+    for per_call in RUNS_PER_CALL:
+        begun: list[float] = []
 
-            def copy(copier: CudaCopier = copier, begun: list[float] = begun) -> None:
-                started = time.perf_counter()
-                for first in range(0, RUNS, RUNS_PER_LOAD):
-                    part = slice(first, first + RUNS_PER_LOAD)
-                    copier.runs(source.data_ptr() + offsets[part], target.data_ptr() + offsets[part], lengths[part])
-                    copier.ended()
-                begun.append(time.perf_counter() - started)
+        def copy(per_call: int = per_call, begun: list[float] = begun) -> None:
+            started = time.perf_counter()
+            for first in range(0, RUNS, per_call):
+                part = slice(first, first + per_call)
+                copier.runs(source.data_ptr() + offsets[part], target.data_ptr() + offsets[part], lengths[part])
+            begun.append(time.perf_counter() - started)
+            copier.ended()
 
-            taken = seconds(copy)
-            each = statistics.median(begun) / RUNS * 1e6
+        taken = seconds(copy)
+        each = statistics.median(begun) / RUNS * 1e6
         print(
-            f"{RUNS} runs of {length >> 10} KiB, a load of {RUNS_PER_LOAD} as {name}: {COPIED / taken / 1e9:.0f} GB/s, "
-            f"begun in {each:.1f} us each",
+            f"{RUNS} runs of {length >> 10} KiB, {per_call} a call: {COPIED / taken / 1e9:.0f} GB/s, begun in "
+            f"{each:.1f} us each",
             flush=True,
         )
 

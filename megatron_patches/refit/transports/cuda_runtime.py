@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
@@ -25,7 +26,6 @@ from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-_BATCHES = 4  # that the runs of a load are begun in
 _STREAMS = 8  # of copies: a GPU has several copy engines, and the next copy begins while the last one ends
 _BATCHES_SINCE = 13  # CUDA's major version
 _COPY_KIND = 4  # cudaMemcpyDefault: the addresses say from where to where
@@ -69,7 +69,7 @@ class _Library:
         self._copy, self._copy_rows = begins.cudaMemcpyAsync, begins.cudaMemcpy2DAsync
         self._copy.argtypes = [pointer, pointer, size, kind, pointer]
         self._copy_rows.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
-        # CUDA 12.8 and 12.9 know it, too, with one argument more.
+        # One that begins many. CUDA 12.8 and 12.9 know it, too, with one argument more.
         self.has_batches = int(major) >= _BATCHES_SINCE
         if self.has_batches:
             self._copy_batch = begins.cudaMemcpyBatchAsync
@@ -352,10 +352,9 @@ class CudaCopier:
 
     def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
         """Begins to copy runs of bytes."""
-        if self._library.has_batches and len(nbytes) > _BATCHES:
-            for first in range(_BATCHES):
-                part = slice(first, None, _BATCHES)
-                self._library.copy_batch(targets[part].copy(), sources[part].copy(), nbytes[part].copy(), self._next())
+        if self._library.has_batches and len(nbytes) > 1:
+            to, start, length = (np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, nbytes))
+            self._library.copy_batch(to, start, length, self._next())
             return
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             self._library.copy(target, source, length, self._next())
