@@ -4,7 +4,7 @@
 
 Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; and, with
 two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as
-of a mixture of experts, begun by one call or many. ``--only runs`` prints the last.
+of a mixture of experts, begun by one call or many, and of 2 MiB in rows. ``--only runs`` prints a part.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.ports import Batch, Piece
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
+from megatron_patches.refit.transports.direct_copies import Rows
 
 MATRICES, ROWS, COLUMNS = 24, 12288, 4096
 TILES = (
@@ -42,6 +43,7 @@ TILES = (
 """Elements and columns of a tile, groups of rows that it has, warps."""
 COPIED = 4 << 30
 RUNS, RUNS_PER_CALL = 1365, (1, 7, 42)
+PITCHED, ROW_BYTES = 2 << 20, (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def tiles() -> None:
@@ -118,6 +120,24 @@ def runs() -> None:
         )
 
 
+def pitched() -> None:
+    """From the first GPU to the second, rows of a matrix that is twice as wide, as of a row-parallel weight."""
+    source = torch.randint(0, 255, (COPIED,), dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(COPIED // 2, dtype=torch.uint8, device="cuda:1")
+    target[:1].copy_(source[:1])
+    copier = CudaRuntime("cuda:1").copier()
+    for width in ROW_BYTES:
+        rows = Rows(PITCHED // width, width, 2 * width, width)
+
+        def copy(rows: Rows = rows) -> None:
+            for begin in range(0, COPIED // 2, PITCHED):
+                copier.rows(source.data_ptr() + 2 * begin, target.data_ptr() + begin, rows)
+            copier.ended()
+
+        taken = seconds(copy)
+        print(f"{rows.count} rows of {width} bytes a copy: {COPIED / 2 / taken / 1e9:.0f} GB/s", flush=True)
+
+
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:
     """What something takes until all GPUs have done it; the median."""
     taken = []
@@ -138,11 +158,11 @@ def _finish() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints all rows, or those that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=("tiles", "copies", "runs"))
+    parser.add_argument("--only", choices=("tiles", "copies", "runs", "pitched"))
     only = parser.parse_args(arguments).only
     if not torch.cuda.is_available():
         raise SystemExit("this measures GPUs, and there is none")
-    for name, work, gpus in (("tiles", tiles, 1), ("copies", copies, 2), ("runs", runs, 2)):
+    for name, work, gpus in (("tiles", tiles, 1), ("copies", copies, 2), ("runs", runs, 2), ("pitched", pitched, 2)):
         if only in (name, None) and torch.cuda.device_count() >= gpus:
             work()
     return 0
