@@ -65,4 +65,4 @@ def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(argumen
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_parts_are_measured_on_gpus_alone() -> None:
     with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
-        main_parts()
+        main_parts([])
