@@ -11,7 +11,12 @@ from tests.support.launch import rank_places
 
 
 def needs_gpus(count: int, *, shared: bool = True) -> pytest.MarkDecorator:
-    """Skip unless there are ``count`` CUDA devices, or ranks may share them, which what ``shared`` denies may not."""
+    """Skip unless there are ``count`` CUDA devices, or ranks may share them.
+
+    Args:
+        count: the number of ranks.
+        shared: False for what does not work with two ranks on one device.
+    """
     places = rank_places() if shared else torch.cuda.device_count()
     return pytest.mark.skipif(places < count, reason=f"needs {count} CUDA devices")
 
