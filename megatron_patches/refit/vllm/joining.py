@@ -92,7 +92,7 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
     """
     check_options(serving.config)
     check_awake()
-    check_same_model(model.config, serving.config.model_config.hf_text_config)
+    check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
     with loader_form(serving.model) as tensors:
         recording = record_loading(serving.model.load_weights, tensors, model.tensors)
         parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.numel()}

@@ -5,7 +5,7 @@ Another base of the rotary embedding or another epsilon changes no tensor's shap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -32,18 +32,30 @@ _MAY_DIFFER = frozenset(
 )
 # What vLLM's models read from a configuration, whatever the trainer knows; the trainer's model has what stands here.
 _UNLESS_GIVEN: Mapping[str, object] = MappingProxyType(
-    {"is_causal": True, "layer_types": "full_attention", "logit_scale": 1.0}
+    {
+        "dual_chunk_attention_config": None,
+        "is_causal": True,
+        "layer_types": "full_attention",
+        "llama_4_scaling": None,
+        "logit_scale": 1.0,
+        "rswa_window": None,
+        # vLLM gives it to all layers where layer_types are not of several kinds, even if none of them slides.
+        "sliding_window": None,
+    }
 )
+# What vLLM's models take where a configuration of transformers has no such entry.
+_UNLESS_SAID: Mapping[str, object] = MappingProxyType({"scoring_func": "softmax"})
 # transformers keeps these under other names, depending on its version.
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
-def check_same_model(trainer: Mapping[str, Any], engine: Any) -> None:
+def check_same_model(trainer: Mapping[str, Any], engine: Any, model: str = "") -> None:
     """Compares what the trainer would write into ``config.json`` with the configuration that the engine runs.
 
     Args:
         trainer: content of ``config.json``.
         engine: the engine's configuration, an object of transformers.
+        model: name of the class of the engine's model: one class may serve several architectures.
 
     Raises:
         ModelMismatchError: naming every setting that differs, with both values.
@@ -51,10 +63,16 @@ def check_same_model(trainer: Mapping[str, Any], engine: Any) -> None:
     meant = type(engine).from_dict(dict(trainer)).to_dict()
     running = engine.to_dict()
     names = [name for name in (*trainer, *_ROTARY) if name in meant and name in running and name not in _MAY_DIFFER]
-    differing = [
+    differing = list(_architectures(trainer, running, model))
+    differing += [
         f"{name} is {meant[name]!r} in the trainer and {running[name]!r} in the engine"
         for name in dict.fromkeys(names)
         if _plain(meant[name]) != _plain(running[name])
+    ]
+    differing += [
+        f"{name} is {meant[name]!r} in the trainer and {taken!r} in the engine, whose configuration does not name it"
+        for name, taken in _UNLESS_SAID.items()
+        if name in meant and name not in running and meant[name] != taken
     ]
     differing += [
         f"{name} is {running[name]!r} in the engine, which the trainer's model does not have"
@@ -67,6 +85,13 @@ def check_same_model(trainer: Mapping[str, Any], engine: Any) -> None:
         raise ModelMismatchError(
             f"{'; '.join(differing)}; start the engine with the configuration that `refit export` writes"
         )
+
+
+def _architectures(trainer: Mapping[str, Any], running: Mapping[str, Any], model: str) -> Iterator[str]:
+    """A clause if the engine runs another architecture: many have Llama's tensors, and compute other answers."""
+    meant, found = trainer.get("architectures"), running.get("architectures")
+    if meant and found and model not in meant and not set(meant) & set(found):
+        yield f"architectures is {list(meant)!r} in the trainer and {list(found)!r} in the engine"
 
 
 def _each(value: Any) -> Sequence[Any]:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    GraniteConfig,
+    LlamaConfig,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from megatron_patches.refit.errors import ModelMismatchError
 from megatron_patches.refit.vllm.same_model import check_same_model
@@ -29,8 +36,40 @@ def test_the_same_model_passes_whatever_length_dtype_and_tokens_the_engine_has()
 
 
 def test_what_a_configuration_says_of_no_window_is_the_same_model() -> None:
-    full = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "sliding_window": 4096, "is_causal": True}
+    full = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "sliding_window": None, "is_causal": True}
     check_same_model(TRAINER | {"num_hidden_layers": 2}, LlamaConfig.from_dict(TRAINER | full))
+    unused = full | {"sliding_window": 4096, "use_sliding_window": False}
+    check_same_model(TRAINER | {"num_hidden_layers": 2}, Qwen3Config.from_dict(TRAINER | unused))
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, DeepseekV3Config, NemotronHConfig])
+def test_a_window_of_all_layers_is_refused_whatever_their_types(kind: type[PretrainedConfig]) -> None:
+    """The engine takes it from the configuration unless ``layer_types`` has several kinds."""
+    for more in ({}, {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}):
+        engine = kind.from_dict(TRAINER | more)
+        engine.sliding_window = 16
+        with pytest.raises(ModelMismatchError, match="sliding_window is 16 in the engine, which the trainer's model"):
+            check_same_model(TRAINER | more, engine)
+
+
+def test_an_architecture_with_the_same_tensors_and_other_answers_is_refused() -> None:
+    trainer = TRAINER | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    granite = GraniteConfig.from_dict(trainer | {"architectures": ["GraniteForCausalLM"], "model_type": "granite"})
+    message = r"architectures is \['LlamaForCausalLM'\] in the trainer and \['GraniteForCausalLM'\] in the engine"
+    with pytest.raises(ModelMismatchError, match=message):
+        check_same_model(trainer, granite, "GraniteForCausalLM")
+    alias = LlamaConfig.from_dict(trainer | {"architectures": ["InternLM3ForCausalLM"]})
+    check_same_model(trainer, alias, "LlamaForCausalLM")
+    check_same_model(trainer, LlamaConfig.from_dict(trainer), "TransformersForCausalLM")
+
+
+def test_how_experts_are_scored_is_compared_where_the_engine_does_not_say() -> None:
+    trainer = TRAINER | {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid"}
+    check_same_model(trainer, DeepseekV3Config.from_dict(trainer))
+    silent = {key: value for key, value in trainer.items() if key != "scoring_func"}
+    message = "scoring_func is 'sigmoid' in the trainer and 'softmax' in the engine, whose configuration does not name"
+    with pytest.raises(ModelMismatchError, match=message):
+        check_same_model(trainer, DeepseekV3Config.from_dict(silent))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +80,7 @@ def test_what_a_configuration_says_of_no_window_is_the_same_model() -> None:
         ({"num_attention_heads": 8}, r"num_attention_heads is 4 in the trainer and 8 in the engine"),
         ({"layer_types": ["sliding_attention"] * 32}, r"layer_types is \['sliding_attention', .* in the engine"),
         ({"is_causal": False}, r"is_causal is False in the engine, which the trainer's model does not have"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, r"dual_chunk_attention_config is .* in the engine, which"),
         ({"logit_scale": 0.5}, r"logit_scale is 0\.5 in the engine"),
         ({"tie_word_embeddings": True}, r"tie_word_embeddings is False in the trainer and True in the engine"),
     ],
