@@ -198,11 +198,27 @@ def http_engines(urls: Sequence[str], timeout_s: float) -> list[HttpEngine]:
         ValueError: if one is no HTTP URL of a server, or given twice: its workers would wait for each other.
     """
     engines = [HttpEngine(url, timeout_s) for url in urls]
-    names = [engine.name for engine in engines]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"engine URL {name} is given {names.count(name)} times; give each server once")
+    check_given_once(engines)
     return engines
+
+
+def check_given_once(engines: Sequence[EngineClient]) -> None:
+    """Refuses an engine that is given twice: its workers would wait for each other, and answer nothing meanwhile.
+
+    Raises:
+        ValueError: naming it.
+    """
+    ids = [_identity(engine) for engine in engines]
+    for known in ids:
+        if ids.count(known) > 1:
+            raise ValueError(f"{known[0]} is given {ids.count(known)} times; give each server once")
+
+
+def _identity(engine: EngineClient) -> tuple[str, int]:
+    """What it is called in messages, and what tells it from others of that name."""
+    if isinstance(engine, HttpEngine):
+        return f"engine URL {engine.name}", 0
+    return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)
 
 
 class LocalEngine:

@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engine_calls import EngineCalls
-from megatron_patches.refit.engines import EngineClient, PauseMode
+from megatron_patches.refit.engines import EngineClient, PauseMode, check_given_once
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
@@ -125,6 +126,7 @@ class RefitSession:
         self._left: Commit | None = None  # of an earlier meeting with the engines
         self._workers = 0
         self._pauses = Pauses(options.pause)
+        self._at_work = threading.Lock()
         self.version = -1  # that was pushed last
 
     @property
@@ -144,6 +146,10 @@ class RefitSession:
         Raises:
             RefitError: on every rank, if any rank or engine failed; the engines serve what they served.
         """
+        with self._alone():
+            return self._prepare()
+
+    def _prepare(self) -> str:
         self.close()
         self._on_all(self._let_end)
         invitation, sizes = self._invite()
@@ -175,6 +181,10 @@ class RefitSession:
             RefitError: on every rank, if any rank or engine failed. Every engine serves the old weights or, where
                 its own commit had succeeded, the new ones; none a mixture.
         """
+        with self._alone():
+            return self._push(version, wait=wait)
+
+    def _push(self, version: int, *, wait: bool) -> PushReport:
         self.wait()
         party, assembly = self._party, self._assembly
         if party is None or assembly is None:
@@ -262,6 +272,23 @@ class RefitSession:
             raise RefitError(f"committing version {commit.version} failed: {reason}")
         return paused_s
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lets one thread at a time meet the engines or push: another's failure would resume them in the midst of it.
+
+        Raises:
+            RefitError: if another thread does.
+        """
+        if not self._at_work.acquire(blocking=False):
+            raise RefitError(
+                "another thread is in prepare() or push() of this session; call them one after the other, on all ranks "
+                "in the same order"
+            )
+        try:
+            yield
+        finally:
+            self._at_work.release()
+
     def _on_all(self, work: Callable[[], None]) -> None:
         """Does ``work`` on every rank; a failure on the first is raised on all."""
         reason: str | None = None
@@ -345,6 +372,7 @@ class RefitSession:
             try:
                 if not self._engines:
                     raise RefitError("there is no engine to push to")
+                check_given_once(self._engines)
                 sizes = [engine.world_size() for engine in self._engines]
                 parties = self._exchange.size + sum(sizes)
                 self._rendezvous = Rendezvous(parties, self._options.timeout_s, self._options.host)

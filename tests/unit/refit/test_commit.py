@@ -222,3 +222,42 @@ def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.Mo
     with pytest.raises(RefitError, match="it was not so"):
         session.prepare()
     assert engine.asked == ["pause wait", "commit emptying", "resume"]
+
+
+@pytest.mark.parametrize("call", ["push", "prepare"])
+def test_while_a_thread_pushes_no_other_one_does(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, one that failed would resume the engine while the other one's version overwrites its weights."""
+    engine = Engine("one")
+    session = RefitSession([], [engine], vocab_size=1, options=RefitOptions(memory=MemoryMode.IN_PLACE))
+    begun, may_fail = threading.Event(), threading.Event()
+    pushed: list[int] = []
+
+    def fail(version: int, memory: Any) -> None:
+        pushed.append(version)
+        begun.set()
+        may_fail.wait(30)
+        raise RefitError("a worker has ended")
+
+    monkeypatch.setattr(session, "_party", SimpleNamespace(push=fail, linked=True, close=nothing))
+    monkeypatch.setattr(session, "_assembly", SimpleNamespace(gone=list, next_step=0))
+    failures: list[str] = []
+
+    def push() -> None:
+        try:
+            session.push(1)
+        except RefitError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert begun.wait(30)
+    try:
+        with pytest.raises(RefitError, match=r"another thread is in prepare\(\) or push\(\) of this session"):
+            session.push(2) if call == "push" else session.prepare()
+    finally:
+        may_fail.set()
+        thread.join()
+    assert (pushed, failures) == ([1], ["a worker has ended"])
+    assert engine.asked == ["pause wait", "receive", "abandon", "resume"]
+    with pytest.raises(RefitError, match="a worker has ended"):
+        session.push(1)

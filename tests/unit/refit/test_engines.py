@@ -13,7 +13,7 @@ import pytest
 
 from megatron_patches.refit import engines
 from megatron_patches.refit.commit import Pauses
-from megatron_patches.refit.engines import HttpEngine, Joined, LocalEngine, PauseMode, http_engines
+from megatron_patches.refit.engines import HttpEngine, Joined, LocalEngine, PauseMode, check_given_once, http_engines
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
@@ -89,6 +89,16 @@ def test_a_server_that_is_named_twice_is_refused() -> None:
     assert [engine.name for engine in http_engines(urls, 1.0)] == urls
     with pytest.raises(ValueError, match="engine URL http://a:8000 is given 2 times"):
         http_engines([*urls, "http://a:8000/"], 1.0)
+
+
+def test_an_engine_that_a_program_gives_twice_is_refused_before_its_workers_wait_for_each_other() -> None:
+    servers = [HttpEngine("http://a:8000"), HttpEngine("http://a:8000/")]
+    with pytest.raises(RefitError, match="engine URL http://a:8000 is given 2 times; give each server once"):
+        RefitSession([], servers, vocab_size=1).prepare()
+    llm = object()
+    with pytest.raises(RefitError, match="the engine in this process is given 2 times"):
+        RefitSession([], [LocalEngine(llm), LocalEngine(llm)], vocab_size=1).prepare()
+    check_given_once([LocalEngine(llm), LocalEngine(object()), HttpEngine("http://a"), HttpEngine("http://b")])
 
 
 class Broken:
