@@ -30,10 +30,12 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 5GB or 512MiB")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size > sys.maxsize:
+        raise argparse.ArgumentTypeError(f"{text[:32]!r} is more than any memory has")
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
-    return size
+    return int(size)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -179,6 +179,11 @@ class HttpEngine:
         except urllib.error.HTTPError as error:
             raise RefitError(f"{self.name}/{route} answered {error.code}: {_shown(error.read())}") from error
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError):  # once it was reached: before that urllib's own error holds it
+                raise RefitError(
+                    f"{self.name}/{route} gave no answer within {self._timeout_s:g} s; where it waits for requests to "
+                    "end, a longer time-out, or another pause than 'wait', is an option"
+                ) from error
             raise RefitError(f"cannot reach {self.name}/{route}: {error}") from error
         try:
             found = json.loads(content) if content else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -170,3 +171,5 @@ def test_sizes_are_read_with_their_units() -> None:
     assert [parse_size(text) for text in ("5GB", "512MiB", "1000", "1.5 kb")] == [5 * 10**9, 2**29, 1000, 1500]
     with pytest.raises(Exception, match="'5 bananas' is not a size"):
         parse_size("5 bananas")
+    with pytest.raises(argparse.ArgumentTypeError, match="is more than any memory has"):
+        parse_size("9" * 400)

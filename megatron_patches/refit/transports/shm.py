@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach
 from megatron_patches.refit.ports import Bytes, Done, Memory, Payload, Pending
@@ -118,4 +119,8 @@ def _receive_handle(connection: socket.socket, patience: Patience) -> int:
                 return handles[0]
             if not message:
                 raise patience.lost("the peer closed it")
+            raise PartyFailedError(
+                "a link's shared memory has come without its descriptor; has this process reached its limit of open "
+                "files (ulimit -n)?"
+            )
         patience.tick()

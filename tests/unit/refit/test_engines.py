@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -82,6 +83,14 @@ def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"engine URL .* must be like http://"):
         HttpEngine(url)
+
+
+def test_a_server_that_does_not_answer_in_time_is_not_said_to_be_out_of_reach() -> None:
+    """With ``wait`` it may be busy with a long request."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = HttpEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.3)
+        with pytest.raises(RefitError, match=r"/get_world_size gave no answer within 0\.3 s; .* a longer time-out"):
+            engine.world_size()
 
 
 def test_a_server_that_is_named_twice_is_refused() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import struct
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 from megatron_patches.refit import frames, loads
 from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.frames import Patience, prepare
 from megatron_patches.refit.loads import Reach, Terms
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Sender, Unpacker
@@ -171,3 +174,20 @@ def test_a_link_that_is_not_made_keeps_no_staging_memory(make: Callable[[Place],
             make(here).outgoing(end)
     assert here.pool.peak_bytes == 1024
     assert here.pool.leased_bytes == 0
+
+
+def test_a_process_that_may_open_no_more_files_is_told_at_once() -> None:
+    """The descriptor of a link's memory is lost on the way then, without an error of the system's."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with near, far, tempfile.TemporaryFile() as file:
+        socket.send_fds(near, [b"m"], [file.fileno()])
+        end = LinkEnd(connection=prepare(far), peer=0, slot_bytes=512, patience=Patience(3.0, "a link"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)  # the lowest number that is free
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(PartyFailedError, match=r"reached its limit of open files \(ulimit -n\)"):
+                ShmTransport(place(1)).incoming(end)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
