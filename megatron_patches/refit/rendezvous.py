@@ -221,7 +221,10 @@ class Rendezvous:
         if party in self._names:
             return f"{self._names[party]} gave no answer to {what!r} in time"
         here = f"{self.invitation.host}:{self.invitation.port}"
-        return f"party {party}, which never joined, gave no answer to {what!r} in time; it must reach {here}"
+        return (
+            f"party {party}, which never joined, gave no answer to {what!r} in time; it must reach {here}, and its log "
+            "says why it did not join if it did"
+        )
 
     def _tell_all(self, message: Results | Failure | Alert | Notice) -> None:
         encoded = encode(message)

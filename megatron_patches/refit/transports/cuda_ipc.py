@@ -14,6 +14,7 @@ GPU is known by its UUID alone. What CUDA does is behind :class:`DeviceRuntime`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import msgspec
@@ -234,8 +235,12 @@ class CudaIpcTransport:
                 f"GPU {self._runtime.uuid} cannot reach memory of GPU {remote.uuid}, of source rank {end.peer}: {error}"
                 "; the transport shm asks no GPU for that"
             ) from error
-        frames.send(end.connection, b"opened", end.patience)
-        lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
+        try:
+            frames.send(end.connection, b"opened", end.patience)
+            lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
+        except BaseException:
+            opened.close()  # or the source's memory would stay taken
+            raise
 
         def open_weights(handle: bytes) -> OpenedMemory:
             try:
@@ -395,8 +400,9 @@ class CudaIpcIncoming:
         return self._copier.ended()
 
     def close(self) -> None:
-        """Waits for copies, and forgets the memory."""
-        for opened in (self._opened, *self._allocations.values()):
-            opened.close()
-        self._allocations.clear()
-        self._lease.release()
+        """Waits for copies, and forgets the memory; all of it, even where one cannot be closed."""
+        with ExitStack() as closing:
+            closing.callback(self._lease.release)
+            for opened in (self._opened, *self._allocations.values()):
+                closing.callback(opened.close)
+            self._allocations.clear()

@@ -10,6 +10,7 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -184,16 +185,17 @@ class ReceivingEnd:
             self._transport.stop()
 
     def close(self) -> None:
-        """Ends all links."""
+        """Ends all links, even where one fails to."""
         self._listener.close()
         self._selector.close()
-        self.stop()
-        self._arriving.clear()
-        for connection, wire in self._links.values():
-            wire.close()
-            connection.close()
-        self._links.clear()
-        self._transport.close()
+        with ExitStack() as closing:
+            closing.callback(self._transport.close)
+            for connection, wire in self._links.values():
+                closing.callback(connection.close)
+                closing.callback(wire.close)
+            self._links.clear()
+            self._arriving.clear()
+            self.stop()
 
     def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, patience: Patience) -> None:
         """Begins to take every packet that was announced; waits up to ``wait_s`` for the first."""

@@ -10,6 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -226,13 +227,14 @@ class SendingEnd:
             self._transport.stop()
 
     def close(self) -> None:
-        """Ends all links."""
+        """Ends all links, even where one fails to."""
         self._selector.close()
-        self.stop()
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-        self._transport.close()
+        with ExitStack() as closing:
+            closing.callback(self._transport.close)
+            for link in self._links.values():
+                closing.callback(link.close)
+            self._links.clear()
+            self.stop()
 
     def _depart_in_turn(self, check: Check) -> None:
         """Announces and starts what may leave now, which is all where links take no turns."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import socket
 from typing import Never
 
 import msgspec
 import numpy as np
 import pytest
 
+from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, Terms, cut_into_loads, links_of
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Bits, Bytes, Done, Elements, Memory, Payload, Pending, host_bytes
-from megatron_patches.refit.staging import StagingPool
-from megatron_patches.refit.transports.base import Place, TransportName
-from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport, Location, OpenedMemory
+from megatron_patches.refit.staging import SLOTS, Lease, StagingPool
+from megatron_patches.refit.transports.base import LinkEnd, Offer, Place, TransportName
+from megatron_patches.refit.transports.cuda_ipc import CudaIpcIncoming, CudaIpcTransport, Location, OpenedMemory
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
+from megatron_patches.refit.transports.descriptors import Counter
 from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 from megatron_patches.refit.transports.opening import open_transport
 from tests.unit.refit.host_driver import PAGE, HostDriver, content_at
@@ -295,3 +299,49 @@ def test_memory_on_the_host_is_refused() -> None:
     place = Place(party=0, sources=1, host="127.0.0.1", device="cpu", pool=StagingPool(64), timeout_s=1.0)
     with pytest.raises(PartyFailedError, match="cuda_ipc moves memory of GPUs and this party's storages are on cpu"):
         open_transport(TransportName.CUDA_IPC, place)
+
+
+def place_of(party: int) -> Place:
+    return Place(party=party, sources=1, host="127.0.0.1", device="cuda", pool=StagingPool(1 << 12), timeout_s=2.0)
+
+
+def test_memory_of_a_source_that_goes_while_the_link_is_made_is_not_kept() -> None:
+    """Whoever has it open keeps it taken on the source's GPU, push after push."""
+    theirs, ours = HostGpu(0), HostGpu(1)
+    exported = theirs.export(SLOTS * SLOT)
+    counter = msgspec.msgpack.encode(Counter("nobody", b"token"))
+    here = place_of(1)
+    transport = CudaIpcTransport(here, ours)
+    transport.connect([Offer(address="", slot_bytes=SLOT, memory="cuda", reach=2, details=counter)], check)
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            remote = msgspec.msgpack.encode({"uuid": theirs.uuid, "handle": exported.handle})
+            frames.send(far, remote, Patience(2.0, "the other end"))
+        end = LinkEnd(connection=frames.prepare(near), peer=0, slot_bytes=SLOT, patience=Patience(2.0, "a link"))
+        with pytest.raises(PartyFailedError, match="lost the connection while waiting for a link"):
+            transport.incoming(end)
+    assert ours.out == []
+    assert here.pool.leased_bytes == 0
+    exported.close()
+
+
+def test_all_memory_is_closed_even_where_closing_some_fails() -> None:
+    closed: list[int] = []
+
+    class Stubborn:
+        def __init__(self, address: int) -> None:
+            self.address = address
+
+        def close(self) -> None:
+            closed.append(self.address)
+            raise PartyFailedError(f"cudaIpcCloseMemHandle: {self.address}")
+
+    pool = StagingPool(SLOTS * SLOT)
+    lease: Lease[Payload] = pool.lease(SLOTS * SLOT, lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
+    wire = CudaIpcIncoming(Stubborn(1), lease, SLOT, lambda handle: Stubborn(int(handle)), HostGpu(0))
+    wire.begin(msgspec.msgpack.encode([[b"2", b"3"], {"a": [0, 0], "b": [1, 8]}]))
+    with pytest.raises(PartyFailedError, match="cudaIpcCloseMemHandle"):
+        wire.close()
+    assert sorted(closed) == [1, 2, 3]
+    assert pool.leased_bytes == 0
