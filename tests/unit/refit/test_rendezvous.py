@@ -128,7 +128,7 @@ def test_a_party_that_does_not_answer_is_named() -> None:
 def test_a_party_that_never_joined_is_named() -> None:
     server = Rendezvous(2, 0.5)
     member = Assembly(server.invitation, 0, "party 0")
-    with pytest.raises(PartyFailedError, match="party 1, which never joined, gave no answer.* and its log says why"):
+    with pytest.raises(PartyFailedError, match=r"party 1, which never joined, gave no answer.* and its log says why"):
         member.gather("work", int, lambda: 0)
     member.close()
     server.close()
