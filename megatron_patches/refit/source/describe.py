@@ -62,8 +62,18 @@ class LiveShard:
 
     @property
     def memory(self) -> torch.Tensor:
-        """Its elements as they lie now, padding included: a tensor of one dimension that shares their memory."""
-        return self.tensor.data.view(-1)
+        """Its elements as they lie now, padding included: a tensor of one dimension that shares their memory.
+
+        Raises:
+            RefitError: if it has none now.
+        """
+        memory = self.tensor.data.view(-1)
+        if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
+            raise RefitError(
+                f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
+                "phases, has let go of it; bring it back before a push"
+            )
+        return memory
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -86,7 +96,7 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
 
     Raises:
         RefitError: if a parameter's memory is not contiguous, or its shape is not what its layout says.
-        UnsupportedModelError: if a parameter holds quantized values.
+        UnsupportedModelError: if a parameter holds quantized values, or is a DTensor.
     """
     for number, chunk in enumerate(chunks):
         model = unwrapped(chunk)
@@ -137,11 +147,17 @@ def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
 
 def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGroup | None) -> LiveShard:
     import torch
+    from torch.distributed.tensor import DTensor
 
     if type(param).dequantize is not torch.Tensor.dequantize:
         raise UnsupportedModelError(
             f"{name} is kept quantized ({type(param).__name__}); export from a run without --fp8-param-gather and "
             "--fp4-param-gather"
+        )
+    if isinstance(param, DTensor) or isinstance(param.data, DTensor):
+        raise UnsupportedModelError(
+            f"{name} is a DTensor, of which this rank holds a part that Megatron does not know of; train without "
+            "--use-torch-fsdp2 and --use-megatron-fsdp"
         )
     held_shape = tuple(param.shape)
     if isinstance(param, ShardedParameter):

@@ -90,7 +90,7 @@ class LiveMemory:
         """The storages of the description, by name; flat arrays on the CPU, else flat tensors on one device.
 
         Raises:
-            RefitError: if the model has other parameters than it had.
+            RefitError: if the model has other parameters than it had, or one has no memory now.
         """
         for restore in self._restores:
             restore()
@@ -102,7 +102,7 @@ class LiveMemory:
         arrays: dict[str, Bits] = {}
         tensors: dict[str, torch.Tensor] = {}
         for live in self._shards:
-            memory = live.tensor.data.view(-1)
+            memory = live.memory
             if memory.is_cpu:
                 arrays[live.shard.storage] = bits_of(memory)
             else:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.source import live
 from megatron_patches.refit.source.describe import describe_model
@@ -151,3 +155,30 @@ def test_memory_that_is_no_longer_contiguous_is_refused() -> None:
     model.first.linear.weight.data = torch.randn(6, 4, dtype=torch.bfloat16).t()
     with pytest.raises(RefitError, match="not contiguous"):
         memory.look_up()
+
+
+def test_memory_that_was_let_go_of_is_not_read() -> None:
+    """Weights may have been moved to the host, and their memory freed under the same parameter."""
+    model = Model()
+    memory = LiveMemory([model], None)
+    freed = model.first.linear.weight.untyped_storage()
+    size = freed.nbytes()
+    freed.resize_(0)
+    with pytest.raises(RefitError, match=r"decoder\.layers\.0\.linear\.weight has no memory now.* bring it back"):
+        memory.look_up()
+    freed.resize_(size)
+    model.first.linear.weight.data.copy_(torch.randn(4, 6))
+    check(memory.look_up(), model)
+
+
+def test_a_weight_that_is_split_by_another_system_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = Model()
+        mesh = init_device_mesh("cpu", (1,))
+        split = distribute_tensor(model.output.weight.data, mesh, [Shard(0)])
+        model.output.weight = model.tied = nn.Parameter(split)
+        with pytest.raises(UnsupportedModelError, match=r"tied is a DTensor, .* without --use-torch-fsdp2"):
+            LiveMemory([model], None)
+    finally:
+        dist.destroy_process_group()
