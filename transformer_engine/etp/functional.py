@@ -7,8 +7,9 @@ where the unsharded one would be, and its gradient is reduced in the autocast dt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,27 @@ def _cast(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return weight if dtype is None or weight.dtype is torch.float64 else weight.to(dtype)
 
 
+def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse ``create_graph=True``.
+
+    ``once_differentiable`` alone does not: where the incoming gradient requires none, as that of ``y.sum()``, it drops
+    the dependence on the weight without an error, and a gradient penalty would lack a part of its gradient.
+    """
+    once: Callable[..., Any] = once_differentiable(backward)
+
+    @wraps(backward)
+    def refusing(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True with the sharded weight {ctx.weights[0].fqn}, whose gradient cannot be "
+                "differentiated again: leave out the gradient penalty or second derivative, or keep the modules that "
+                "need it out of etp.shard_module"
+            )
+        return once(ctx, *grads)
+
+    return refusing
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,7 +126,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, _cast(full, cast), bias)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         (weight,) = ctx.weights
@@ -135,7 +157,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(indices, full)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (indices,) = ctx.saved_tensors
         (weight,) = ctx.weights
@@ -167,7 +189,7 @@ class _GroupedLinear(torch.autograd.Function):
         return torch.cat(out)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         weights = ctx.weights
