@@ -73,17 +73,24 @@ class ReplicatedGrads:
         self._groups.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        if self._is_captured() or not _accumulates(param):
+        if self._is_captured():
             return grad
+        if not _accumulates(param):
+            # torch.autograd.grad returns it, and must return the same on all ranks, as it does for shards.
+            return self._reduced(param, grad)
         self._on_collect()
         if param._post_accumulate_grad_hooks:
             # A hook uses the gradient as soon as it is accumulated (an optimizer fused into backward).
-            reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
-            self._all_reduce(reduced, self._groups[param], None)
-            return reduced.to(grad.dtype)
+            return self._reduced(param, grad)
         earlier = self._collected.get(param)
         self._collected[param] = grad.detach().clone() if earlier is None else earlier + grad.detach()
         return torch.zeros_like(grad)
+
+    def _reduced(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """``grad`` combined over the group right away. Collective."""
+        reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
+        self._all_reduce(reduced, self._groups[param], None)
+        return reduced.to(grad.dtype)
 
     def reduce(self, timeout_s: float | None) -> None:
         """Combine what was collected and add it to each parameter's ``grad``."""
