@@ -24,6 +24,7 @@ from etp import functional
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.refusals import REFUSED, refusal
 from etp.shard_grad import GradDriver, owned_grad
 
 
@@ -59,31 +60,6 @@ _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.embedding: functional.embedding,
 }
-
-# Operations on a shard in place of its weight have plausible shapes and wrong values: refuse them by name.
-_REFUSED_FUNCTIONS = frozenset(
-    {
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.addmm,
-        torch.mv,
-        torch.einsum,
-        torch.Tensor.matmul,
-        torch.Tensor.mm,
-        torch.Tensor.t,
-        torch.t,
-        torch.Tensor.T.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
-        F.bilinear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.embedding_bag,
-        F.multi_head_attention_forward,
-    }
-)
-
 
 # These ask for torch.Tensor.layout, which a shard's own ``layout`` hides: they get a plain (differentiable) alias.
 _READ_TENSOR_LAYOUT = frozenset({torch.norm, torch.Tensor.norm})
@@ -328,7 +304,7 @@ class ETPShardedParam(torch.nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Route ``linear`` and ``embedding`` to their sharded forms; refuse products with a shard."""
+        """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/refusals.py`` lists."""
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         kwargs = kwargs or {}
@@ -337,7 +313,7 @@ class ETPShardedParam(torch.nn.Parameter):
         if sharded is not None and isinstance(weight, cls):
             with torch._C.DisableTorchFunctionSubclass():
                 return sharded(*args, **kwargs)
-        if sharded is not None or func in _REFUSED_FUNCTIONS:
+        if sharded is not None or func in REFUSED:
             raise TypeError(_refusal(func, (*args, *kwargs.values())))
         with torch._C.DisableTorchFunctionSubclass():
             if func in _READ_TENSOR_LAYOUT:
@@ -402,10 +378,4 @@ def _captured_now(tensor: torch.Tensor) -> bool:
 
 
 def _refusal(func: Any, operands: Iterable[Any]) -> str:
-    shards = [operand for operand in operands if isinstance(operand, ETPShardedParam)]
-    name = getattr(func, "__name__", str(func))
-    which = ", ".join(repr(shard) for shard in shards) or "a shard inside a list"
-    return (
-        f"{name} on {which}: a shard is not its weight. Use torch.nn.functional.linear or embedding, which gather, "
-        "or param.full_tensor()"
-    )
+    return refusal(func, [operand for operand in operands if isinstance(operand, ETPShardedParam)])

@@ -1,0 +1,76 @@
+"""The PyTorch functions that a shard refuses, because their result would look plausible and be wrong.
+
+A shard can have the very shape of its weight: that of rank 0, where padding leaves all rows to it. No shape error would
+then tell that other ranks computed with other rows, or with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def _named(names: str, *owners: Any) -> frozenset[Callable[..., Any]]:
+    """The functions of these names, separated by blanks, of every owner that has them."""
+    return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
+
+
+def _properties(names: str) -> frozenset[Callable[..., Any]]:
+    return frozenset(getattr(torch.Tensor, name).__get__ for name in names.split())
+
+
+# Products need the whole weight.
+_PRODUCTS = _named(
+    "matmul mm bmm addmm mv addmv addbmm baddbmm addr dot vdot inner outer ger kron tensordot einsum chain_matmul "
+    "cdist",
+    torch,
+    torch.Tensor,
+) | _named(
+    "bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding_bag "
+    "multi_head_attention_forward scaled_dot_product_attention cosine_similarity",
+    F,
+)
+_PRODUCTS |= _named("matmul multi_dot vecdot", torch.linalg) | _named("mm addmm", torch.sparse)
+
+# A transposed weight is on its way into a product, and so is one with a further dimension.
+_TRANSPOSES = _named(
+    "t transpose permute swapaxes swapdims movedim moveaxis adjoint unsqueeze", torch, torch.Tensor
+) | _properties("T mT H mH")
+
+# Row i of a shard is row i of the weight on the first rank only. Not narrow: code that knows the cut uses it.
+_ROWS = _named(
+    "__getitem__ __setitem__ __iter__ select index_select gather take take_along_dim unbind split chunk "
+    "tensor_split index_copy_ index_fill_ index_add_ index_put_ select_scatter slice_scatter",
+    torch,
+    torch.Tensor,
+)
+
+# Ranks with the same seed would draw the same rows, and fans would be those of the shard. The other functions of
+# torch.nn.init call these.
+_INITIALISERS = _named(
+    "normal_ uniform_ log_normal_ exponential_ bernoulli_ random_ cauchy_ geometric_", torch.Tensor
+) | _named("normal_ uniform_ kaiming_uniform_", nn.init)
+_INITIALISERS |= frozenset({torch.eye})
+
+REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _INITIALISERS
+
+
+def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
+    """The message for ``func`` called with ``shards``, which may be empty if they are inside a list."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = func.__self__.__name__  # type: ignore[attr-defined]  # of the property, whose getter this is
+    which = ", ".join(repr(shard) for shard in shards) or "a shard inside a list"
+    if func in _INITIALISERS:
+        return (
+            f"{name} on {which}: a shard is not its weight, and would be drawn otherwise than the unsharded one. "
+            "Initialise before etp.shard_module, or pass the values to etp.load_full_state_dict"
+        )
+    return (
+        f"{name} on {which}: a shard is not its weight. Use torch.nn.functional.linear or embedding, which gather, "
+        "param.full_tensor(), or param.local_shard() for this rank's rows"
+    )
