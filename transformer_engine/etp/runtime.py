@@ -30,6 +30,7 @@ from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
 from etp.scalars import GroupScalars
+from etp.shard_states import guard_states
 from etp.traffic import TrafficCounters
 from etp.versions import WeightVersions, after_optimizer_steps
 
@@ -113,7 +114,12 @@ class EtpRuntime:
             self.add(group)
         self._hooks.append(module.register_forward_pre_hook(self._on_root_forward))
         self._hooks.append(module.register_forward_hook(self._after_root_forward))
+        self._hooks += guard_states(module)
         self._passes.set_root(module)
+
+    def keep(self, hook: RemovableHandle) -> None:
+        """Remove ``hook`` when another runtime adopts this one's groups."""
+        self._hooks.append(hook)
 
     def add(self, group: WeightGroup) -> None:
         """Drive one more group. Its parameters must be attached to this runtime."""

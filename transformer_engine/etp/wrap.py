@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
@@ -15,12 +16,16 @@ from etp.config import EtpConfig
 from etp.digest import check_peers_agree
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.membership import Membership
 from etp.modules import GroupedLinear
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.te import is_te_grouped_linear, is_te_linear, refuse_unsupported_te
 
 logger = logging.getLogger(__name__)
+
+# Attribute of a parameter that has been cut: a weak reference to its shard.
+_SHARD = "_etp_shard"
 
 
 def shard_module(
@@ -36,6 +41,10 @@ def shard_module(
     stay shared. Everything else stays replicated, and its gradients are combined over ``etp_group`` (over
     ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
     reads their weights directly.
+
+    All ranks must call the same sharded layers in the same order, on batches of any size: a gather pairs with the
+    peers' next gather, whichever weight that is for. Forward passes of ``module`` raise :class:`etp.EtpStateError` if
+    shards were replaced, or trained parameters added, since this call; after adding parameters, call it again.
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
     after sharding: one that was built before holds the full weights, which the module no longer uses.
@@ -54,7 +63,8 @@ def shard_module(
         The runtime that now drives the weights. It lives as long as they do; keeping a reference is optional.
 
     Raises:
-        ValueError: if this rank is not in one of the groups, or a weight cannot be sharded; nothing is changed then.
+        ValueError: if this rank is not in one of the groups, a weight cannot be sharded, or a weight was shared with a
+            module that an earlier call has sharded; nothing is changed then.
         PeerMismatchError: if the ranks hold different weights; nothing is changed then.
     """
     config = config or EtpConfig()
@@ -71,6 +81,8 @@ def shard_module(
     _replace(module, sites, layouts, etp_group, expert_group)
     runtime.adopt(module)
     _register_replicated(module, runtime, etp_group, expert_group)
+    members = Membership(module, runtime.replicated.groups.__contains__)
+    runtime.keep(module.register_forward_pre_hook(members.check))
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
 
@@ -124,6 +136,8 @@ def _check(
     check_peers_agree({n: p for n, p in plain.items() if n not in experts}, etp_group, "shard_module")
     if experts:
         check_peers_agree({n: p for n, p in plain.items() if n in experts}, expert_group, "shard_module")
+    for name, param in plain.items():
+        _refuse_cut_before(name, param)
     layouts: dict[int, ShardLayout] = {}
     for site in sites:
         size = dist.get_world_size(expert_group if site.grouped else etp_group)
@@ -134,6 +148,16 @@ def _check(
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
     return layouts
+
+
+def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
+    reference = getattr(param, _SHARD, None)
+    shard = None if reference is None else reference()
+    if shard is not None:
+        raise ValueError(
+            f"{name} shared its weight with {shard.fqn}, which an earlier call of etp.shard_module has sharded without "
+            "it; pass a module that contains both"
+        )
 
 
 def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter:
@@ -171,6 +195,7 @@ def _replace(
                 # Attributes that users have set on the parameter, such as flags for the optimizer, are kept.
                 fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
                 done[id(param)] = (param, fresh[-1])
+                setattr(param, _SHARD, weakref.ref(fresh[-1]))
         if fresh:
             WeightGroup(fresh, group)
     # In all modules, not only at the sites: a user-defined module may share one of these weights.

@@ -1,0 +1,87 @@
+"""Checks, at each forward pass of a sharded module, that it still consists of the parameters that were sharded.
+
+A parameter that is added or replaced later is in no runtime: its gradient would not be combined over the ranks, which
+would drift apart without an error. The check costs a few comparisons of addresses per submodule.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from etp.errors import EtpStateError
+from etp.param import ETPShardedParam
+
+
+class Membership:
+    """The parameters and submodules of a sharded module, as they were when it was sharded.
+
+    Args:
+        root: the module.
+        is_combined: whether a parameter that is no shard has its gradient combined over its group.
+    """
+
+    def __init__(self, root: nn.Module, is_combined: Callable[[nn.Parameter], bool]) -> None:
+        self._is_combined = is_combined
+        self._shards = [
+            (owner, name, param)
+            for owner in root.modules()
+            for name, param in owner._parameters.items()
+            if isinstance(param, ETPShardedParam)
+        ]
+        self._known: list[tuple[Mapping[str, Any], list[Any]]] = []
+        self._note(root)
+
+    def _note(self, root: nn.Module) -> None:
+        members = (members for module in root.modules() for members in (module._parameters, module._modules))
+        self._known = [(each, list(each.values())) for each in members]
+
+    def check(self, root: nn.Module, args: Any) -> None:
+        """Compare with what ``root`` consists of now; a forward pre-hook.
+
+        Raises:
+            EtpStateError: if a shard was replaced, a trained parameter was added, or ``root`` is inside of
+                ``DistributedDataParallel``.
+        """
+        del args
+        self._refuse_ddp()
+        if all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._known):
+            return
+        self._refuse_replaced(root)
+        self._refuse_added(root)
+        self._note(root)
+
+    def _refuse_ddp(self) -> None:
+        outer = DistributedDataParallel._get_active_ddp_module()
+        if outer is None:
+            return
+        shard = next((param for param in outer._module_parameters if isinstance(param, ETPShardedParam)), None)
+        if shard is not None:
+            raise EtpStateError(
+                f"DistributedDataParallel has broadcast one rank's shard of {shard.fqn} to the others and would not "
+                "see its gradient; build the model again and leave DistributedDataParallel out: etp.shard_module "
+                "combines all gradients over its group"
+            )
+
+    def _refuse_replaced(self, root: nn.Module) -> None:
+        present = set(root.modules())
+        for owner, name, param in self._shards:
+            held = owner._parameters.get(name)
+            if owner in present and not isinstance(held, ETPShardedParam):
+                by = "nothing" if held is None else f"a {type(held).__name__} of shape {tuple(held.shape)}"
+                raise EtpStateError(
+                    f"{param.fqn}, a shard, has been replaced by {by} in its module, where it must stay. "
+                    "Parametrizations, pruning, fully_shard and torch.func.functional_call do this"
+                )
+
+    def _refuse_added(self, root: nn.Module) -> None:
+        for name, param in root.named_parameters():
+            if param.requires_grad and not isinstance(param, ETPShardedParam) and not self._is_combined(param):
+                raise EtpStateError(
+                    f"{name} was added after etp.shard_module, so its gradient would not be combined over the ranks; "
+                    "call etp.shard_module again, with the same values on all ranks, and then build the optimizer"
+                )
