@@ -1,0 +1,210 @@
+"""Bodies: what a plain PyTorch user may do to a sharded model by habit, and would silently change its numbers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+import etp
+from tests.multiproc.models import Tiny, batch, loss_of
+from tests.support.launch import device
+
+ROWS = 16
+"""All of them on rank 0: there, a shard has the very shape of its weight, and no shape error tells."""
+
+
+def _layer() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(8, ROWS, bias=False)).to(device())
+
+
+def _inputs(rank: int) -> torch.Tensor:
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)).to(device())
+
+
+def _answers(attempts: dict[str, Callable[[], Any]], errors: tuple[type[Exception], ...]) -> dict[str, str]:
+    answers = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except errors as error:
+            answers[name] = str(error)
+        else:
+            answers[name] = "no error"
+    return answers
+
+
+def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, str]]:
+    """What functions of a shard in place of its weight are answered, and functions that would draw it anew."""
+    model = _layer()
+    etp.shard_module(model, dist.group.WORLD)
+    weight, x = model[0].weight, _inputs(rank)
+    before = etp.full_state_dict(model)
+    first = torch.zeros(1, dtype=torch.long, device=device())
+    wrong: dict[str, Callable[[], Any]] = {
+        "transpose": lambda: x @ weight.transpose(0, 1),
+        "permute": lambda: x @ torch.permute(weight, (1, 0)),
+        "H": lambda: x @ weight.H,
+        "mH": lambda: x @ weight.mH,
+        "__getitem__": lambda: weight[first],
+        "__setitem__": lambda: weight.__setitem__(0, 0.0),
+        "index_select": lambda: weight.index_select(0, first),
+        "chunk": lambda: weight.chunk(2),
+        "unbind": lambda: list(weight),
+        "unsqueeze": lambda: F.conv1d(x.unsqueeze(-1), weight.unsqueeze(-1)),
+        "tensordot": lambda: torch.tensordot(x, weight, dims=([1], [1])),
+        "inner": lambda: torch.inner(x, weight),
+        "addmm": lambda: x.new_zeros(ROWS, 3).addmm(weight, x.t()),
+        "cosine_similarity": lambda: F.cosine_similarity(x[:, None], weight, dim=-1),
+        "linalg_multi_dot": lambda: torch.linalg.multi_dot([weight, x.t()]),
+    }
+    drawn: dict[str, Callable[[], Any]] = {
+        "normal_": lambda: nn.init.normal_(weight),
+        "uniform_": lambda: nn.init.xavier_uniform_(weight),
+        "kaiming_uniform_": lambda: cast("nn.Linear", model[0]).reset_parameters(),
+        "eye": lambda: nn.init.eye_(weight),
+    }
+    with torch.no_grad():
+        answers = _answers(wrong, (TypeError,)), _answers(drawn, (TypeError,))
+    assert torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
+    return answers
+
+
+def second_derivatives(rank: int, world_size: int) -> dict[str, str]:
+    """A gradient penalty on a linear output, where autograd alone would drop the penalty's part without an error."""
+    answers = {}
+    for name in ("linear", "grouped"):
+        torch.manual_seed(5)
+        where: Any = {"etp_group": dist.group.WORLD, "device": device(), "bias": False}
+        layer = etp.Linear(8, 5, **where) if name == "linear" else etp.GroupedLinear(1, 8, 5, **where)
+        x = _inputs(rank).requires_grad_()
+        for _ in range(2):
+            y = layer(x) if name == "linear" else layer(x, [3])
+            try:
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+            except RuntimeError as error:
+                answers[name] = str(error)
+            y = layer(x) if name == "linear" else layer(x, [3])
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert grad.abs().sum() > 0
+    return answers
+
+
+def returned_gradients(rank: int, world_size: int) -> None:
+    """torch.autograd.grad of replicated parameters returns the mean over the ranks, as it does for shards."""
+    torch.manual_seed(6)
+    model = Tiny(tied=True).to(device())
+    plain = copy.deepcopy(model)
+    etp.shard_module(model, dist.group.WORLD)
+    for step in range(3):
+        names = [name for name, param in model.named_parameters() if not isinstance(param, etp.ETPShardedParam)]
+        own, whole = dict(model.named_parameters()), dict(plain.named_parameters())
+        tokens, targets = batch(step, rank, device())
+        got = torch.autograd.grad(loss_of(model(tokens), targets), [own[name] for name in names])
+        each = []
+        for peer in range(world_size):
+            tokens, targets = batch(step, peer, device())
+            each.append(torch.autograd.grad(loss_of(plain(tokens), targets), [whole[name] for name in names]))
+        assert len(names) > 4
+        for name, mine, *theirs in zip(names, got, *each, strict=True):
+            assert torch.equal(mine, sum(theirs) / world_size), (step, name)
+            assert own[name].grad is None
+
+
+def changed_members(rank: int, world_size: int) -> dict[str, str]:
+    """Forward passes of a model that has lost a shard, or gained a parameter, since it was sharded."""
+
+    def pruned(model: nn.Sequential) -> nn.Module:
+        prune.l1_unstructured(model[0], "weight", amount=0.3)
+        return model
+
+    def reassigned(model: nn.Sequential) -> nn.Module:
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        return model
+
+    def grown(model: nn.Sequential) -> nn.Module:
+        model.append(nn.Linear(ROWS, 2, device=device()))
+        return model
+
+    changes: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+        "pruned": pruned,
+        "reassigned": reassigned,
+        "grown": grown,
+        "ddp": nn.parallel.DistributedDataParallel,
+    }
+    answers: dict[str, str] = {}
+    for name, change in changes.items():
+        model = _layer()
+        etp.shard_module(model, dist.group.WORLD)
+        model(_inputs(rank))
+        changed = change(model)
+        answers |= _answers({name: partial(changed, _inputs(rank))}, (etp.EtpStateError,))
+    return answers
+
+
+def allowed_changes(rank: int, world_size: int) -> None:
+    """A frozen addition, a removed layer, a conversion, and an addition that is sharded as well."""
+    model = _layer()
+    etp.shard_module(model, dist.group.WORLD)
+    model.append(nn.Linear(ROWS, 4, device=device()).requires_grad_(False))
+    assert model(_inputs(rank)).shape == (3, 4)
+    model[1] = nn.Identity()
+    assert model.double()(_inputs(rank).double()).dtype is torch.float64
+    torch.manual_seed(8)
+    model[1] = nn.Linear(ROWS, 21, dtype=torch.float64, device=device())
+    plain = copy.deepcopy(model[1])
+    features = model[0](_inputs(rank).double())
+    etp.shard_module(model, dist.group.WORLD)
+    assert torch.equal(model(_inputs(rank).double()), plain(features))
+    model[1] = nn.Identity()
+    assert torch.equal(model(_inputs(rank).double()), features)
+
+
+def tied_across_calls(rank: int, world_size: int) -> str:
+    """Two modules share a weight and are sharded one by one: the tie would be lost."""
+    torch.manual_seed(9)
+    pair = nn.ModuleDict({"table": nn.Embedding(9, 6), "head": nn.Linear(6, 9, bias=False)}).to(device())
+    pair["head"].weight = pair["table"].weight
+    etp.shard_module(pair["table"], dist.group.WORLD)
+    return _answers({"head": lambda: etp.shard_module(pair["head"], dist.group.WORLD)}, (ValueError,))["head"]
+
+
+def states_of_other_ranks(rank: int, world_size: int) -> dict[str, str]:
+    """Loads shards of rank 0, full weights, and shards with assign=True; only the rank's own state is loaded."""
+    torch.manual_seed(10)
+    model = Tiny(tied=True).to(device())
+    whole = {name: value.clone() + 1.0 for name, value in model.state_dict().items()}
+    etp.shard_module(model, dist.group.WORLD)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    own = torch.load(file, weights_only=True)
+    files = [file.getvalue()]
+    dist.broadcast_object_list(files, src=0)
+    before = etp.full_state_dict(model)
+    attempts: dict[str, Callable[[], Any]] = {
+        "rank 0": lambda: model.load_state_dict(torch.load(io.BytesIO(files[0]), weights_only=True)),
+        "whole": lambda: model.load_state_dict(whole),
+        "whole, not strict": lambda: model.load_state_dict(whole, strict=False),
+        "assign": lambda: model.load_state_dict(own, assign=True),
+    }
+    answers = _answers(attempts, (ValueError,))
+    assert isinstance(model.head.weight, etp.ETPShardedParam)
+    after = etp.full_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(own)
+    after = etp.full_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return answers

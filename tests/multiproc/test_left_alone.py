@@ -1,0 +1,59 @@
+"""Habits of plain PyTorch that would silently change a sharded model's numbers are refused, and by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc import bodies_left_alone as bodies
+from tests.support.launch import run_distributed
+
+pytestmark = pytest.mark.multiproc
+
+
+def test_functions_that_need_the_whole_weight_are_refused() -> None:
+    for rank, (wrong, drawn) in enumerate(run_distributed(bodies.functions_of_a_shard, 2)):
+        place = f"ETPShardedParam(0.weight: rows {16 * rank}:16 of (16, 8), shard {rank} of 2"
+        for name, message in wrong.items():
+            where = "a shard inside a list" if name == "linalg_multi_dot" else place
+            assert message.startswith(f"{name} on {where}"), (name, message)
+            assert "param.full_tensor(), or param.local_shard()" in message
+        for name, message in drawn.items():
+            assert message.startswith(f"{name} on {place}"), (name, message)
+            assert "Initialise before etp.shard_module" in message
+
+
+@pytest.mark.plain_layers
+def test_second_derivatives_are_refused_and_the_next_pass_is_clean() -> None:
+    for answers in run_distributed(bodies.second_derivatives, 2):
+        assert answers["linear"].startswith("create_graph=True with the sharded weight weight, whose gradient")
+        assert answers["grouped"].startswith("create_graph=True with the sharded weight weight0, whose gradient")
+
+
+def test_autograd_grad_returns_means_of_replicated_parameters() -> None:
+    run_distributed(bodies.returned_gradients, 2)
+
+
+def test_a_forward_pass_sees_that_parameters_were_replaced_or_added() -> None:
+    for answers in run_distributed(bodies.changed_members, 2):
+        assert answers["pruned"].startswith("0.weight, a shard, has been replaced by nothing in its module")
+        assert answers["reassigned"].startswith("0.weight, a shard, has been replaced by a Parameter of shape (16, 8)")
+        assert answers["grown"].startswith("1.weight was added after etp.shard_module")
+        assert answers["ddp"].startswith("DistributedDataParallel has broadcast one rank's shard of 0.weight")
+
+
+def test_changes_without_harm_are_allowed() -> None:
+    run_distributed(bodies.allowed_changes, 2)
+
+
+def test_a_tie_across_calls_is_refused() -> None:
+    for message in run_distributed(bodies.tied_across_calls, 2):
+        assert message.startswith("weight shared its weight with weight, which an earlier call of etp.shard_module")
+
+
+def test_only_a_ranks_own_shards_are_loaded() -> None:
+    for rank, answers in enumerate(run_distributed(bodies.states_of_other_ranks, 2)):
+        other = "embedding.weight: the state holds shard 0 of 2 of a weight of 23 rows, and this rank needs shard 1"
+        assert answers["rank 0"].startswith(other if rank else "no error")
+        for name in ("whole", "whole, not strict"):
+            assert answers[name].startswith("embedding.weight: the state holds the full weight of shape (23, 12)")
+        assert answers["assign"].startswith("embedding.weight: load_state_dict with assign=True")
