@@ -178,6 +178,12 @@ def tied_across_calls(rank: int, world_size: int) -> str:
     return _answers({"head": lambda: etp.shard_module(pair["head"], dist.group.WORLD)}, (ValueError,))["head"]
 
 
+def on_the_meta_device(rank: int, world_size: int) -> str:
+    """A model without values."""
+    model = nn.Sequential(nn.Linear(8, ROWS, device="meta"))
+    return _answers({"meta": lambda: etp.shard_module(model, dist.group.WORLD)}, (ValueError,))["meta"]
+
+
 def states_of_other_ranks(rank: int, world_size: int) -> dict[str, str]:
     """Loads shards of rank 0, full weights, and shards with assign=True; only the rank's own state is loaded."""
     torch.manual_seed(10)

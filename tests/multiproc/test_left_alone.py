@@ -50,6 +50,11 @@ def test_a_tie_across_calls_is_refused() -> None:
         assert message.startswith("weight shared its weight with weight, which an earlier call of etp.shard_module")
 
 
+def test_a_model_without_values_is_refused() -> None:
+    for message in run_distributed(bodies.on_the_meta_device, 2):
+        assert message.startswith("0.weight is on the meta device")
+
+
 def test_only_a_ranks_own_shards_are_loaded() -> None:
     for rank, answers in enumerate(run_distributed(bodies.states_of_other_ranks, 2)):
         other = "embedding.weight: the state holds shard 0 of 2 of a weight of 23 rows, and this rank needs shard 1"

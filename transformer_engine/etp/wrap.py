@@ -132,6 +132,9 @@ def _check(
     """Validate everything before the first weight is sharded. Returns layouts by ``id`` of the parameter."""
     # First, on all ranks together: a rank that raised alone would leave its peers waiting for it.
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
+    for name, param in plain.items():
+        if param.is_meta:
+            raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
     experts = {name for site in sites if site.grouped for name in site.full_names()}
     check_peers_agree({n: p for n, p in plain.items() if n not in experts}, etp_group, "shard_module")
     if experts:
