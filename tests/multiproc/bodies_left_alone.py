@@ -135,7 +135,12 @@ def changed_members(rank: int, world_size: int) -> dict[str, str]:
         model.append(nn.Linear(ROWS, 2, device=device()))
         return model
 
+    def adapted(model: nn.Sequential) -> nn.Module:
+        model[0].add_module("adapter", nn.Linear(8, 2, bias=False, device=device()))
+        return model
+
     changes: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+        "adapted": adapted,
         "pruned": pruned,
         "reassigned": reassigned,
         "grown": grown,

@@ -6,8 +6,7 @@ would drift apart without an error. The check costs a few comparisons of address
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -27,18 +26,18 @@ class Membership:
 
     def __init__(self, root: nn.Module, is_combined: Callable[[nn.Parameter], bool]) -> None:
         self._is_combined = is_combined
+        self._note(root)
+
+    def _note(self, root: nn.Module) -> None:
         self._shards = [
             (owner, name, param)
             for owner in root.modules()
             for name, param in owner._parameters.items()
             if isinstance(param, ETPShardedParam)
         ]
-        self._known: list[tuple[Mapping[str, Any], list[Any]]] = []
-        self._note(root)
-
-    def _note(self, root: nn.Module) -> None:
         members = (members for module in root.modules() for members in (module._parameters, module._modules))
-        self._known = [(each, list(each.values())) for each in members]
+        # The objects themselves too: an address may be used again as soon as its object is gone.
+        self._known = [(each, list(each.values()), [*map(id, each.values())]) for each in members]
 
     def check(self, root: nn.Module, args: Any) -> None:
         """Compare with what ``root`` consists of now; a forward pre-hook.
@@ -49,7 +48,7 @@ class Membership:
         """
         del args
         self._refuse_ddp()
-        if all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._known):
+        if all([*map(id, now.values())] == then for now, _, then in self._known):
             return
         self._refuse_replaced(root)
         self._refuse_added(root)
