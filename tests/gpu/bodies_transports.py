@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.config import EtpConfig
 from etp.errors import StaleWeightError
+from etp.streams import Lane
 from tests.support.launch import device
 
 
@@ -84,3 +86,21 @@ def unpublished_is_refused(rank: int, world_size: int) -> str:
     except StaleWeightError as error:
         return str(error)
     return ""
+
+
+def reductions_of_different_weights(rank: int, world_size: int) -> None:
+    """Two reductions alike, then each rank reduces a weight of its own; ends with the process."""
+    group = dist.group.WORLD
+    assert group is not None
+    engine = CopyEngineTransport(group, device(), timeout_s=3.0)
+    lane = Lane(device())
+    for step, name in enumerate(("w", "v", f"only_on_{rank}")):
+        wgrad = torch.full((4 * world_size, 8), step + 1.0, device=device())
+        sink = GradSink(torch.zeros(4, 8, device=device()), accumulate=True)
+        label = f"reduce-scatter of {name}'s gradient"
+        lane.start(partial(engine.reduce_scatter, [wgrad], [sink], 1, label)).wait()
+        if step < 2:
+            torch.cuda.synchronize()
+            assert bool((sink.tensor == world_size * (step + 1.0)).all())
+    torch.cuda.synchronize()
+    raise AssertionError("the gradients of different weights were added up")

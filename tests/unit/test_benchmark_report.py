@@ -160,12 +160,22 @@ def test_tables_of_committed_results_can_be_made() -> None:
     assert all(row.ratio == row.eager_ratio == 1.0 for row in rows(reports) if row.system == "none")
 
 
+_BIG = ("etp_c10d", "etp_copy_engine", "fsdp2", "megatron_fsdp", "none", "tp", "upstream_gtp")
+
+
 @pytest.mark.parametrize(
     ("made", "names"),
     [
         ("h200x4.md", ("h200x4-etp.json", "h200x4-others.json", "h200x4-small.json")),
         ("h200x4-first.md", ("h200x4-first-etp.json", "h200x4-first-others.json")),
         ("h200x2.md", ("h200x2-etp.json", "h200x2-others.json")),
+        (
+            "h200x2-sizes.md",
+            (
+                *("h200x2-small-etp.json", "h200x2-small-others.json"),
+                *(f"h200x2-big/{name}.json" for name in _BIG),
+            ),
+        ),
     ],
 )
 def test_committed_tables_are_of_committed_results(made: str, names: tuple[str, ...]) -> None:

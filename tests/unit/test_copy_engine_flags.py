@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,12 +28,20 @@ _APART = 1 << 40
 """Between the memories of two ranks."""
 
 
+class Operation(NamedTuple):
+    """What a stream does: takes or raises flags of a value, or anything else."""
+
+    kind: str
+    addresses: tuple[int, ...] = ()
+    value: int = 0
+
+
 @dataclass
 class Rank:
     """What one rank has enqueued, and its allocations."""
 
     number: int
-    program: deque[tuple[str, tuple[int, ...]]] = field(default_factory=deque)
+    program: deque[Operation] = field(default_factory=deque)
     used: int = 1024
 
 
@@ -51,17 +59,16 @@ class Machine:
     def run(self, order: random.Random) -> None:
         """Run all programs to their ends, in a random order of ranks."""
         while any(rank.program for rank in self.ranks):
-            ready = [rank for rank in self.ranks if rank.program and self._may_run(*rank.program[0])]
+            ready = [rank for rank in self.ranks if rank.program and self._may_run(rank.program[0])]
             assert ready, f"all wait: {[rank.program[0] for rank in self.ranks if rank.program]}"
-            kind, addresses = order.choice(ready).program.popleft()
-            for address in addresses:
-                if kind == "raise":
+            operation = order.choice(ready).program.popleft()
+            for address in operation.addresses:
+                if operation.kind == "raise":
                     assert self.words.get(address, 0) == 0, f"the flag at {address:#x} is raised twice"
-                if kind != "other":
-                    self.words[address] = int(kind == "raise")
+                self.words[address] = operation.value if operation.kind == "raise" else 0
 
-    def _may_run(self, kind: str, addresses: tuple[int, ...]) -> bool:
-        return kind != "take" or all(self.words.get(address, 0) == 1 for address in addresses)
+    def _may_run(self, operation: Operation) -> bool:
+        return operation.kind != "take" or all(self.words.get(a, 0) == operation.value for a in operation.addresses)
 
 
 class _Driver:
@@ -72,9 +79,9 @@ class _Driver:
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         del destination, source, nbytes, stream
-        self._machine.me().program.append(("other", ()))
+        self._machine.me().program.append(Operation("other"))
 
-    def enqueue(self, operations: tuple[str, tuple[int, ...]], stream: int) -> None:
+    def enqueue(self, operations: Operation, stream: int) -> None:
         del stream
         self._machine.me().program.append(operations)
 
@@ -86,12 +93,12 @@ class _Operations:
     """What :class:`_Driver` records of flags that are taken or raised."""
 
     @staticmethod
-    def take_flags(addresses: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        return "take", tuple(addresses)
+    def take_flags(addresses: Sequence[int], value: int) -> Operation:
+        return Operation("take", tuple(addresses), value)
 
     @staticmethod
-    def raise_flags(addresses: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        return "raise", tuple(addresses)
+    def raise_flags(addresses: Sequence[int], value: int) -> Operation:
+        return Operation("raise", tuple(addresses), value)
 
 
 class _Buffer:
@@ -167,6 +174,23 @@ def test_a_shard_that_was_not_published_is_refused_before_anything_is_copied() -
         ):
             transports[1].all_gather([torch.zeros(6, 4)] * 2, [published, other], "gather of w")
         assert list(machine.me().program) == before
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(2, 5), other=st.integers(0, 4), before=st.integers(0, 3), seed=st.integers(0, 2**32 - 1))
+def test_ranks_that_reduce_different_weights_wait_for_each_other(size: int, other: int, before: int, seed: int) -> None:
+    """And reach their timeouts, rather than add what belongs to another weight."""
+    with machine_of(size) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            for _ in range(before):
+                _act(transport, "reduce", size)
+            sink = GradSink(torch.zeros(2, 4), accumulate=True)
+            name = "b" if rank == other % size else "a"
+            transport.reduce_scatter([torch.zeros(2 * size, 4)], [sink], size, f"reduce-scatter of {name}'s gradient")
+        with pytest.raises(AssertionError, match="all wait: ") as waiting:
+            machine.run(random.Random(seed))  # noqa: S311
+        assert str(waiting.value).count("kind='take'") == size
 
 
 ACTIONS = st.lists(st.sampled_from(["step", "publish", "reduce"]), min_size=1, max_size=12)

@@ -20,4 +20,4 @@ class EtpCommunicationError(EtpError):
 
 
 class PeerMismatchError(EtpError):
-    """The ranks of a shard group disagree about names, shapes or values of the weights."""
+    """The ranks of a shard group disagree about names, shapes or values of the weights, or the order of their use."""

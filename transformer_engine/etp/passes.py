@@ -103,11 +103,11 @@ class Passes:
         # Without a backward pass or a call of the root, nothing ends a pass: bound the record of visits.
         if self.in_backward or revisits_head or len(forward) > _MOST_VISITS * len(self._groups):
             self.begin_forward()
-        elif forward.seen(group) and self._may_have_backward():
+        elif forward.seen(group) and self.may_have_backward():
             group.used_more_than_once = True
         return forward
 
-    def _may_have_backward(self) -> bool:
+    def may_have_backward(self) -> bool:
         """Whether the current forward pass may be followed by a backward pass: not while evaluating.
 
         Reentrant checkpointing runs its forward without gradients, so the module's mode counts too.
@@ -128,7 +128,7 @@ class Passes:
             self._epoch = self._weights.epoch
             self._sequence.begin_iteration()
         # The next training iteration has no passes of an evaluation.
-        self._in_sequence = self._may_have_backward()
+        self._in_sequence = self.may_have_backward()
         if self._in_sequence:
             self._sequence.begin(self.chain.forward)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives import select_transport
-from etp.collectives.base import GraphableTransport, InPlaceTransport, PublishingTransport, Transport
+from etp.collectives.base import GraphableTransport, InPlaceTransport, OrderedTransport, PublishingTransport, Transport
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.streams import Lane, enqueue
@@ -111,6 +111,21 @@ class Routes:
         """Expect the replays so far of graphs in which ranks wait for each other to end in time."""
         for transport in self._graphable():
             transport.watch_replays()
+
+    def compare_orders(self) -> None:
+        """Find ranks that use other weights than their peers, now or, with streams, at the next call. Collective.
+
+        Raises:
+            PeerMismatchError: on every rank of a process group whose ranks differ.
+        """
+        for route in self._routes.values():
+            transport = route.transport
+            if isinstance(transport, OrderedTransport) and transport.has_order_to_compare:
+                transport.verify_order()
+                # Behind earlier reductions, and beside compute.
+                route.reduce.start(transport.exchange_order, waits=())
+                if route.device.type == "cpu":
+                    transport.verify_order()
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""

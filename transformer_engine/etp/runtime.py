@@ -19,7 +19,7 @@ from etp.cache import BufferCache
 from etp.chain import Chain
 from etp.collectives.base import Transport
 from etp.config import EtpConfig
-from etp.errors import EtpStateError
+from etp.errors import EtpStateError, PeerMismatchError
 from etp.gathers import Gathers
 from etp.grads import WgradPool
 from etp.graphs import Buffers, GraphModes
@@ -170,8 +170,12 @@ class EtpRuntime:
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         # The graph may end here, and a pass that deviated from the learned order may have left a gather in flight.
-        if self._graphs.capture is not None and not inside_backward():
+        if inside_backward():
+            return
+        if self._graphs.capture is not None:
             self._gathers.finish(self.groups)
+        elif not self._passes.may_have_backward():
+            self._compare_orders()
 
     # CUDA graphs: see [Note: graphs] in etp/graphs.py -------------------------------------------------------
 
@@ -329,6 +333,7 @@ class EtpRuntime:
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
             self.finish_reductions()
+            self._compare_orders()
         if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
             # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the
             # last reduction.
@@ -342,7 +347,22 @@ class EtpRuntime:
         self.finish_reductions()
         if self._graphs.capture is not None:
             self.drain()
+        if not self.finish_with_backward:
+            self._compare_orders()
         self._routes.finish_reading()
+
+    def _compare_orders(self) -> None:
+        # What is captured is the order of every replay; it is not recorded.
+        if self._graphs.capture is not None:
+            return
+        try:
+            self._routes.compare_orders()
+        except PeerMismatchError:
+            # What is in the slots is wrong, and ranks that have learned different orders would look ahead differently.
+            self._gathers.finish(self.groups)
+            self.cache.void()
+            self._passes.forget_orders()
+            raise
 
     def watch_replays(self) -> None:
         """End the process if a replay enqueued on the current stream waits for a peer longer than the timeout."""

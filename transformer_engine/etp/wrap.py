@@ -42,9 +42,10 @@ def shard_module(
     ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
     reads their weights directly.
 
-    All ranks must call the same sharded layers in the same order, on batches of any size: a gather pairs with the
-    peers' next gather, whichever weight that is for. Forward passes of ``module`` raise :class:`etp.EtpStateError` if
-    shards were replaced, or trained parameters added, since this call; after adding parameters, call it again.
+    All ranks must call the same sharded layers in the same order, on batches of any size. If they do not,
+    :class:`etp.PeerMismatchError` names the layers when the pass ends (on GPUs, when the next one ends), or the process
+    ends at its timeout. Forward passes of ``module`` raise :class:`etp.EtpStateError` if shards were replaced, or
+    trained parameters added, since this call; after adding parameters, call it again.
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
     after sharding: one that was built before holds the full weights, which the module no longer uses.

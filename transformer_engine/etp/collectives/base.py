@@ -71,6 +71,21 @@ class InPlaceTransport(Protocol):
 
 
 @runtime_checkable
+class OrderedTransport(Protocol):
+    """A transport whose collectives pair with whatever the peers start next; see ``etp/collectives/order.py``."""
+
+    @property
+    def has_order_to_compare(self) -> bool:
+        """Whether there were collectives since the last exchange."""
+
+    def exchange_order(self) -> InFlight:
+        """Tell the peers the order of this rank's collectives since the last exchange. Collective."""
+
+    def verify_order(self) -> None:
+        """Raise PeerMismatchError on all ranks if the orders that were exchanged last differ."""
+
+
+@runtime_checkable
 class GraphableTransport(Protocol):
     """A transport with its own streams and events, which differ inside and outside of a capture."""
 

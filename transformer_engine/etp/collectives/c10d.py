@@ -17,11 +17,12 @@ import torch.distributed as dist
 from etp.collectives.base import GradSink
 from etp.collectives.driver import CudaDriver
 from etp.collectives.failures import reported
+from etp.collectives.order import ORDER_LABEL, CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes
-from etp.streams import InFlight
+from etp.streams import Enqueued, InFlight
 
 # How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. NCCL's own, if it
 # comes first, takes another minute to end the process.
@@ -36,8 +37,9 @@ class C10dTransport:
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
         timeout_s: seconds to wait for a collective; None uses the process group's timeout. With CUDA the host does not
             wait: a collective that takes longer ends the process, as NCCL's own timeout does.
-        device: with a CUDA device, reductions get their own communicator, created here collectively, because NCCL
-            serializes the collectives of one communicator across streams.
+        device: where the weights are; None for collectives whose order need not be compared. With a CUDA device,
+            reductions get their own communicator, created here collectively, because NCCL serializes the collectives of
+            one communicator across streams.
     """
 
     def __init__(
@@ -58,6 +60,9 @@ class C10dTransport:
         if device is not None and device.type == "cuda":
             patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
             self._reduce_group = sibling_group(group, patience_s, device)
+        self._order: CollectiveOrder | None = None
+        if device is not None and self._size > 1:
+            self._order = CollectiveOrder(self._reduce_group, device, timeout_s)
         self._watchdog: Watchdog | None = None
         self._captured = False
         if device is not None and device.type == "cuda" and timeout_s is not None:
@@ -65,6 +70,7 @@ class C10dTransport:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
+        self._record(label)
         with reported(label, self._group):
             works = self._start_all(
                 self._group,
@@ -79,6 +85,7 @@ class C10dTransport:
         self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
     ) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
+        self._record(label)
         if self._fp32_accumulation:
             received = [torch.empty_like(wgrad) for wgrad in wgrads]
             collective: Any = dist.all_to_all_single
@@ -117,15 +124,50 @@ class C10dTransport:
         if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
             self._watchdog.expect(end, f"{label} {self._who}")
 
+    # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
+
+    def _record(self, label: str) -> None:
+        if self._order is not None:
+            self._order.record(label)
+
+    @property
+    def has_order_to_compare(self) -> bool:
+        """See :class:`etp.collectives.base.OrderedTransport`."""
+        return self._order is not None and self._order.has_news
+
+    def exchange_order(self) -> InFlight:
+        """See :class:`etp.collectives.base.OrderedTransport`."""
+        if self._order is not None:
+            self._order.exchange()
+        return _Exchange(self)
+
+    def verify_order(self) -> None:
+        """See :class:`etp.collectives.base.OrderedTransport`."""
+        if self._order is not None:
+            self._order.verify()
+
+    # CUDA graphs ---------------------------------------------------------------------------------------------
+
     def change_mode(self, *, capturing: bool) -> None:
         """A CUDA graph capture begins or has ended; works need no reset."""
         self._captured |= capturing
+        if self._order is not None:
+            self._order.recording = not capturing
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
         if self._captured and self._watchdog is not None:
             device = torch.device("cuda", torch.cuda.current_device())
             self._watchdog.expect_stream(device, f"the replay of a CUDA graph {self._who}")
+
+
+class _Exchange(Enqueued):
+    def __init__(self, transport: C10dTransport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    def expect(self, end: Any) -> None:
+        self._transport.expect(end, ORDER_LABEL)
 
 
 class _Collective:

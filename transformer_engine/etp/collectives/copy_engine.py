@@ -17,10 +17,12 @@ place in the ring is free again. Places are used in turn, so a rank may send red
 s - 1.
 
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. ARRIVED of a place is raised again only behind
-that place's FREE, and the other way round. READERS_DONE and PUBLISHED are exchanged by all ranks in turn: whoever
-raises one has seen all others raise the other since. All flags are down between two calls but those of free places.
-All of a reduction is on one stream, its sends before its waits, and what a wait needs from a peer comes after nothing
-but earlier reductions there; the exchanges around a publication come after all reductions so far.
+that place's FREE, and the other way round. It is raised with a number of the weight: ranks that reduce different
+weights do not add one to the other, but wait until their timeout. (Gathers go by addresses and need no common order.)
+READERS_DONE and PUBLISHED are exchanged by all ranks in turn: whoever raises one has seen all others raise the other
+since. All flags are down between two calls but those of free places. All of a reduction is on one stream, its sends
+before its waits, and what a wait needs from a peer comes after nothing but earlier reductions there; the exchanges
+around a publication come after all reductions so far.
 
 [Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if
 it has run outside of one before, because no memory is allocated inside a capture. Memory that a graph refers to is
@@ -29,6 +31,7 @@ never freed.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -242,8 +245,9 @@ class CopyEngineTransport:
             for wgrad, chunk, offset in zip(wgrads, chunks, offsets[:-1], strict=True):
                 target = ring.addresses[peer] + place + offset + row * chunk
                 self._driver.copy(target, wgrad.data_ptr() + peer * chunk, chunk, stream)
-        self._signals.send(_Channel.ARRIVED + number, stream)
-        self._signals.receive(_Channel.ARRIVED + number, stream)
+        purpose = _purpose(label)
+        self._signals.send(_Channel.ARRIVED + number, stream, purpose)
+        self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
         for wgrad, sink, offset in zip(wgrads, sinks, offsets[:-1], strict=True):
             numel = wgrad.numel() // self._size
             parts = ring.view(place + offset, (self._size - 1) * numel, wgrad.dtype)
@@ -290,6 +294,11 @@ class CopyEngineTransport:
         # Nothing runs while a graph is captured; watch_replays covers replays.
         if not self._capturing:
             self._watchdog.expect(end, f"{label} {self._who}")
+
+
+def _purpose(label: str) -> int:
+    """A number of 32 bits that tells collectives apart; never 0."""
+    return zlib.crc32(label.encode()) or 1
 
 
 def _home(buffers: Sequence[SymmetricBuffer], address: int) -> tuple[SymmetricBuffer, int] | None:

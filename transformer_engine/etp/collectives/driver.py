@@ -45,15 +45,15 @@ class MemoryOperations:
         self.address = ctypes.addressof(self._batch)
 
     @classmethod
-    def take_flags(cls, addresses: Sequence[int]) -> Self:
-        """Wait until the word at each of this device's ``addresses`` is 1, and set all of them to 0 then."""
-        waits = [(_WAIT_VALUE_32, address, 1, _WAIT_UNTIL_EQUAL) for address in addresses]
+    def take_flags(cls, addresses: Sequence[int], value: int) -> Self:
+        """Wait until the word at each of this device's ``addresses`` is ``value``, and set all of them to 0 then."""
+        waits = [(_WAIT_VALUE_32, address, value, _WAIT_UNTIL_EQUAL) for address in addresses]
         return cls([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)])
 
     @classmethod
-    def raise_flags(cls, addresses: Sequence[int]) -> Self:
-        """Write 1 to each address, own or peer's, once all that the stream did before is visible."""
-        return cls([(_WRITE_VALUE_32, address, 1, 0) for address in addresses])
+    def raise_flags(cls, addresses: Sequence[int], value: int) -> Self:
+        """Write ``value`` to each address, own or peer's, once all that the stream did before is visible."""
+        return cls([(_WRITE_VALUE_32, address, value, 0) for address in addresses])
 
 
 class CudaDriver:

@@ -20,6 +20,8 @@ DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Makes torch accept ranks whose devices have the same index, as when each process sees only its own GPU."""
 
 _WORD = 4
+RAISED = 1
+"""A flag's value where it can have one purpose only."""
 
 
 class SymmetricBuffer:
@@ -86,6 +88,9 @@ class Signals:
     cycle even if the device runs all streams one after the other (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or a graph's
     branches in any order that its edges allow.
 
+    A flag is raised with the number of what it is for, and whoever takes it waits for that number. A rank that is at
+    something else than its peer therefore waits until its timeout, rather than take what was sent for another purpose.
+
     Args:
         group: the ranks.
         channels: how many independent sets of flags there are.
@@ -102,23 +107,32 @@ class Signals:
         self._buffer = SymmetricBuffer(group, channels * size * _WORD, device)
         for channel in raised:
             # No peer raises one of these before this rank has raised another for it.
-            self._buffer.view(channel * size * _WORD, size, torch.int32).fill_(1)
+            self._buffer.view(channel * size * _WORD, size, torch.int32).fill_(RAISED)
         torch.cuda.synchronize(device)
         peers = [peer for peer in range(size) if peer != rank]
         addresses = self._buffer.addresses
-        self._raise = [
-            MemoryOperations.raise_flags([addresses[p] + (c * size + rank) * _WORD for p in peers])
-            for c in range(channels)
-        ]
-        self._take = [
-            MemoryOperations.take_flags([addresses[rank] + (c * size + p) * _WORD for p in peers])
-            for c in range(channels)
-        ]
+        self._theirs = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
+        self._own = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
+        # Made once each: a training has a few for every weight.
+        self._raise: dict[tuple[int, int], MemoryOperations] = {}
+        self._take: dict[tuple[int, int], MemoryOperations] = {}
 
-    def send(self, channel: int, stream: int) -> None:
-        """Raise this rank's flag at all peers once ``stream`` has done what it was given so far."""
-        self._driver.enqueue(self._raise[channel], stream)
+    def send(self, channel: int, stream: int, purpose: int = RAISED) -> None:
+        """Raise this rank's flag at all peers once ``stream`` has done what it was given so far.
 
-    def receive(self, channel: int, stream: int) -> None:
-        """Hold ``stream`` until every peer has raised its flag, and lower them."""
-        self._driver.enqueue(self._take[channel], stream)
+        Args:
+            channel: which flag.
+            stream: a CUDA stream's handle.
+            purpose: a number of 32 bits other than 0.
+        """
+        key = channel, purpose
+        if key not in self._raise:
+            self._raise[key] = MemoryOperations.raise_flags(self._theirs[channel], purpose)
+        self._driver.enqueue(self._raise[key], stream)
+
+    def receive(self, channel: int, stream: int, purpose: int = RAISED) -> None:
+        """Hold ``stream`` until every peer has raised its flag for the same ``purpose``, and lower them."""
+        key = channel, purpose
+        if key not in self._take:
+            self._take[key] = MemoryOperations.take_flags(self._own[channel], purpose)
+        self._driver.enqueue(self._take[key], stream)

@@ -1,0 +1,129 @@
+"""Bodies: ranks that do not use the same sharded layers in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from tests.support.launch import device, on_gpus
+
+SIDE = 16
+
+
+class Switched(nn.Module):
+    """Layers of one shape, called in an order that the caller sets."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(layers))
+        self.order: Sequence[int] = range(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through the layers in order."""
+        for layer in self.order:
+            x = torch.tanh(self.layers[layer](x))
+        return x
+
+
+def _model(layers: int = 4, **options: object) -> tuple[Switched, nn.Module]:
+    """A sharded model, and the unsharded one."""
+    torch.manual_seed(3)
+    model, whole = Switched(layers).to(device()), Switched(layers).to(device())
+    whole.load_state_dict(model.state_dict())
+    config = etp.EtpConfig(transport="c10d", **options)  # type: ignore[arg-type]
+    etp.shard_module(model, dist.group.WORLD, config=config)
+    return model, whole
+
+
+def _pass(model: Switched, order: Sequence[int], *, training: bool) -> torch.Tensor:
+    model.order = order
+    model.train(training)
+    x = torch.randn(3, SIDE, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+    with torch.set_grad_enabled(training):
+        out = model(x)
+    if training:
+        out.square().sum().backward()
+    return out.detach()
+
+
+def orders_that_differ(
+    rank: int, world_size: int, orders: Sequence[Sequence[int]], training: bool, options: dict[str, object]
+) -> tuple[str, bool]:
+    """Two passes alike, one in ``orders[rank]``, then alike again.
+
+    Returns:
+        what was raised, and whether the model is right afterwards.
+    """
+    model, whole = _model(**options)
+    every = range(len(model.layers))
+    for _ in range(2):
+        _pass(model, every, training=training)
+    try:
+        _pass(model, orders[rank % len(orders)], training=training)
+        if on_gpus():
+            # The host reads the answer at the end of the next pass.
+            _pass(model, every, training=training)
+        raised = "no error"
+    except etp.PeerMismatchError as error:
+        raised = str(error)
+    model.zero_grad()
+    again = _pass(model, every, training=training)
+    return raised, torch.equal(again, _pass(cast("Switched", whole), every, training=False))
+
+
+def uneven_numbers(rank: int, world_size: int) -> tuple[str, bool]:
+    """A rank leaves the order that both have learned, after the next layer was gathered ahead. Not for gloo."""
+    model, _ = _model()
+    for _ in range(2):
+        _pass(model, range(4), training=True)
+    try:
+        for order in ((0, 1, 2, 3) if rank == 0 else (0, 2, 1, 3), range(4), range(4)):
+            _pass(model, order, training=True)
+    except etp.PeerMismatchError as error:
+        return str(error), False
+    return "no error", False
+
+
+def orders_of_microbatches(rank: int, world_size: int) -> str:
+    """Gradients that are only added up for a while: the difference is found when each backward pass ends."""
+    model, _ = _model(reduce_once_per_iteration=True, prefetch_depth=0)
+    _pass(model, range(4), training=True)
+    try:
+        _pass(model, (0, 1, 2, 3) if rank == 0 else (0, 2, 1, 3), training=True)
+        if on_gpus():
+            _pass(model, range(4), training=True)
+    except etp.PeerMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def exchanges_of_a_run(rank: int, world_size: int) -> list[int]:
+    """How many exchanges each of these takes: a training pass, an evaluation, a forward pass without a backward one."""
+    from etp.collectives.order import CollectiveOrder
+
+    model, _ = _model()
+    counts = []
+    exchange = CollectiveOrder.exchange
+    calls: list[None] = []
+
+    def counted(self: CollectiveOrder) -> None:
+        calls.append(None)
+        exchange(self)
+
+    CollectiveOrder.exchange = counted  # type: ignore[method-assign]
+    try:
+        for training in (True, False):
+            _pass(model, range(4), training=training)
+            counts.append(len(calls))
+            calls.clear()
+        model.train()
+        model(torch.randn(3, SIDE, device=device()))
+        counts.append(len(calls))
+    finally:
+        CollectiveOrder.exchange = exchange  # type: ignore[method-assign]
+    return counts

@@ -1,0 +1,164 @@
+"""Finds ranks whose collectives differ, where each pairs with whatever its peers start next.
+
+[Note: order] A collective of NCCL or gloo knows its group and its size, not its weight. If one rank skips a layer that
+its peers visit, its next gather of the same size pairs with theirs: every rank gets a plausible weight, made of parts
+of two. So each rank keeps a digest of the names of its collectives, and the ranks exchange their digests at the end of
+a pass. Without streams, a difference raises there. With streams, the host would have to wait for the device; it reads
+the answer when the next pass ends. What a CUDA graph replays is not recorded, because its order cannot change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp.collectives.failures import reported
+from etp.collectives.works import WorkLine, free_bytes
+from etp.errors import PeerMismatchError
+
+logger = logging.getLogger(__name__)
+
+ORDER_LABEL = "exchange of the order of collectives"
+"""Names it in messages."""
+
+# Names kept for the message: those of any usual pass, and a bound where no pass ever ends.
+_MOST_NAMES = 4096
+_WORDS = 2
+# For names, through the process group's store. Ranks come to the same point, but not at the same time.
+_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the ranks sent each other.
+
+    Attributes:
+        words: ``[ranks, 2]`` int64 on the host: a digest, and how many collectives it is of.
+        arrived: an event after which they are there; None if they are.
+        names: of this rank's collectives, the latest ones.
+        count: how many there were.
+    """
+
+    words: torch.Tensor
+    arrived: Any
+    names: Sequence[str]
+    count: int
+
+
+class CollectiveOrder:
+    """The order of one rank's collectives in a group.
+
+    Args:
+        group: the ranks that compare theirs.
+        device: where the group's backend needs what it sends.
+        timeout_s: seconds to wait for peers; None takes the process group's own timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float | None) -> None:
+        self.recording = True
+        """Whether collectives are recorded: not while a CUDA graph is captured."""
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._device = device
+        self._timeout_s = timeout_s
+        self._line = WorkLine()
+        self._digest = hashlib.sha256()
+        self._names: deque[str] = deque(maxlen=_MOST_NAMES)
+        self._count = 0
+        self._answer: _Answer | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there were collectives since the last exchange; the same on all ranks that run the same ones."""
+        return self._count > 0
+
+    def record(self, name: str) -> None:
+        """Note that a collective is started now."""
+        if self.recording:
+            self._digest.update(name.encode() + b"\n")
+            self._names.append(name)
+            self._count += 1
+
+    def exchange(self) -> None:
+        """Send the digest of what was recorded, and begin another one; on the calling stream. Collective."""
+        word = int.from_bytes(self._digest.digest()[:8], "little", signed=True)
+        on_gpu = self._device.type == "cuda"
+        own = torch.tensor([word, self._count], dtype=torch.int64, pin_memory=on_gpu)
+        own = own.to(self._device, non_blocking=True)
+        everyone = own.new_empty(len(self._ranks) * _WORDS)
+        with reported(ORDER_LABEL, self._group):
+            work = dist.all_gather_into_tensor(everyone, own, group=self._group, async_op=True)
+            self._line.wait(work, self._timeout_s, keep=not on_gpu)
+        words = torch.empty(everyone.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(everyone, non_blocking=on_gpu)
+        arrived = None
+        if on_gpu:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        else:
+            free_bytes(own)
+            free_bytes(everyone)
+        self._answer = _Answer(words.view(-1, _WORDS), arrived, tuple(self._names), self._count)
+        self._digest, self._count = hashlib.sha256(), 0
+        self._names.clear()
+
+    def verify(self) -> None:
+        """Wait for the answer to the last exchange, if there was one, and look at it.
+
+        Raises:
+            PeerMismatchError: on every rank of the group, naming the first collective that differs.
+        """
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        if answer.arrived is not None:
+            answer.arrived.synchronize()
+        if bool((answer.words == answer.words[0]).all()):
+            return
+        raise PeerMismatchError(self._difference(self._names_of_all(answer)))
+
+    def _names_of_all(self, answer: _Answer) -> list[tuple[int, Sequence[str]]]:
+        """How many collectives each rank had, and the latest names; none of a rank that does not tell in time.
+
+        Not by a collective: with collectives that differ, the device may be waiting for one that no peer will start.
+        """
+        store = dist.distributed_c10d._get_process_group_store(self._group)
+        # All ranks have received the same words.
+        topic = hashlib.sha256(answer.words.numpy().tobytes()).hexdigest()
+        keys = [f"etp/order/{topic}/{rank}" for rank in self._ranks]
+        store.set(keys[dist.get_rank(self._group)], json.dumps([answer.count, answer.names]))
+        try:
+            store.wait(keys, timedelta(seconds=_PATIENCE_S))
+        except dist.DistStoreError:
+            logger.warning("not all of ranks %s told the names of their collectives", self._ranks)
+        return [tuple(json.loads(store.get(key))) if store.check([key]) else (0, ()) for key in keys]
+
+    def _difference(self, everyone: Sequence[tuple[int, Sequence[str]]]) -> str:
+        """Describe the first difference that the kept names show, from (how many, names of the latest) of each rank."""
+        start = max(count - len(names) for count, names in everyone)
+        kept = [names[start - (count - len(names)) :] for count, names in everyone]
+        where = "they differ before the names that were kept"
+        for place, names in enumerate(zip_longest(*kept, fillvalue="no collective"), start + 1):
+            other = next((index for index, name in enumerate(names) if name != names[0]), None)
+            if other is not None:
+                where = (
+                    f"number {place} was the {names[0]} on rank {self._ranks[0]} and the {names[other]} on rank "
+                    f"{self._ranks[other]}"
+                )
+                break
+        when = "since the last comparison" if self._device.type == "cpu" else "in the pass before the one that ends now"
+        return (
+            f"ranks {self._ranks} share their weights and have not used the same ones in the same order {when}: "
+            f"{where}. Each collective pairs with the peers' next one, so outputs and gradients since then are wrong: "
+            "go back to a checkpoint. Take branches that skip or reorder sharded layers alike on all ranks of the "
+            "group, or leave those layers out of sharding"
+        )
