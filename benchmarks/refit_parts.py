@@ -4,7 +4,7 @@
 
 Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; and, with
 two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as
-of a mixture of experts, and of copies in rows, begun by one call or many. ``--only runs`` prints a part.
+of a mixture of experts, begun by one call or many, and of 2 MiB in rows. ``--only runs`` prints a part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.ports import Batch, Piece
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
-from megatron_patches.refit.transports.direct_copies import Numbers, Rows
+from megatron_patches.refit.transports.direct_copies import Rows
 
 MATRICES, ROWS, COLUMNS = 24, 12288, 4096
 TILES = (
@@ -42,10 +42,8 @@ TILES = (
 )
 """Elements and columns of a tile, groups of rows that it has, warps."""
 COPIED = 4 << 30
-RUNS, PER_CALL = 1365, (1, 7, 42)
-"""One a call goes by the function for one."""
-PITCHED = ((1024, 768), *(((2 << 20) // width, width) for width in (256, 512, 1024, 2048, 4096, 8192, 16384)))
-"""Rows of a copy, as of an expert or of 2 MiB, and bytes of a row."""
+RUNS, RUNS_PER_CALL = 1365, (1, 7, 42)
+PITCHED, ROW_BYTES = 2 << 20, (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def tiles() -> None:
@@ -102,7 +100,7 @@ def runs() -> None:
     offsets = np.random.default_rng(0).permutation(RUNS) * length
     lengths = np.full(RUNS, length)
     copier = CudaRuntime("cuda:1").copier()
-    for per_call in PER_CALL:
+    for per_call in RUNS_PER_CALL:
         begun: list[float] = []
 
         def copy(per_call: int = per_call, begun: list[float] = begun) -> None:
@@ -128,29 +126,16 @@ def pitched() -> None:
     target = torch.empty(COPIED // 2, dtype=torch.uint8, device="cuda:1")
     target[:1].copy_(source[:1])
     copier = CudaRuntime("cuda:1").copier()
-    for (count, width), per_call in product(PITCHED, PER_CALL):
-        begins = np.arange(0, COPIED // 2 - count * width + 1, count * width)
-        sources, targets = source.data_ptr() + 2 * begins, target.data_ptr() + begins
-        calls = [
-            (sources[part], targets[part], Rows.of([(count, width, 2 * width, width)] * len(begins[part])))
-            for part in (slice(first, first + per_call) for first in range(0, len(begins), per_call))
-        ]
-        begun: list[float] = []
+    for width in ROW_BYTES:
+        rows = Rows(PITCHED // width, width, 2 * width, width)
 
-        def copy(calls: list[tuple[Numbers, Numbers, Rows]] = calls, begun: list[float] = begun) -> None:
-            started = time.perf_counter()
-            for call in calls:
-                copier.rows(*call)
-            begun.append(time.perf_counter() - started)
+        def copy(rows: Rows = rows) -> None:
+            for begin in range(0, COPIED // 2, PITCHED):
+                copier.rows(source.data_ptr() + 2 * begin, target.data_ptr() + begin, rows)
             copier.ended()
 
         taken = seconds(copy)
-        each = statistics.median(begun) / len(begins) * 1e6
-        print(
-            f"{len(begins)} copies of {count} rows of {width} bytes, {per_call} a call: "
-            f"{len(begins) * count * width / taken / 1e9:.0f} GB/s, begun in {each:.1f} us each",
-            flush=True,
-        )
+        print(f"{rows.count} rows of {width} bytes a copy: {COPIED / 2 / taken / 1e9:.0f} GB/s", flush=True)
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:

@@ -383,6 +383,29 @@ def _freed_by_closing(kind: Kind, device: torch.device) -> int:
 
 
 @needs_gpus(1)
+@pytest.mark.parametrize("count", [1, 3, 5, 64, 1000])
+def test_runs_of_any_number_and_length_are_copied(count: int) -> None:
+    """What is not copied is left alone; many are begun in batches, few one by one."""
+    rng = np.random.default_rng(count)
+    lengths = rng.integers(1, 1 << 14, count)
+    gaps = rng.integers(0, 64, (2, count))
+    begins = [np.cumsum(lengths + gap) - lengths for gap in gaps]
+    source, target, expected = (
+        torch.randint(0, 256, (int((lengths + gaps.max(axis=0)).sum()),), dtype=torch.uint8) for _ in range(3)
+    )
+    expected.copy_(target)
+    for begin, there, length in zip(*begins, lengths, strict=True):
+        expected[there : there + length] = source[begin : begin + length]
+    on_gpu, into = source.cuda(), target.cuda()
+    torch.cuda.synchronize()
+    copier = CudaRuntime("cuda:0").copier()
+    order = rng.permutation(count)
+    copier.runs(on_gpu.data_ptr() + begins[0][order], into.data_ptr() + begins[1][order], lengths[order])
+    copier.ended().result()
+    assert torch.equal(into.cpu(), expected)
+
+
+@needs_gpus(1)
 @pytest.mark.parametrize("kind", [Kind.SYMMETRIC, Kind.EXPANDABLE])
 def test_memory_lasts_as_long_as_it_is_mapped(kind: Kind, processes: WorkerPool) -> None:
     """What CUDA says is free is the device's: another process may take or return memory in the same moment.

@@ -72,17 +72,8 @@ class Copier(Protocol):
             PartyFailedError: if CUDA refuses.
         """
 
-    def rows(self, sources: Numbers, targets: Numbers, rows: Rows) -> None:
-        """Begins pitched copies, in any order.
-
-        Args:
-            sources: ``[copies]``, where the first row of each begins.
-            targets: ``[copies]``, where it goes to.
-            rows: what each consists of.
-
-        Raises:
-            PartyFailedError: if CUDA refuses.
-        """
+    def rows(self, source: int, target: int, rows: Rows) -> None:
+        """Begins to copy rows, the first of which begins at ``source`` and goes to ``target``; raises as ``runs``."""
 
     def ended(self) -> Pending[None]:
         """All copies that have begun since this was asked last."""
@@ -403,8 +394,9 @@ class CudaIpcIncoming:
         targets = np.array([self._address_of(places[box].storage) for box in table.first_boxes], dtype=np.int64)
         if table.nbytes.size:
             self._copier.runs(*table.runs.addresses(sources, targets), table.nbytes)
-        if table.rows.nbytes.size:
-            self._copier.rows(*table.pitched.addresses(sources, targets), table.rows)
+        froms, tos = table.pitched.addresses(sources, targets)
+        for start, target, rows in zip(froms.tolist(), tos.tolist(), table.rows, strict=True):
+            self._copier.rows(start, target, rows)
         return self._copier.ended()
 
     def close(self) -> None:

@@ -19,11 +19,10 @@ import torch
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.ports import Elements, Memory, Payload, Pending
-from megatron_patches.refit.transports.cuda_batch import Operations, operations
 from megatron_patches.refit.transports.cuda_ipc import Location
 from megatron_patches.refit.transports.cuda_mapped import Chunk, ChunkShelf, Fetch, MappedRow
 from megatron_patches.refit.transports.cuda_vmm import CudaDriver
-from megatron_patches.refit.transports.direct_copies import Numbers, Rows, Shape
+from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -70,12 +69,11 @@ class _Library:
         self._copy, self._copy_rows = begins.cudaMemcpyAsync, begins.cudaMemcpy2DAsync
         self._copy.argtypes = [pointer, pointer, size, kind, pointer]
         self._copy_rows.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
-        # Those that begin many. CUDA 12.8 and 12.9 know them, too, with one argument more.
+        # One that begins many. CUDA 12.8 and 12.9 know it, too, with one argument more.
         self.has_batches = int(major) >= _BATCHES_SINCE
         if self.has_batches:
-            self._copy_batch, self._copy_rows_batch = begins.cudaMemcpyBatchAsync, begins.cudaMemcpy3DBatchAsync
+            self._copy_batch = begins.cudaMemcpyBatchAsync
             self._copy_batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
-            self._copy_rows_batch.argtypes = [size, pointer, ctypes.c_ulonglong, pointer]
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Begins to copy bytes; raises as :meth:`call` does."""
@@ -87,18 +85,11 @@ class _Library:
         attributes = ctypes.addressof(_IN_STREAM_ORDER), ctypes.addressof(_FROM_THE_FIRST), 1
         self._check("cudaMemcpyBatchAsync", self._copy_batch(*where, len(nbytes), *attributes, stream))
 
-    def copy_rows(self, target: int, source: int, shape: Shape, stream: int) -> None:
+    def copy_rows(self, target: int, source: int, rows: Rows, stream: int) -> None:
         """Begins to copy rows; raises as :meth:`call` does."""
         copy = self._copy_rows
-        count, nbytes, source_step, target_step = shape
-        status = copy(target, target_step, source, source_step, nbytes, count, _COPY_KIND, stream)
-        self._check("cudaMemcpy2DAsync", status)
-
-    def copy_rows_batch(self, table: Operations, stream: int) -> None:
-        """Begins pitched copies in one call, in any order; raises as :meth:`call` does. Not for the default stream."""
-        no_flags = 0  # there are none yet
-        status = self._copy_rows_batch(len(table), table.ctypes.data, no_flags, stream)
-        self._check("cudaMemcpy3DBatchAsync", status)
+        steps = rows.target_step, source, rows.source_step
+        self._check("cudaMemcpy2DAsync", copy(target, *steps, rows.nbytes, rows.count, _COPY_KIND, stream))
 
     def call(self, name: str, *args: Any) -> None:
         """Calls a function; raises PartyFailedError with CUDA's words if it fails."""
@@ -368,13 +359,9 @@ class CudaCopier:
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             self._library.copy(target, source, length, self._next())
 
-    def rows(self, sources: Numbers, targets: Numbers, rows: Rows) -> None:
-        """Begins pitched copies."""
-        if self._library.has_batches and len(sources) > 1:
-            self._library.copy_rows_batch(operations(sources, targets, rows), self._next())
-            return
-        for target, source, shape in zip(targets.tolist(), sources.tolist(), rows.shapes(), strict=True):
-            self._library.copy_rows(target, source, shape, self._next())
+    def rows(self, source: int, target: int, rows: Rows) -> None:
+        """Begins to copy rows."""
+        self._library.copy_rows(target, source, rows, self._next())
 
     def ended(self) -> Pending[None]:
         """All copies that have begun since this was asked last."""

@@ -20,35 +20,22 @@ type Numbers = NDArray[np.int64]
 type End = tuple[int, int, int, int]
 """Number of a storage and an offset in bytes, at the source and at the target."""
 
-type Shape = tuple[int, int, int, int]
-"""Of rows: how many, bytes of one, and bytes from one to the next at the source and at the target."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """What pitched copies consist of: each of rows of equal length, at equal distances at either end.
+    """Rows of equal length.
 
     Attributes:
-        count: ``[copies]``, rows of each; at least 1.
-        nbytes: ``[copies]``, bytes of a row; at least 1.
-        source_step: ``[copies]``, bytes from one row to the next at the source; at least ``nbytes``.
-        target_step: ``[copies]``, the same at the target.
+        count: how many.
+        nbytes: bytes of one.
+        source_step: bytes from one to the next at the source.
+        target_step: the same at the target.
     """
 
-    count: Numbers
-    nbytes: Numbers
-    source_step: Numbers
-    target_step: Numbers
-
-    @classmethod
-    def of(cls, found: Sequence[Shape]) -> Self:
-        """Those of a list."""
-        return cls(*_columns(found))
-
-    def shapes(self) -> list[Shape]:
-        """The list again."""
-        columns = self.count, self.nbytes, self.source_step, self.target_step
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+    count: int
+    nbytes: int
+    source_step: int
+    target_step: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +57,7 @@ class Ends:
     @classmethod
     def of(cls, found: Sequence[End]) -> Self:
         """Those of a list."""
-        return cls(*_columns(found))
+        return cls(*np.array(found, dtype=np.int64).reshape(-1, 4).T.copy())
 
     def addresses(self, sources: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
         """Addresses at both ends, given those of the storages."""
@@ -95,7 +82,7 @@ class DirectCopies:
     runs: Ends
     nbytes: Numbers
     pitched: Ends
-    rows: Rows
+    rows: list[Rows]
 
     @classmethod
     def of(cls, load: Load) -> Self:
@@ -109,8 +96,7 @@ class DirectCopies:
         first_boxes: list[int] = []
         runs: list[End] = []
         lengths: list[int] = []
-        pitched: list[End] = []
-        shapes: list[Shape] = []
+        pitched: list[tuple[End, Rows]] = []
         for index, item in enumerate(load.items):
             width = itemsize(item.dtype)
             if item.write.storage not in targets:
@@ -118,22 +104,17 @@ class DirectCopies:
                 first_boxes.append(index)
             source, target = sources.setdefault(item.read.storage, len(sources)), targets[item.write.storage]
             end = source, item.read.offset * width, target, item.write.offset * width
-            shape = _shape_of(item)
-            rows, length, _, _ = shape
-            if rows > 1:
-                pitched.append(end)
-                shapes.append(shape)
+            rows = _rows_of(item)
+            if rows.count > 1:
+                pitched.append((end, rows))
             elif runs and end == _behind(runs[-1], lengths[-1]):
-                lengths[-1] += length
+                lengths[-1] += rows.nbytes
             else:
                 runs.append(end)
-                lengths.append(length)
+                lengths.append(rows.nbytes)
+        ends, shapes = [end for end, _ in pitched], [rows for _, rows in pitched]
         nbytes = np.array(lengths, dtype=np.int64)
-        return cls(list(sources), first_boxes, Ends.of(runs), nbytes, Ends.of(pitched), Rows.of(shapes))
-
-
-def _columns(found: Sequence[tuple[int, int, int, int]]) -> NDArray[np.int64]:
-    return np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
+        return cls(list(sources), first_boxes, Ends.of(runs), nbytes, Ends.of(ends), shapes)
 
 
 def _behind(end: End, nbytes: int) -> End:
@@ -141,9 +122,9 @@ def _behind(end: End, nbytes: int) -> End:
     return source, source_offset + nbytes, target, target_offset + nbytes
 
 
-def _shape_of(item: Transfer) -> Shape:
+def _rows_of(item: Transfer) -> Rows:
     pitch = pitch_of(item.read, item.write)
     if pitch is None:
         raise PartyFailedError(f"{item.box} does not consist of rows, and was announced as if it did")
     width = itemsize(item.dtype)
-    return pitch.rows, pitch.length * width, pitch.steps[0] * width, pitch.steps[1] * width
+    return Rows(pitch.rows, pitch.length * width, pitch.steps[0] * width, pitch.steps[1] * width)

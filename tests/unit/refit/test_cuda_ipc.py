@@ -160,18 +160,14 @@ class HostCopier:
     def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
         assert sources.shape == targets.shape == nbytes.shape
         assert nbytes.min() > 0
-        self.rows(sources, targets, Rows(np.ones_like(nbytes), nbytes, nbytes, nbytes))
+        for source, target, length in zip(sources.tolist(), targets.tolist(), nbytes.tolist(), strict=True):
+            self.rows(source, target, Rows(1, length, length, length))
 
-    def rows(self, sources: Numbers, targets: Numbers, rows: Rows) -> None:
-        assert sources.shape == targets.shape == rows.count.shape
-        assert min(rows.count.min(), rows.nbytes.min()) > 0
-        for source, target, shape in zip(sources.tolist(), targets.tolist(), rows.shapes(), strict=True):
-            count, nbytes, source_step, target_step = shape
-            assert min(source_step, target_step) >= nbytes
-            self._copied.append(count * nbytes)
-            for row in range(count):
-                theirs = content_at(source + row * source_step, nbytes)
-                content_at(target + row * target_step, nbytes)[:] = theirs
+    def rows(self, source: int, target: int, rows: Rows) -> None:
+        self._copied.append(rows.count * rows.nbytes)
+        for row in range(rows.count):
+            theirs = content_at(source + row * rows.source_step, rows.nbytes)
+            content_at(target + row * rows.target_step, rows.nbytes)[:] = theirs
 
     def ended(self) -> Pending[None]:
         return Done(None)
