@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -88,8 +90,9 @@ def unpublished_is_refused(rank: int, world_size: int) -> str:
     return ""
 
 
-def reductions_of_different_weights(rank: int, world_size: int) -> None:
-    """Two reductions alike, then each rank reduces a weight of its own; ends with the process."""
+def reductions_of_different_weights(rank: int, world_size: int, folder: str) -> None:
+    """Two reductions alike, then each rank reduces a weight of its own; ends with the process, and words in a file."""
+    logging.getLogger("etp.collectives.watchdog").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}.txt"))
     group = dist.group.WORLD
     assert group is not None
     engine = CopyEngineTransport(group, device(), timeout_s=3.0)

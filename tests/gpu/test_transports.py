@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,25 +44,28 @@ def test_a_shard_that_was_not_published_is_refused(world_size: int) -> None:
 
 
 @needs_gpus(2)
-def test_ranks_that_reduce_different_weights_end_with_the_weights_name(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_reduce_different_weights_end_with_the_weights_name(tmp_path: Path) -> None:
     """Added up, they would be wrong gradients of the right shape."""
     with pytest.raises(RanksFailedError) as error:
-        run_distributed(bodies.reductions_of_different_weights, 2, "nccl", fresh=True)
+        run_distributed(bodies.reductions_of_different_weights, 2, "nccl", args=(str(tmp_path),), fresh=True)
     assert "were added up" not in str(error.value)
-    assert re.search(
-        r"reduce-scatter of only_on_\d's gradient on rank \d .* did not finish within 3 s", capfd.readouterr().err
-    )
+    said = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert re.search(r"reduce-scatter of only_on_\d's gradient on rank \d .* did not finish within 3 s", said)
 
 
 @needs_gpus(2)
-@pytest.mark.parametrize("depth", [0, 1])
-def test_ranks_that_gather_different_weights_are_told_even_if_some_gather_more(depth: int) -> None:
+def test_ranks_that_gather_different_weights_are_told_when_the_next_pass_ends() -> None:
+    arguments = ((0, 1, 2, 3), (0, 2, 1, 3)), True, {"prefetch_depth": 0}
+    for raised, right in run_distributed(bodies_order.orders_that_differ, 2, "nccl", args=arguments):
+        assert "number 2 was the all-gather of layers.1.weight on rank 0 and the all-gather of layers.2" in raised
+        assert right
+
+
+@needs_gpus(2)
+def test_ranks_are_told_even_if_some_gather_more(tmp_path: Path) -> None:
     """With look-ahead, the rank that leaves the predicted order has gathered once more than its peer."""
-    body = bodies_order.orders_that_differ
-    if depth == 0:
-        answers = run_distributed(body, 2, "nccl", args=(((0, 1, 2, 3), (0, 2, 1, 3)), True, {"prefetch_depth": 0}))
-        assert all(right for _, right in answers)
-    else:
-        answers = run_distributed(bodies_order.uneven_numbers, 2, "nccl", fresh=True)
-    for raised, _ in answers:
+    with pytest.raises(RanksFailedError):
+        run_distributed(bodies_order.uneven_numbers, 2, "nccl", args=(str(tmp_path),), fresh=True)
+    for rank in range(2):
+        raised = (tmp_path / f"rank{rank}.txt").read_text()
         assert re.search(r"number \d+ was the .*layers\.\d.* on rank 0 and the .*layers\.\d.* on rank 1", raised)

@@ -159,7 +159,9 @@ def test_a_rank_holds_the_bytes_of_the_closed_form(world_size: int, depth: int, 
             assert held["gather_slots"] == shared
         assert 0 < held["gradient_buffers"] <= 2 * sum(sizes)
         stated = sum(held[part] for part in ("shards", "gradients", "gather_slots", "gradient_buffers"))
-        assert held["live"] == stated + held["replicated"]
+        # The ranks' digests of their order, on the host until they are read; 16 bytes each.
+        digests = 16 * world_size if on_gpus() else 0
+        assert held["live"] - stated - held["replicated"] in (0, digests)
 
 
 def test_buffers_are_released_and_come_back() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.multiproc import bodies_order as bodies
-from tests.support.launch import run_distributed
+from tests.support.launch import on_gpus, run_distributed
 
 pytestmark = pytest.mark.multiproc
 
@@ -41,8 +41,11 @@ def test_another_order_raises_on_all_ranks_with_names(
 def test_gathers_ahead_of_visits_are_compared_too() -> None:
     """Both ranks leave the predicted order, for different layers, but start equally many collectives.
 
-    gloo ends the process where the numbers differ, which NCCL does not: see tests/gpu/test_transports.py.
+    gloo ends the process where the numbers differ. On GPUs they differ one pass later, before the answer is read,
+    because the ranks have learned different orders: see tests/gpu/test_transports.py.
     """
+    if on_gpus():
+        pytest.skip("without streams")
     arguments = (((0, 2, 1, 3), (0, 3, 1, 2)), False, {"prefetch_depth": 3})
     for raised, right in run_distributed(bodies.orders_that_differ, 2, args=arguments):
         assert re.search(r"number \d+ was the .*layers\.\d.* on rank 0 and the .*layers\.\d.* on rank 1", raised)
