@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etp.checkpoint import ShardedCheckpoint
 from etp.clip import clip_grad_norm_
 from etp.config import EtpConfig, GradReduction, TransportName
 from etp.errors import EtpCommunicationError, EtpError, EtpStateError, PeerMismatchError, StaleWeightError
@@ -27,6 +28,7 @@ __all__ = [
     "Linear",
     "PeerMismatchError",
     "ShardLayout",
+    "ShardedCheckpoint",
     "StaleWeightError",
     "TransportName",
     "clip_grad_norm_",

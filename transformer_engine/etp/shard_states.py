@@ -1,13 +1,14 @@
 """State dicts of modules that hold shards: refuses what would silently load another rank's rows.
 
 Shards of all ranks have the same name and shape. Each module's entry in the state dict's ``_metadata``, which
-``torch.save`` keeps, therefore says which shards the state dict holds.
+``torch.save`` keeps, therefore says which shards the state dict holds. ``torch.distributed.checkpoint`` takes tensors
+of equal names for copies, and would save one rank's; so a shard in a state dict refuses to be planned for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,43 @@ from torch.utils.hooks import RemovableHandle
 from etp.param import ETPShardedParam
 
 _CUTS = "etp_cuts"
+
+
+class ShardState(torch.Tensor):
+    """A shard in a module's state dict: a tensor like any other, and saved as one, but not by distributed checkpoints.
+
+    The two methods are those by which ``torch.distributed.checkpoint`` asks what it should write and read.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Raise TypeError."""
+        del value
+        raise TypeError(_one_of_many(fqn))
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Raise TypeError."""
+        raise TypeError(_one_of_many(f"a tensor of shape {tuple(self.shape)}"))
+
+    def _plain(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor."""
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy to a plain tensor."""
+        copied = memo[id(self)] = self._plain().clone()
+        return copied
+
+
+def _one_of_many(what: str) -> str:
+    return (
+        f"{what} is this rank's shard, and torch.distributed.checkpoint would take the ranks' shards for copies and "
+        "keep one: pass it etp.ShardedCheckpoint(module, optimizer) instead of their state dicts"
+    )
 
 
 def guard_states(module: nn.Module) -> list[RemovableHandle]:
@@ -39,8 +77,12 @@ def _cut(param: ETPShardedParam) -> list[int]:
 
 
 def _note_cuts(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    del state, prefix
     metadata[_CUTS] = {name: _cut(param) for name, param in _shards(owner)}
+    for name, param in _shards(owner):
+        value = state.get(prefix + name)
+        # The parameter itself if the caller wants to keep variables.
+        if isinstance(value, torch.Tensor) and value is not param:
+            state[prefix + name] = value.as_subclass(ShardState)
 
 
 def _check(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:

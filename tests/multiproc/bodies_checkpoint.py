@@ -1,0 +1,230 @@
+"""Bodies: a sharded model and its optimizer through ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import etp
+from tests.support.launch import device
+
+VOCABULARY, WIDTH, ROWS = 37, 8, 5
+
+
+class Small(nn.Module):
+    """An embedding that is also the output layer, a layer of so few rows that shards are padding, a norm, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.narrow = nn.Linear(WIDTH, ROWS)
+        self.wide = nn.Linear(ROWS, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        if self.training:
+            self.steps += 1  # type: ignore[operator]
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + self.wide(torch.tanh(self.narrow(x)))))  # type: ignore[no-any-return]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(_groups(m), lr=0.01),
+    "adamw, rate in a tensor": lambda m: torch.optim.AdamW(_groups(m), lr=torch.tensor(0.01)),
+    "momentum": lambda m: torch.optim.SGD(_groups(m), lr=0.01, momentum=0.9),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+}
+
+
+def _groups(module: nn.Module) -> list[dict[str, Any]]:
+    params = list(module.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def _made(seed: int, optimizer: str, *, shard: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Small().to(device())
+    if shard:
+        etp.shard_module(model, dist.group.WORLD)
+    return model, OPTIMIZERS[optimizer](model)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[str]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        tokens = torch.randint(0, VOCABULARY, (3, 6), generator=generator).to(device())
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def _bytes_of(state: Any) -> dict[str, bytes]:
+    """What a nested state holds, by path; tensors by their bytes."""
+    if isinstance(state, torch.Tensor):
+        return {"": state.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()}
+    if isinstance(state, dict):
+        return {f".{key}{path}": value for key, item in state.items() for path, value in _bytes_of(item).items()}
+    if isinstance(state, list):
+        return {f".{key}{path}": value for key, item in enumerate(state) for path, value in _bytes_of(item).items()}
+    return {"": repr(state).encode()}
+
+
+def whole_from(folder: str, optimizer: str) -> dict[str, bytes]:
+    """What a checkpoint holds for the unsharded model, read with PyTorch's own functions."""
+    model, made = _made(99, optimizer, shard=False)
+    model_state, optimizer_state = get_state_dict(model, made)
+    state = {"app": {"model": model_state, "optimizer": optimizer_state}}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, made, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return _bytes_of({"model": model.state_dict(), "optimizer": made.state_dict()["state"]})
+
+
+def train_save_and_go_on(rank: int, world_size: int, folder: str, optimizer: str) -> tuple[list[str], dict[str, bytes]]:
+    """Losses of the steps after a checkpoint, and the full weights that it should hold."""
+    model, made = _made(0, optimizer)
+    _train(model, made, range(3))
+    dcp.save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=folder)
+    full = _bytes_of({"model": etp.full_state_dict(model)})
+    return _train(model, made, range(3, 6)), full
+
+
+def save_while_training_goes_on(rank: int, world_size: int, folder: str) -> dict[str, bytes]:
+    """Full weights at the time of an ``async_save``, whose copies training must not change."""
+    model, made = _made(0, "adamw")
+    _train(model, made, range(3))
+    full = _bytes_of({"model": etp.full_state_dict(model)})
+    saving = dcp.async_save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=folder)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float("nan"))
+    cast("Any", saving).result()
+    return full
+
+
+def load_and_go_on(
+    rank: int, world_size: int, folder: str, optimizer: str, again: str
+) -> tuple[list[str], dict[str, bytes], dict[str, bytes]]:
+    """Losses after loading into a model of other values, the full weights that were loaded, and saved once more."""
+    model, made = _made(1, optimizer)
+    if rank == 0:
+        # What a rank has computed before the load must not matter.
+        torch.manual_seed(5)
+    dcp.load({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=folder)
+    full = _bytes_of({"model": etp.full_state_dict(model)})
+    dcp.save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=again)
+    return _train(model, made, range(3, 6)), full, whole_from(again, optimizer)
+
+
+def save_whole(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, bytes]:
+    """An unsharded model's checkpoint, by PyTorch's own functions. Returns what it holds."""
+    model, made = _made(3, optimizer, shard=False)
+    _train(model, made, range(2))
+    model_state, optimizer_state = get_state_dict(model, made)
+    dcp.save({"app": {"model": model_state, "optimizer": optimizer_state}}, checkpoint_id=folder)
+    return _bytes_of({"model": model.state_dict(), "optimizer": made.state_dict()["state"]})
+
+
+def fresh_optimizer_is_left_alone(rank: int, world_size: int, folder: str) -> bool:
+    """Saving before the first step changes nothing: training goes on as without it."""
+    losses = []
+    for saves in (False, True):
+        model, made = _made(0, "adamw")
+        tokens = torch.arange(6, device=device()).view(1, 6)
+        model(tokens).square().mean().backward()
+        before = _bytes_of(etp.full_state_dict(model))
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if saves:
+            dcp.save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=folder)
+            assert _bytes_of(etp.full_state_dict(model)) == before
+            for gradient, param in zip(gradients, model.parameters(), strict=True):
+                assert param.grad is not None
+                assert torch.equal(gradient, param.grad)
+        made.step()
+        losses.append(_train(model, made, range(3)))
+    return losses[0] == losses[1]
+
+
+def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """What is answered to what would lose shards."""
+    model, made = _made(0, "adamw")
+    _train(model, made, range(1))
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    factored = torch.optim.Adafactor(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    factored.step()
+    groups = torch.optim.AdamW(model.parameters())
+    saved = {"app": etp.ShardedCheckpoint(model, made)}
+    dcp.save(saved, checkpoint_id=folder)
+    shard = saved["app"].state_dict()["model"]["embedding.weight"]
+    attempts: dict[str, Callable[[], Any]] = {
+        "plain save": lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}-1"),
+        "plain load": lambda: dcp.load({"app": {"model": model.state_dict()}}, checkpoint_id=folder),
+        "stranger": lambda: etp.ShardedCheckpoint(model, stranger),
+        "factored": lambda: etp.ShardedCheckpoint(model, factored).state_dict(),
+        "groups": lambda: dcp.load({"app": etp.ShardedCheckpoint(model, groups)}, checkpoint_id=folder),
+        "arithmetic": lambda: shard + 1,
+    }
+    answers = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            answers[name] = "no error"
+        except (etp.EtpStateError, ValueError, CheckpointException) as error:
+            answers[name] = re.sub(r"\s+", " ", f"{error} {error.__cause__}")
+    return answers
+
+
+def states_are_saved_as_plain_tensors(rank: int, world_size: int) -> bool:
+    """``torch.save`` and ``copy.deepcopy`` of a state dict know nothing of shards, and both load again."""
+    model, _ = _made(0, "sgd")
+    before = _bytes_of(etp.full_state_dict(model))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    copied = copy.deepcopy(model.state_dict())
+    for state in (read, copied):
+        assert all(type(value) is torch.Tensor for value in state.values())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(float("nan"))
+        model.load_state_dict(state)
+        assert _bytes_of(etp.full_state_dict(model)) == before
+    return True
+
+
+def run_the_documentation(rank: int, world_size: int, example: str) -> bool:
+    """Runs the documentation's lines; what they save, they load."""
+    model, optimizer = _made(0, "adamw")
+    _train(model, optimizer, range(2))
+    before = _bytes_of(etp.full_state_dict(model))
+    save, load = example.split("dcp.load")
+    names = {"etp": etp, "model": model, "optimizer": optimizer}
+    exec(save, names)  # noqa: S102 - the documentation's own lines
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float("nan"))
+    exec(f"dcp.load{load}", names)  # noqa: S102
+    return _bytes_of(etp.full_state_dict(model)) == before

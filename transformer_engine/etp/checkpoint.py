@@ -1,0 +1,239 @@
+"""Sharded checkpoints through ``torch.distributed.checkpoint``, of plain PyTorch training.
+
+Each rank writes the logical rows of its shards, as parts of whole tensors. So a checkpoint has the names, shapes and
+values that the unsharded model and optimizer would have, whatever the number of shards; any other number of ranks loads
+it, and so does the unsharded model. Nothing is gathered.
+
+PyTorch's interface for this is its ``_Checkpointable`` protocol, which DTensor implements as well. DTensor itself
+cannot describe shards with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from etp.errors import EtpStateError
+from etp.layout import ShardLayout
+from etp.param import ETPShardedParam
+from etp.shard_grad import plain
+from etp.wrap import runtimes_of
+
+
+class CheckpointShard(torch.Tensor):
+    """A tensor of a weight's logical shape, of which only this rank's rows exist; for checkpoints, not for arithmetic.
+
+    Args:
+        local: the shard, of ``layout.shard_shape``: it is written from here and read into it. Its padding is neither.
+        layout: how the whole is cut.
+        rank: which shard it is.
+    """
+
+    _rows: torch.Tensor
+    _offset: int
+
+    def __new__(cls, local: torch.Tensor, layout: ShardLayout, rank: int) -> Self:
+        """See the class."""
+        whole = torch.Tensor._make_wrapper_subclass(cls, layout.shape, dtype=local.dtype, device=local.device)
+        whole._offset = layout.logical_range(rank)[0]
+        whole._rows = local[: layout.logical_rows(rank)]
+        return whole
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        """What this rank writes: its rows, or nothing if it holds only padding."""
+        del value
+        properties = TensorProperties.create_from_tensor(self._rows)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Where this rank's rows lie in the whole."""
+        if not self._rows.shape[0]:
+            return []
+        offsets = torch.Size((self._offset, *(0 for _ in self._rows.shape[1:])))
+        return [ChunkStorageMetadata(offsets=offsets, sizes=self._rows.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """This rank's rows."""
+        del index
+        return self._rows
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Self:  # type: ignore[override]
+        """Refuse arithmetic. ``async_save`` makes an empty one, and fills it with copies of the attributes."""
+        if func is torch.ops.aten.new_empty.default:
+            own, size = args[0], args[1]
+            device = (kwargs or {}).get("device", own.device)
+            return torch.Tensor._make_wrapper_subclass(cls, size, dtype=own.dtype, device=device)
+        # No TypeError, which Tensor's operators would turn into one without these words.
+        raise EtpStateError(
+            f"{func} on a shard in a checkpoint's state, which is only for torch.distributed.checkpoint; for whole "
+            "weights use etp.full_state_dict"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Whole and part."""
+        stop = self._offset + self._rows.shape[0]
+        return f"CheckpointShard(rows {self._offset}:{stop} of {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+class ShardedCheckpoint:
+    """A sharded module and its optimizer, as ``torch.distributed.checkpoint`` saves and loads them.
+
+    ::
+
+        state = {"app": etp.ShardedCheckpoint(model, optimizer)}
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+
+    Both are collective over all ranks that train, and so is ``async_save``. The entries are those of the unsharded
+    model: ``app.model.<name>``, and ``app.optimizer.state.<name>.<key>`` and ``app.optimizer.param_groups`` as
+    ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` names them.
+
+    Args:
+        module: a sharded module.
+        optimizer: an optimizer of its parameters whose state is element-wise, as Adam's is; None leaves it out.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that is not the module's.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
+        for group in [] if optimizer is None else optimizer.param_groups:
+            for param in group["params"]:
+                if param not in self._names:
+                    raise ValueError(
+                        f"the optimizer has a parameter of shape {tuple(param.shape)} that is not the module's: build "
+                        "it after etp.shard_module, of the module's parameters"
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved, and what is loaded into: tensors that share memory with module and optimizer.
+
+        Raises:
+            ValueError: naming state of the optimizer that is not element-wise.
+        """
+        state = self._module.state_dict(keep_vars=True)
+        found: dict[str, Any] = {"model": {name: _entry(value) for name, value in state.items()}}
+        if self._optimizer is not None:
+            _make_state(self._optimizer)
+            found["optimizer"] = {
+                "state": {
+                    self._names[param]: {key: self._of_state(param, key, value) for key, value in values.items()}
+                    for param, values in self._optimizer.state.items()
+                },
+                "param_groups": self._param_groups(self._optimizer),
+            }
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was loaded: tensors are in place already.
+
+        Raises:
+            ValueError: if the optimizer's groups hold other parameters than those of the checkpoint.
+        """
+        model = self._module.state_dict(keep_vars=True)
+        for name, value in state["model"].items():
+            if not isinstance(model[name], ETPShardedParam):
+                model[name] = value
+        self._module.load_state_dict({name: _local(value) for name, value in model.items()})
+        if self._optimizer is not None:
+            self._load_optimizer(self._optimizer, state["optimizer"])
+        for runtime in runtimes_of(self._module):
+            runtime.mark_weights_changed()
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        own = [group["params"] for group in self._param_groups(optimizer)]
+        saved = [group["params"] for group in state["param_groups"]]
+        if own != saved:
+            different = next((pair for pair in zip(own, saved, strict=False) if pair[0] != pair[1]), (own, saved))
+            raise ValueError(
+                f"the optimizer's groups hold {different[0]}, and the checkpoint's {different[1]}: build the optimizer "
+                "with the groups that it was saved with"
+            )
+        for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        for param, values in optimizer.state.items():
+            for key, value in state["state"][self._names[param]].items():
+                if not isinstance(value, CheckpointShard):
+                    values[key] = value
+
+    def _param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return [
+            {**group, "params": [self._names[param] for param in group["params"]]} for group in optimizer.param_groups
+        ]
+
+    def _of_state(self, param: torch.Tensor, key: str, value: Any) -> Any:
+        if not isinstance(param, ETPShardedParam) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return value
+        if tuple(value.shape) != param.layout.shard_shape:
+            raise ValueError(
+                f"{param.fqn}: the optimizer's {key} has shape {tuple(value.shape)} and the shard "
+                f"{param.layout.shard_shape}. What is not element-wise has no place in the whole tensor; save "
+                "optimizer.state_dict() on every rank, each to a file of its own"
+            )
+        return CheckpointShard(plain(value), param.layout, dist.get_rank(param.group))
+
+
+def _entry(value: Any) -> Any:
+    if isinstance(value, ETPShardedParam):
+        return CheckpointShard(value.local_shard(), value.layout, dist.get_rank(value.group))
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _local(value: Any) -> Any:
+    return value.local_shard() if isinstance(value, ETPShardedParam) else value
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that has not stepped make its state, for a checkpoint to be loaded into. Parameters stay."""
+    if optimizer.state:
+        return
+    with _without_effect(optimizer):
+        optimizer.step()
+    for values in optimizer.state.values():
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"].zero_()
+        elif "step" in values:
+            values["step"] = 0
+
+
+@contextmanager
+def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let a step change nothing: gradients and learning rates are zero."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    gradients = [None if param.grad is None else plain(param.grad) for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(plain(param))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    try:
+        yield
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
