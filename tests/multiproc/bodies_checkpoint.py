@@ -228,3 +228,17 @@ def run_the_documentation(rank: int, world_size: int, example: str) -> bool:
             param.fill_(float("nan"))
     exec(f"dcp.load{load}", names)  # noqa: S102
     return _bytes_of(etp.full_state_dict(model)) == before
+
+
+def replicas_save_one(rank: int, world_size: int, folder: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Two groups of two ranks hold the same shards. Returns the full weights and what the checkpoint holds."""
+    groups = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    torch.manual_seed(0)
+    model: nn.Module = Small().to(device())
+    etp.shard_module(model, groups[rank // 2])
+    optimizer = OPTIMIZERS["adamw"](model)
+    tokens = torch.arange(6, device=device()).view(1, 6) + rank % 2
+    model(tokens).square().mean().backward()
+    optimizer.step()
+    dcp.save({"app": etp.ShardedCheckpoint(model, optimizer)}, checkpoint_id=folder)
+    return _bytes_of({"model": etp.full_state_dict(model)}), whole_from(folder, "adamw")

@@ -80,3 +80,8 @@ def test_the_lines_of_the_documentation_save_and_load(tmp_path: Path) -> None:
     assert example.count('"runs/a"') == 2
     example = example.replace("runs/a", str(tmp_path / "a"))
     assert run_distributed(bodies.run_the_documentation, 2, args=(example,)) == [True, True]
+
+
+def test_replicas_of_shards_save_one_checkpoint(tmp_path: Path) -> None:
+    for full, whole in run_distributed(bodies.replicas_save_one, 4, args=(str(tmp_path / "a"),)):
+        assert full.items() <= whole.items()
