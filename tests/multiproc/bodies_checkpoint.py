@@ -165,6 +165,59 @@ def fresh_optimizer_is_left_alone(rank: int, world_size: int, folder: str) -> bo
     return losses[0] == losses[1]
 
 
+LAZY: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adam": lambda m: torch.optim.Adam(_groups(m), lr=0.01),
+    "momentum": OPTIMIZERS["momentum"],
+    "rmsprop": lambda m: torch.optim.RMSprop(_groups(m), lr=0.01, momentum=0.9, centered=True),
+    "nadam": lambda m: torch.optim.NAdam(_groups(m), lr=0.01),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
+    "asgd": lambda m: torch.optim.ASGD(_groups(m), lr=0.01),
+    "adadelta": lambda m: torch.optim.Adadelta(_groups(m), lr=0.5),
+    "adagrad": lambda m: torch.optim.Adagrad(_groups(m), lr=0.01, initial_accumulator_value=0.3),
+}
+
+
+def losses_around_a_checkpoint_of_no_step(rank: int, world_size: int, folder: str) -> dict[str, list[list[str]]]:
+    """Losses by optimizer: without a checkpoint; saved before training; loaded; loaded after training has begun."""
+    losses: dict[str, list[list[str]]] = {}
+    for name, make in LAZY.items():
+        losses[name] = found = []
+        for attempt in ("none", "save", "load", "load later"):
+            model, _ = _made(int(attempt.startswith("load")), "sgd")
+            made = make(model)
+            steps: list[object] = []
+            made.register_step_post_hook(lambda *_, steps=steps: steps.append(_))
+            if attempt == "load later":
+                _train(model, made, range(7, 9))
+                steps.clear()
+            if attempt == "save":
+                dcp.save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=f"{folder}/{name}")
+            elif attempt != "none":
+                dcp.load({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=f"{folder}/{name}")
+            assert not steps
+            found.append(_train(model, made, range(4)))
+    return losses
+
+
+def parameters_without_state(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    """Losses where a layer has no state yet: going on, loaded, and from a full checkpoint into such an optimizer."""
+    losses = []
+    for frozen in (True, False):
+        model, made = _made(0, "adamw")
+        model.narrow.requires_grad_(not frozen)
+        _train(model, made, range(2))
+        model.narrow.requires_grad_(True)
+        dcp.save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=f"{folder}/{frozen}")
+        losses.append(_train(model, made, range(2, 5)))
+        model, made = _made(1, "adamw")
+        model.narrow.requires_grad_(frozen)
+        _train(model, made, range(1))
+        model.narrow.requires_grad_(True)
+        dcp.load({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=f"{folder}/{frozen}")
+        losses.append(_train(model, made, range(2, 5)))
+    return losses
+
+
 def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What is answered to what would lose shards."""
     model, made = _made(0, "adamw")
@@ -175,6 +228,8 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
         param.grad = torch.ones_like(param)
     factored.step()
     groups = torch.optim.AdamW(model.parameters())
+    amsgrad = torch.optim.AdamW(_groups(model), amsgrad=True)
+    dcp.save({"app": etp.ShardedCheckpoint(model, amsgrad)}, checkpoint_id=f"{folder}-2")
     saved = {"app": etp.ShardedCheckpoint(model, made)}
     dcp.save(saved, checkpoint_id=folder)
     shard = saved["app"].state_dict()["model"]["embedding.weight"]
@@ -184,6 +239,8 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "stranger": lambda: etp.ShardedCheckpoint(model, stranger),
         "factored": lambda: etp.ShardedCheckpoint(model, factored).state_dict(),
         "groups": lambda: dcp.load({"app": etp.ShardedCheckpoint(model, groups)}, checkpoint_id=folder),
+        "options": lambda: dcp.load({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=f"{folder}-2"),
+        "lbfgs": lambda: etp.ShardedCheckpoint(model, torch.optim.LBFGS(model.parameters())),
         "arithmetic": lambda: shard + 1,
     }
     answers = {}

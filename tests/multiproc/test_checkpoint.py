@@ -60,6 +60,18 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> N
     assert all(run_distributed(bodies.fresh_optimizer_is_left_alone, 2, args=(str(tmp_path),)))
 
 
+def test_a_checkpoint_of_no_step_is_one_of_no_step_for_every_optimizer(tmp_path: Path) -> None:
+    for losses in run_distributed(bodies.losses_around_a_checkpoint_of_no_step, 2, args=(str(tmp_path),)):
+        for name, (without, *others) in losses.items():
+            assert others == [without] * 3, name
+
+
+def test_parameters_without_state_are_saved_and_loaded_as_others(tmp_path: Path) -> None:
+    for losses in run_distributed(bodies.parameters_without_state, 2, args=(str(tmp_path),)):
+        assert losses[0] == losses[1]
+        assert losses[2] == losses[3]
+
+
 def test_what_would_lose_shards_is_refused(tmp_path: Path) -> None:
     for answers in run_distributed(bodies.refusals, 2, args=(str(tmp_path / "a"),)):
         assert "pass it etp.ShardedCheckpoint(module, optimizer)" in answers["plain save"]
@@ -67,6 +79,8 @@ def test_what_would_lose_shards_is_refused(tmp_path: Path) -> None:
         assert "shape (3,) that is not the module's" in answers["stranger"]
         assert "the optimizer's row_var has shape" in answers["factored"]
         assert "build the optimizer with the groups" in answers["groups"]
+        assert "build the optimizer with the options" in answers["options"]
+        assert "LBFGS" in answers["lbfgs"]
         assert "etp.full_state_dict" in answers["arithmetic"]
 
 

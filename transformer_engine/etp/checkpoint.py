@@ -10,8 +10,8 @@ cannot describe shards with padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -29,6 +29,9 @@ from etp.layout import ShardLayout
 from etp.param import ETPShardedParam
 from etp.shard_grad import plain
 from etp.wrap import runtimes_of
+
+# Options of PyTorch's optimizers that decide which state there is.
+_ADD_STATE = ("amsgrad", "centered", "momentum")
 
 
 class CheckpointShard(torch.Tensor):
@@ -112,13 +115,19 @@ class ShardedCheckpoint:
         optimizer: an optimizer of its parameters whose state is element-wise, as Adam's is; None leaves it out.
 
     Raises:
-        ValueError: if the optimizer has a parameter that is not the module's.
+        ValueError: if the optimizer has a parameter that is not the module's, or is LBFGS.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._module = module
         self._optimizer = optimizer
+        self._made: dict[torch.Tensor, dict[str, Any]] = {}
         self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "the state of LBFGS is of all parameters together, and each rank's of its own shards; save "
+                "optimizer.state_dict() on every rank, each to a file of its own"
+            )
         for group in [] if optimizer is None else optimizer.param_groups:
             for param in group["params"]:
                 if param not in self._names:
@@ -136,11 +145,11 @@ class ShardedCheckpoint:
         state = self._module.state_dict(keep_vars=True)
         found: dict[str, Any] = {"model": {name: _entry(value) for name, value in state.items()}}
         if self._optimizer is not None:
-            _make_state(self._optimizer)
+            self._made = _missing_state(self._optimizer)
             found["optimizer"] = {
                 "state": {
                     self._names[param]: {key: self._of_state(param, key, value) for key, value in values.items()}
-                    for param, values in self._optimizer.state.items()
+                    for param, values in {**self._optimizer.state, **self._made}.items()
                 },
                 "param_groups": self._param_groups(self._optimizer),
             }
@@ -150,7 +159,7 @@ class ShardedCheckpoint:
         """Take over what was loaded: tensors are in place already.
 
         Raises:
-            ValueError: if the optimizer's groups hold other parameters than those of the checkpoint.
+            ValueError: if the optimizer's groups hold other parameters than those of the checkpoint, or other state.
         """
         model = self._module.state_dict(keep_vars=True)
         for name, value in state["model"].items():
@@ -172,11 +181,24 @@ class ShardedCheckpoint:
                 "with the groups that it was saved with"
             )
         for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            for option in _ADD_STATE:
+                if bool(group.get(option)) != bool(values.get(option)):
+                    raise ValueError(
+                        f"the optimizer has {option}={group.get(option)} for {values['params']}, and the checkpoint "
+                        f"{option}={values.get(option)}, which needs other state: build the optimizer with the "
+                        "options that it was saved with"
+                    )
+        for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
-        for param, values in optimizer.state.items():
+        optimizer.state.update(self._made)
+        self._made = {}
+        for param, values in list(optimizer.state.items()):
             for key, value in state["state"][self._names[param]].items():
                 if not isinstance(value, CheckpointShard):
                     values[key] = value
+            # What the optimizer makes at its first step is right for all kinds. Adagrad makes it when it is built.
+            if values.get("step") == 0 and not isinstance(optimizer, torch.optim.Adagrad):
+                del optimizer.state[param]
 
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         return [
@@ -205,35 +227,29 @@ def _local(value: Any) -> Any:
     return value.local_shard() if isinstance(value, ETPShardedParam) else value
 
 
-def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that has not stepped make its state, for a checkpoint to be loaded into. Parameters stay."""
-    if optimizer.state:
-        return
-    with _without_effect(optimizer):
-        optimizer.step()
-    for values in optimizer.state.values():
-        if isinstance(values.get("step"), torch.Tensor):
-            values["step"].zero_()
-        elif "step" in values:
-            values["step"] = 0
+def _missing_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """State, for a checkpoint to be loaded into, of the parameters for which an optimizer has none yet.
 
-
-@contextmanager
-def _without_effect(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a step change nothing: gradients and learning rates are zero."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    gradients = [None if param.grad is None else plain(param.grad) for param in params]
-    for param in params:
-        param.grad = torch.zeros_like(plain(param))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    try:
-        yield
-    finally:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+    Its values are those of no step as far as can be told: a step on zeros, counted as none.
+    """
+    # A copy, because a scheduler's counts and the user's hooks belong to the optimizer's own steps.
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(vars(optimizer))
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    made: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad or optimizer.state.get(param):
+                continue
+            zeros = torch.zeros_like(plain(param))
+            zeros.grad = torch.zeros_like(zeros)
+            copied.param_groups, copied.state = [{**group, "params": [zeros]}], defaultdict(dict)
+            type(optimizer).step(copied)
+            values = dict(copied.state[zeros])
+            if values:
+                made[param] = values
+            if isinstance(values.get("step"), torch.Tensor):
+                values["step"].zero_()
+            elif "step" in values:
+                values["step"] = 0
+    return made
