@@ -230,11 +230,15 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     groups = torch.optim.AdamW(model.parameters())
     amsgrad = torch.optim.AdamW(_groups(model), amsgrad=True)
     dcp.save({"app": etp.ShardedCheckpoint(model, amsgrad)}, checkpoint_id=f"{folder}-2")
+    hooked, _ = _made(0, "sgd")
+    hooked.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.detach() for k, v in state.items()}))
     saved = {"app": etp.ShardedCheckpoint(model, made)}
     dcp.save(saved, checkpoint_id=folder)
     shard = saved["app"].state_dict()["model"]["embedding.weight"]
     attempts: dict[str, Callable[[], Any]] = {
         "plain save": lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}-1"),
+        "parameters": lambda: dcp.save({"model": dict(model.named_parameters())}, checkpoint_id=f"{folder}-4"),
+        "hook": lambda: etp.ShardedCheckpoint(hooked).state_dict(),
         "plain load": lambda: dcp.load({"app": {"model": model.state_dict()}}, checkpoint_id=folder),
         "stranger": lambda: etp.ShardedCheckpoint(model, stranger),
         "factored": lambda: etp.ShardedCheckpoint(model, factored).state_dict(),
@@ -243,6 +247,10 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "lbfgs": lambda: etp.ShardedCheckpoint(model, torch.optim.LBFGS(model.parameters())),
         "arithmetic": lambda: shard + 1,
     }
+    if device().type == "cpu":
+        attempts["plain asynchronous save"] = lambda: cast(
+            "Any", dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}-3")
+        ).result()
     answers = {}
     for name, attempt in attempts.items():
         try:
@@ -264,6 +272,7 @@ def states_are_saved_as_plain_tensors(rank: int, world_size: int) -> bool:
     copied = copy.deepcopy(model.state_dict())
     for state in (read, copied):
         assert all(type(value) is torch.Tensor for value in state.values())
+        assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(float("nan"))

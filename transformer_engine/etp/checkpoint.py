@@ -140,9 +140,15 @@ class ShardedCheckpoint:
         """What is saved, and what is loaded into: tensors that share memory with module and optimizer.
 
         Raises:
-            ValueError: naming state of the optimizer that is not element-wise.
+            ValueError: naming state of the optimizer that is not element-wise, or a shard that is hidden by a hook.
         """
         state = self._module.state_dict(keep_vars=True)
+        for name, param in self._module.named_parameters(remove_duplicate=False):
+            if isinstance(param, ETPShardedParam) and state.get(name, param) is not param:
+                raise ValueError(
+                    f"{name}: a hook of the module's state dict has put another tensor in the shard's place, which "
+                    "would be taken for the whole weight; remove the hook"
+                )
         found: dict[str, Any] = {"model": {name: _entry(value) for name, value in state.items()}}
         if self._optimizer is not None:
             self._made = _missing_state(self._optimizer)

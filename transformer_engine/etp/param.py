@@ -24,7 +24,7 @@ from etp import functional
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
-from etp.refusals import REFUSED, refusal
+from etp.refusals import REFUSED, OneOfMany, refusal
 from etp.shard_grad import GradDriver, owned_grad
 
 
@@ -69,7 +69,7 @@ _READ_TENSOR_LAYOUT = frozenset({torch.norm, torch.Tensor.norm})
 _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class ETPShardedParam(torch.nn.Parameter):
+class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     """One rank's shard of a weight. Its ``grad`` is a :class:`etp.shard_grad.ShardGrad`.
 
     Attributes:

@@ -7,7 +7,7 @@ then tell that other ranks computed with other rows, or with padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -74,3 +74,27 @@ def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
         f"{name} on {which}: a shard is not its weight. Use torch.nn.functional.linear or embedding, which gather, "
         "param.full_tensor(), or param.local_shard() for this rank's rows"
     )
+
+
+class OneOfMany:
+    """A tensor of which each rank has its own, by the same name: ``torch.distributed.checkpoint`` would keep one.
+
+    The two methods are those by which it asks what it should write and read.
+    """
+
+    shape: torch.Size
+
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Raise TypeError."""
+        del value
+        raise TypeError(self._told(fqn))
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Raise TypeError."""
+        raise TypeError(self._told(f"a tensor of shape {tuple(self.shape)}"))
+
+    def _told(self, what: str) -> str:
+        return (
+            f"{what} is this rank's shard, and torch.distributed.checkpoint would take the ranks' shards for copies "
+            "and keep one: pass it etp.ShardedCheckpoint(module, optimizer) instead of their state dicts"
+        )

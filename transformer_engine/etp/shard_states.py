@@ -7,8 +7,9 @@ of equal names for copies, and would save one rank's; so a shard in a state dict
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,45 +17,30 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from etp.param import ETPShardedParam
+from etp.refusals import OneOfMany
 
 _CUTS = "etp_cuts"
 
 
-class ShardState(torch.Tensor):
-    """A shard in a module's state dict: a tensor like any other, and saved as one, but not by distributed checkpoints.
-
-    The two methods are those by which ``torch.distributed.checkpoint`` asks what it should write and read.
-    """
+class ShardState(OneOfMany, torch.Tensor):
+    """A shard in a module's state dict: saved as any other tensor, but not by distributed checkpoints."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
-        """Raise TypeError."""
-        del value
-        raise TypeError(_one_of_many(fqn))
-
-    def __create_chunk_list__(self) -> NoReturn:
-        """Raise TypeError."""
-        raise TypeError(_one_of_many(f"a tensor of shape {tuple(self.shape)}"))
-
     def _plain(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Self:
+        """Of this type, because ``async_save`` fills a new one with its copy, and only then asks what to write."""
+        return self._plain().new_empty(*args, **kwargs).as_subclass(type(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain tensor."""
         return self._plain().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy to a plain tensor."""
-        copied = memo[id(self)] = self._plain().clone()
-        return copied
-
-
-def _one_of_many(what: str) -> str:
-    return (
-        f"{what} is this rank's shard, and torch.distributed.checkpoint would take the ranks' shards for copies and "
-        "keep one: pass it etp.ShardedCheckpoint(module, optimizer) instead of their state dicts"
-    )
+        """Copy to a plain tensor, and what shares memory to tensors that do."""
+        return copy.deepcopy(self._plain(), memo)
 
 
 def guard_states(module: nn.Module) -> list[RemovableHandle]:
