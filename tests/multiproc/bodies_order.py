@@ -79,6 +79,23 @@ def orders_that_differ(
     return raised, torch.equal(again, _pass(cast("Switched", whole), every, training=False))
 
 
+def orders_that_differ_from_the_start(rank: int, world_size: int) -> tuple[str, list[bool]]:
+    """The first pass of all uses two layers, another second one on each rank; then passes alike.
+
+    Returns:
+        what was raised, and whether each pass afterwards was right.
+    """
+    model, whole = _model()
+    raised = "no error"
+    try:
+        _pass(model, (0, 1 + rank), training=True)
+    except etp.PeerMismatchError as error:
+        raised = str(error)
+    model.zero_grad()
+    expected = _pass(cast("Switched", whole), range(4), training=False)
+    return raised, [torch.equal(_pass(model, range(4), training=True), expected) for _ in range(3)]
+
+
 def uneven_numbers(rank: int, world_size: int, folder: str) -> None:
     """A rank leaves the order that both have learned, after the next layer was gathered ahead. Not for gloo.
 

@@ -52,6 +52,15 @@ def test_gathers_ahead_of_visits_are_compared_too() -> None:
         assert right
 
 
+def test_ranks_that_differ_from_the_start_go_on_together() -> None:
+    """Their gather slots were given out in different orders."""
+    if on_gpus():
+        pytest.skip("the host goes on to the next pass before it knows")
+    for raised, right in run_distributed(bodies.orders_that_differ_from_the_start, 2):
+        assert "number 2 was the all-gather of layers.1.weight on rank 0 and the all-gather of layers.2" in raised
+        assert right == [True] * 3
+
+
 def test_microbatches_whose_gradients_are_added_up_are_compared() -> None:
     for raised in run_distributed(bodies.orders_of_microbatches, 2):
         assert "have not used the same ones in the same order" in raised

@@ -358,9 +358,10 @@ class EtpRuntime:
         try:
             self._routes.compare_orders()
         except PeerMismatchError:
-            # What is in the slots is wrong, and ranks that have learned different orders would look ahead differently.
-            self._gathers.finish(self.groups)
-            self.cache.void()
+            # What is in the slots is wrong. Ranks that have learned different orders, or reserved slots in different
+            # orders, would look ahead and reuse differently from now on.
+            for group in self.groups:
+                group.detach()
             self._passes.forget_orders()
             raise
 
