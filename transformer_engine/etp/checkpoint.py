@@ -166,6 +166,7 @@ class ShardedCheckpoint:
 
         Raises:
             ValueError: if the optimizer's groups hold other parameters than those of the checkpoint, or other state.
+                PyTorch has read tensors by then, so load again once that is mended.
         """
         model = self._module.state_dict(keep_vars=True)
         for name, value in state["model"].items():

@@ -124,8 +124,6 @@ class Routes:
                 transport.verify_order()
                 # Behind earlier reductions, and beside compute.
                 route.reduce.start(transport.exchange_order, waits=())
-                if route.device.type == "cpu":
-                    transport.verify_order()
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""

@@ -169,10 +169,10 @@ class EtpRuntime:
 
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
-        # The graph may end here, and a pass that deviated from the learned order may have left a gather in flight.
         if inside_backward():
             return
         if self._graphs.capture is not None:
+            # The graph may end here, and a pass that deviated from the learned order may have left a gather in flight.
             self._gathers.finish(self.groups)
         elif not self._passes.may_have_backward():
             self._compare_orders()

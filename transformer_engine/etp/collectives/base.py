@@ -79,7 +79,10 @@ class OrderedTransport(Protocol):
         """Whether there were collectives since the last exchange."""
 
     def exchange_order(self) -> InFlight:
-        """Tell the peers the order of this rank's collectives since the last exchange. Collective."""
+        """Tell the peers the order of this rank's collectives since the last exchange. Collective.
+
+        Without streams the answer is there at once, and verified.
+        """
 
     def verify_order(self) -> None:
         """Raise PeerMismatchError on all ranks if the orders that were exchanged last differ."""

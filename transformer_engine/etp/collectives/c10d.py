@@ -139,6 +139,8 @@ class C10dTransport:
         """See :class:`etp.collectives.base.OrderedTransport`."""
         if self._order is not None:
             self._order.exchange()
+            if self._order.is_answered:
+                self._order.verify()
         return _Exchange(self)
 
     def verify_order(self) -> None:

@@ -82,6 +82,11 @@ class CollectiveOrder:
         """Whether there were collectives since the last exchange; the same on all ranks that run the same ones."""
         return self._count > 0
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the answer to the last exchange is there, so that :meth:`verify` need not wait for a device."""
+        return self._answer is not None and self._answer.arrived is None
+
     def record(self, name: str) -> None:
         """Note that a collective is started now."""
         if self.recording:
