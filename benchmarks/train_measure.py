@@ -253,6 +253,7 @@ class Run:
         stepper.system.activate()
         with tempfile.TemporaryDirectory() as folder:
             path = (self.options.traces or Path(folder)) / f"trace_{name}_x{microbatches}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
             trace_steps(lambda: stepper.step(microbatches), _TRACED_STEPS, path)
             if dist.get_rank() == 0:
                 events = json.loads(path.read_text())["traceEvents"]

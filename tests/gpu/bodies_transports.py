@@ -73,7 +73,7 @@ def agree_though_each_sees_one_gpu(rank: int, world_size: int, port: int) -> tup
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     assert torch.cuda.device_count() == 1
-    chosen = select_transport(EtpConfig(), dist.group.WORLD, device())
+    chosen = select_transport(EtpConfig(transport="auto"), dist.group.WORLD, device())
     return transports_agree(rank, world_size, torch.bfloat16, torch.float32), type(chosen).__name__
 
 

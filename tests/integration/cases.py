@@ -15,6 +15,10 @@ from tests.support.launch import on_gpus
 FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 4e-3
 NORM_FACTOR = 10.0
+# Biases of experts that go up or down by the sign of how many tokens came: one token that is routed otherwise, by a
+# rounding, changes all that follows. In bf16 stock Megatron differs from itself by up to 6e-3 in 20 steps, all-reducing
+# gradients or reduce-scattering them, among three seeds. In fp32 the tolerance is that of all cases.
+SIGNS_BF16_TOLERANCE = 2e-2
 # The norm is a sum over all weights, which are cut in the one run and whole in the other.
 EXACT_NORM_TOLERANCE = 1e-6
 
@@ -69,6 +73,7 @@ class Case:
         falls_to: the last step's loss is below this part of the first's.
         tolerance: relative, on each step's loss and gradient norm and each evaluation; 0.0 asks for equal bits of the
             losses, and of the norm only up to ``EXACT_NORM_TOLERANCE``.
+        bf16_tolerance: the same on GPUs, where all cases are in bf16, unless equal bits are asked for.
         exact_in_bf16: whether 0.0 holds in bf16 too.
         fused_accumulation: on GPUs, whether the sharded run fuses gradient accumulation into its GEMMs.
         grouped_experts: on GPUs, whether experts are one grouped GEMM.
@@ -84,6 +89,7 @@ class Case:
     freeze: str = ""
     falls_to: float = 0.8
     tolerance: float = FP32_TOLERANCE
+    bf16_tolerance: float = BF16_TOLERANCE
     exact_in_bf16: bool = True
     fused_accumulation: bool = False
     grouped_experts: bool = True
@@ -95,7 +101,7 @@ class Case:
         """Relative tolerance of the losses on the session's devices."""
         if not on_gpus():
             return self.tolerance
-        return 0.0 if self.tolerance == 0.0 and self.exact_in_bf16 else BF16_TOLERANCE
+        return 0.0 if self.tolerance == 0.0 and self.exact_in_bf16 else self.bf16_tolerance
 
     @property
     def norm_tolerance(self) -> float:
@@ -231,6 +237,7 @@ CASES = (
         4,
         "--etp-size 2 --expert-etp-size 2",
         common=f"{MOE} {ROUTING} --expert-model-parallel-size 2",
+        bf16_tolerance=SIGNS_BF16_TOLERANCE,
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case("moe_etp4_expert_etp2", 4, "--etp-size 4 --expert-etp-size 2", common=f"{MOE} --expert-model-parallel-size 2"),

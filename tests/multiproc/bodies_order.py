@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -99,19 +100,20 @@ def orders_that_differ_from_the_start(rank: int, world_size: int) -> tuple[str, 
 def uneven_numbers(rank: int, world_size: int, folder: str) -> None:
     """A rank leaves the order that both have learned, after the next layer was gathered ahead. Not for gloo.
 
-    Writes what was raised to a file, and ends the process: a gather that no peer will start keeps the device busy, and
-    NCCL would wait for it before it closes the group.
+    Writes what was raised or logged to a file, and ends the process: a gather that no peer will start keeps the device
+    busy. If the host waits for the device first, as it does here when it moves inputs there, the watchdog ends it.
     """
-    model, _ = _model()
+    said = logging.FileHandler(Path(folder) / f"rank{rank}.txt")
+    logging.getLogger("etp.collectives.watchdog").addHandler(said)
+    model, _ = _model(timeout_s=5.0)
     raised = "no error"
     try:
         for order in (range(4), range(4), (0, 1, 2, 3) if rank == 0 else (0, 2, 1, 3), range(4), range(4)):
             _pass(model, order, training=True)
     except etp.PeerMismatchError as error:
         raised = str(error)
-    (Path(folder) / f"rank{rank}.txt").write_text(raised)
-    while len(list(Path(folder).iterdir())) < world_size:
-        time.sleep(0.1)
+    said.emit(logging.makeLogRecord({"msg": raised}))
+    time.sleep(10.0)  # the peer has until its timeout
     os._exit(1)
 
 

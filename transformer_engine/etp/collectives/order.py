@@ -102,8 +102,10 @@ class CollectiveOrder:
         own = own.to(self._device, non_blocking=True)
         everyone = own.new_empty(len(self._ranks) * _WORDS)
         with reported(ORDER_LABEL, self._group):
-            work = dist.all_gather_into_tensor(everyone, own, group=self._group, async_op=True)
-            self._line.wait(work, self._timeout_s, keep=not on_gpu)
+            # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+            work = dist.all_gather_into_tensor(everyone, own, group=self._group, async_op=not on_gpu)
+            if work is not None:
+                self._line.wait(work, self._timeout_s, keep=not on_gpu)
         words = torch.empty(everyone.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(everyone, non_blocking=on_gpu)
         arrived = None
         if on_gpu:
