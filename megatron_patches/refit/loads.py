@@ -20,7 +20,6 @@ from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.plan import Plan, Transfer
 from megatron_patches.refit.ports import Batch, Piece
 
-_DIRECT_BYTES = 128 << 20  # of a direct load: few enough for the first to leave soon, many enough to cost little each
 _ROW_BYTES = 512  # of a row: shorter ones are packed faster than they are copied one by one
 
 Link = tuple[int, int]
@@ -45,12 +44,14 @@ class Terms:
         reach: what may travel directly.
         hidden: the source's storages that the destination cannot reach where they lie.
         direct_bytes: the least that travels directly; smaller boxes are faster in the company of others, packed.
+        load_bytes: the most of a direct load: few enough for the first to leave soon, many enough to cost little each.
     """
 
     packet_bytes: int | None = None
     reach: Reach = Reach.NONE
     hidden: frozenset[str] = frozenset()
     direct_bytes: int = 64 << 10
+    load_bytes: int = 128 << 20
 
 
 DEFAULT_TERMS = Terms()
@@ -118,7 +119,7 @@ def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | 
         in_order = sorted(items, key=lambda item: item.round)
         direct = [item for item in in_order if goes_directly(item, agreed)]
         packed = [item for item in in_order if not goes_directly(item, agreed)]
-        groups = [(group, True) for group in _fill(direct, _DIRECT_BYTES)]
+        groups = [(group, True) for group in _fill(direct, agreed.load_bytes)]
         groups += [(group, False) for group in _fill_packets(packed, agreed.packet_bytes)]
         groups.sort(key=lambda group: group[0][0].round)
         found[link] = [

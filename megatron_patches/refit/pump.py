@@ -97,7 +97,7 @@ def _send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -
             progress = True
         if digesting and digesting[0].done():
             ready = digesting.popleft()
-            end.send_direct(ready.result(), ready.load.nbytes, sender.places(ready.load), check)
+            end.send_direct(ready.result(), ready.load, sender.places(ready.load), check)
             progress = True
         if not progress and (packing or digesting):
             looks.nothing(patience.tick)

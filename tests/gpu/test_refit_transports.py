@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from megatron_patches.refit import loads
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.frames import Patience
@@ -110,13 +109,12 @@ def body(
     """
     direct = 0
     if load_bytes is not None:
-        loads._DIRECT_BYTES = load_bytes
         turns.WINDOW_BYTES, turns.TURN_BYTES = 2 * load_bytes, 5 * load_bytes
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     sources = world_size // 2
     assembly = Assembly(invitation, rank, f"party {rank}")
-    options = LinkOptions(transport=transport, staging_bytes=STAGING, sources=sources)
+    options = LinkOptions(transport=transport, staging_bytes=STAGING, sources=sources, load_bytes=load_bytes)
     party: SourceParty | DestinationParty
     if rank < sources:
         part = manifest(rank, sources, by_columns=False)

@@ -136,7 +136,7 @@ class OutgoingWire(Protocol):
     def start(self, slot: int, payload: Payload) -> None:
         """Sets a payload on its way, which lies in the slot until that comes back."""
 
-    def start_direct(self, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
         """Sets the boxes of a direct load on their way from where they lie; until it was received."""
 
     def check(self) -> None:
@@ -205,13 +205,15 @@ class NothingToTell:
 class Packed(NothingToTell):
     """Part of a wire of either side that knows no direct loads."""
 
-    def start_direct(self, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
         """Not how packets travel here.
 
         Raises:
             TransferError: always.
         """
-        raise TransferError(f"{type(self).__name__} was given {len(places)} boxes to send unpacked")
+        raise TransferError(
+            f"{type(self).__name__} was given {len(load.items)} boxes in {len(places)} places to send unpacked"
+        )
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Not how packets travel here.

@@ -312,7 +312,7 @@ class CudaIpcOutgoing:
     def start(self, slot: int, payload: Payload) -> None:
         """The destination copies it when it was told; what packed it has ended by then."""
 
-    def start_direct(self, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
         """The same."""
 
     def check(self) -> None:

@@ -70,6 +70,7 @@ class DirectCopies:
 
     Attributes:
         sources: the storages that they come from.
+        first_reads: of each of these, the first box that comes from there.
         first_boxes: of each storage that they go to, the first box that does.
         runs: contiguous copies.
         nbytes: the length of each.
@@ -78,6 +79,7 @@ class DirectCopies:
     """
 
     sources: list[str]
+    first_reads: list[int]
     first_boxes: list[int]
     runs: Ends
     nbytes: Numbers
@@ -93,6 +95,7 @@ class DirectCopies:
         """
         sources: dict[str, int] = {}
         targets: dict[str, int] = {}
+        first_reads: list[int] = []
         first_boxes: list[int] = []
         runs: list[End] = []
         lengths: list[int] = []
@@ -102,7 +105,10 @@ class DirectCopies:
             if item.write.storage not in targets:
                 targets[item.write.storage] = len(targets)
                 first_boxes.append(index)
-            source, target = sources.setdefault(item.read.storage, len(sources)), targets[item.write.storage]
+            if item.read.storage not in sources:
+                sources[item.read.storage] = len(sources)
+                first_reads.append(index)
+            source, target = sources[item.read.storage], targets[item.write.storage]
             end = source, item.read.offset * width, target, item.write.offset * width
             rows = _rows_of(item)
             if rows.count > 1:
@@ -114,7 +120,7 @@ class DirectCopies:
                 lengths.append(rows.nbytes)
         ends, shapes = [end for end, _ in pitched], [rows for _, rows in pitched]
         nbytes = np.array(lengths, dtype=np.int64)
-        return cls(list(sources), first_boxes, Ends.of(runs), nbytes, Ends.of(ends), shapes)
+        return cls(list(sources), first_reads, first_boxes, Ends.of(runs), nbytes, Ends.of(ends), shapes)
 
 
 def _behind(end: End, nbytes: int) -> End:

@@ -184,7 +184,7 @@ class NixlOutgoing:
     def start(self, slot: int, payload: Payload) -> None:
         """The destination reads it when it was told."""
 
-    def start_direct(self, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
         """The same."""
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.loads import Load
 from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.ports import Memory, Payload, Spot
 from megatron_patches.refit.staging import SLOTS
@@ -184,11 +185,12 @@ class SendingEnd:
         link.packed.append(_Departure(packet, len(packet.payload), slot.number, start))
         self._depart_in_turn(check)
 
-    def send_direct(self, packet: Packet, nbytes: int, places: Sequence[Spot], check: Check) -> None:
-        """Sends a direct load, of ``nbytes`` bytes, whose boxes lie in ``places``; raises as :meth:`send` does."""
+    def send_direct(self, packet: Packet, load: Load, places: Sequence[Spot], check: Check) -> None:
+        """Sends a direct load, whose boxes lie in ``places``; raises as :meth:`send` does."""
         link = self._links[packet.destination]
         link.direct += 1
-        link.unpacked.append(_Departure(packet, nbytes, messages.NO_SLOT, partial(link.wire.start_direct, places)))
+        start = partial(link.wire.start_direct, load, places)
+        link.unpacked.append(_Departure(packet, load.nbytes, messages.NO_SLOT, start))
         self._depart_in_turn(check)
 
     def wait_for_news(self, check: Check, what: str) -> None:

@@ -133,7 +133,7 @@ class TcpOutgoing(NothingToTell):
         """Has the payload sent."""
         self._send([payload])
 
-    def start_direct(self, places: Sequence[Spot]) -> None:
+    def start_direct(self, load: Load, places: Sequence[Spot]) -> None:  # noqa: ARG002
         """Has the boxes sent one after the other."""
         self._send([spot.payload() for spot in places])
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from megatron_patches.refit.ports import Pending
 
-WINDOW_BYTES = 512 << 20
+WINDOW_BYTES = 768 << 20
 """The most that is under way, but for one load: enough for the next to be there always, little for one in a hurry."""
 
 TURN_BYTES = 1 << 30

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_patches.refit import loads
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Reach, Terms, links_of
@@ -83,7 +82,7 @@ class Meeting:
         for rank, receiver in enumerate(self.ends.receivers):
             receiver._selector.close()
             receiver._selector = Unfair(rank)
-        self.terms = dict.fromkeys(links_of(self.plan), Terms(SLOT, Reach.CONTIGUOUS, direct_bytes=8))
+        self.terms = dict.fromkeys(links_of(self.plan), Terms(SLOT, Reach.CONTIGUOUS, direct_bytes=8, load_bytes=96))
         assert len(self.terms) == len(case.sources) * len(case.destinations)
 
     def move(self, versions: tuple[int, ...]) -> None:
@@ -99,7 +98,6 @@ class Meeting:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads, windows and turns of a few boxes."""
-    monkeypatch.setattr(loads, "_DIRECT_BYTES", 96)
     monkeypatch.setattr(turns, "WINDOW_BYTES", 200)
     monkeypatch.setattr(turns, "TURN_BYTES", 400)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_patches.refit import frames, loads
+from megatron_patches.refit import frames
 from megatron_patches.refit.boxes import TensorSpec, View, row_major_strides
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience, prepare
@@ -47,13 +47,12 @@ def narrow(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
 
 
-def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other() -> None:
     """Announcements fill one direction, what comes back the other; both ends must go on all the same."""
-    monkeypatch.setattr(loads, "_DIRECT_BYTES", 32)
     view = View("w", 0, SPEC.shape, row_major_strides(SPEC.shape))
     side = Manifest(0, "", (Storage("w", "bfloat16", SPEC.numel, SPEC.numel),), (Placement(SPEC.box, view),))
     plan = make_plan([SPEC], [side], [side])
-    terms = {(0, 0): Terms(packet_bytes=512, reach=Reach.CONTIGUOUS, direct_bytes=1)}
+    terms = {(0, 0): Terms(packet_bytes=512, reach=Reach.CONTIGUOUS, direct_bytes=1, load_bytes=32)}
     held = np.random.default_rng(1).integers(0, 2**16, SPEC.numel, dtype=np.uint16)
     taken = np.zeros_like(held)
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
