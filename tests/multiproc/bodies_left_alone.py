@@ -219,3 +219,16 @@ def states_of_other_ranks(rank: int, world_size: int) -> dict[str, str]:
     after = etp.full_state_dict(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     return answers
+
+
+def sparse_gradients(rank: int, world_size: int) -> str:
+    """A replicated table with sparse gradients, behind which there is a sharded layer."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.EmbeddingBag(9, 8, sparse=True), nn.Linear(8, ROWS)).to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    indices = torch.tensor([[rank, 3], [4, rank]], device=device())
+    try:
+        model(indices).square().sum().backward()
+    except TypeError as error:
+        return str(error)
+    return "no error"

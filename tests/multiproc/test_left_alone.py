@@ -63,3 +63,8 @@ def test_only_a_ranks_own_shards_are_loaded() -> None:
         for name in ("whole", "whole, not strict"):
             assert answers[name].startswith("embedding.weight: the state holds the full weight of shape (23, 12)")
         assert answers["assign"].startswith("embedding.weight: load_state_dict with assign=True")
+
+
+def test_sparse_gradients_of_replicated_parameters_are_refused() -> None:
+    for message in run_distributed(bodies.sparse_gradients, 2):
+        assert message.startswith("the gradient of 0.weight is sparse and cannot be combined over the ranks")

@@ -259,9 +259,9 @@ def shard_weights(
     WeightGroup(shards, group)
     runtime = EtpRuntime(config)
     runtime.adopt(module)
-    for param in module.parameters():
+    for name, param in module.named_parameters():
         if not isinstance(param, ETPShardedParam):
-            runtime.replicated.register(param, group)
+            runtime.replicated.register(param, group, name)
     return runtime
 
 

@@ -42,9 +42,9 @@ def shard_module(
     ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
     reads their weights directly.
 
-    All ranks must call the same sharded layers in the same order, on batches of any size. If they do not,
-    :class:`etp.PeerMismatchError` names the layers when the pass ends (on GPUs, when the next one ends), or the process
-    ends at its timeout. Forward passes of ``module`` raise :class:`etp.EtpStateError` if shards were replaced, or
+    All ranks must call the same sharded layers in the same order, on batches of any size, and a backward pass must
+    reach the same other parameters on all of them. If not, :class:`etp.PeerMismatchError` names the layers when the
+    pass ends (on GPUs, when the next one ends), or the process ends at its timeout. Forward passes of ``module`` raise :class:`etp.EtpStateError` if shards were replaced, or
     trained parameters added, since this call; after adding parameters, call it again.
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
@@ -214,11 +214,11 @@ def _register_replicated(
 ) -> None:
     if runtime.config.reduce_once_per_iteration:
         logger.info("replicated gradients are still combined at every backward; only sharded weights wait")
-    for module in root.modules():
+    for path, module in root.named_modules():
         group = expert_group if _is_grouped(module) else etp_group
-        for param in module.parameters(recurse=False):
+        for name, param in module.named_parameters(path, recurse=False):
             if not isinstance(param, ETPShardedParam):
-                runtime.replicated.register(param, group)
+                runtime.replicated.register(param, group, name)
 
 
 def runtimes_of(module: nn.Module) -> list[EtpRuntime]:
