@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import prune
 
 import etp
@@ -66,6 +67,8 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "addmm": lambda: x.new_zeros(ROWS, 3).addmm(weight, x.t()),
         "cosine_similarity": lambda: F.cosine_similarity(x[:, None], weight, dim=-1),
         "linalg_multi_dot": lambda: torch.linalg.multi_dot([weight, x.t()]),
+        "cat": lambda: F.linear(x, torch.cat([*model.parameters()])),
+        "stack": lambda: torch.stack([*model.parameters()]),
     }
     drawn: dict[str, Callable[[], Any]] = {
         "normal_": lambda: nn.init.normal_(weight),
@@ -232,3 +235,23 @@ def sparse_gradients(rank: int, world_size: int) -> str:
     except TypeError as error:
         return str(error)
     return "no error"
+
+
+def unfit_optimizers(rank: int, world_size: int) -> dict[str, str]:
+    """Optimizers that would not train the shards, or would damage them; then one that trains them."""
+    model = _layer()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    early.step()
+    etp.shard_module(model, dist.group.WORLD)
+    before = etp.full_state_dict(model)
+    model(_inputs(rank)).square().sum().backward()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    answers = _answers(
+        {"early": early.step, "lbfgs": lambda: lbfgs.step(lambda: 0.0), "zero": zero.step},
+        (TypeError, etp.EtpStateError),
+    )
+    assert torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
+    return answers

@@ -94,9 +94,12 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             requires_grad: whether it is trained.
 
         Raises:
-            ValueError: if this rank is not in ``group``, or ``shard``, ``layout`` and ``group`` do not match.
+            ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
+                is complex.
         """
         own_rank(group)
+        if shard.is_complex():
+            raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
         size = dist.get_world_size(group)
         if size != layout.num_shards:
             raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
@@ -18,14 +17,12 @@ from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.membership import Membership
 from etp.modules import GroupedLinear
+from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.te import is_te_grouped_linear, is_te_linear, refuse_unsupported_te
 
 logger = logging.getLogger(__name__)
-
-# Attribute of a parameter that has been cut: a weak reference to its shard.
-_SHARD = "_etp_shard"
 
 
 def shard_module(
@@ -44,11 +41,13 @@ def shard_module(
 
     All ranks must call the same sharded layers in the same order, on batches of any size, and a backward pass must
     reach the same other parameters on all of them. If not, :class:`etp.PeerMismatchError` names the layers when the
-    pass ends (on GPUs, when the next one ends), or the process ends at its timeout. Forward passes of ``module`` raise :class:`etp.EtpStateError` if shards were replaced, or
-    trained parameters added, since this call; after adding parameters, call it again.
+    pass ends (on GPUs, when the next one ends), or the process ends at its timeout. Forward passes of ``module`` raise
+    :class:`etp.EtpStateError` if shards were replaced, or trained parameters added, since this call; after adding
+    parameters, call it again.
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
-    after sharding: one that was built before holds the full weights, which the module no longer uses.
+    after sharding: one that was built before holds the full weights, which the module no longer uses, and is refused
+    when it steps. So are ``LBFGS`` and ``ZeroRedundancyOptimizer``.
 
     ``torch.nn.utils.clip_grad_norm_`` (or :func:`etp.clip_grad_norm_`, with fewer collectives) and
     ``torch.amp.GradScaler`` see whole gradients and are collective. Norms computed in any other way see only this
@@ -84,6 +83,7 @@ def shard_module(
     _register_replicated(module, runtime, etp_group, expert_group)
     members = Membership(module, runtime.replicated.groups.__contains__)
     runtime.keep(module.register_forward_pre_hook(members.check))
+    OptimizerCheck(runtime)
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
 
@@ -155,8 +155,7 @@ def _check(
 
 
 def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
-    reference = getattr(param, _SHARD, None)
-    shard = None if reference is None else reference()
+    shard = shard_in_place_of(param)
     if shard is not None:
         raise ValueError(
             f"{name} shared its weight with {shard.fqn}, which an earlier call of etp.shard_module has sharded without "
@@ -174,6 +173,8 @@ def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter
             f"{name} is computed from other parameters (a parametrization, such as weight norm) and cannot be "
             "sharded; remove the parametrization first"
         )
+    if param.is_complex():
+        raise ValueError(f"{name} is complex, and only real weights can be sharded")
     if param.grad is not None:
         raise ValueError(f"{name} has a gradient already, of the full size; call zero_grad() before sharding")
     if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -199,7 +200,7 @@ def _replace(
                 # Attributes that users have set on the parameter, such as flags for the optimizer, are kept.
                 fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
                 done[id(param)] = (param, fresh[-1])
-                setattr(param, _SHARD, weakref.ref(fresh[-1]))
+                remember_shard(param, fresh[-1])
         if fresh:
             WeightGroup(fresh, group)
     # In all modules, not only at the sites: a user-defined module may share one of these weights.
