@@ -264,7 +264,7 @@ class EtpRuntime:
     # Weights -------------------------------------------------------------------------------------------------
 
     def mark_weights_changed(self) -> None:
-        """Announce a change of weights that PyTorch does not count, such as a write through ``param.data``."""
+        """Announce a change of weights that PyTorch does not count, such as one by ``torch.distributed``."""
         self._weights.epoch += 1
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
