@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 import etp
@@ -255,3 +259,15 @@ def unfit_optimizers(rank: int, world_size: int) -> dict[str, str]:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert not torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
     return answers
+
+
+def distributed_already(rank: int, world_size: int) -> dict[str, str]:
+    """Modules whose weights or gradients PyTorch distributes itself."""
+    mesh = init_device_mesh(device().type, (world_size,))
+    modules: dict[str, Callable[[], nn.Module]] = {
+        "ddp": lambda: nn.Sequential(DistributedDataParallel(_layer())),
+        "fsdp": lambda: nn.Sequential(fully_shard(_layer())),
+        "dtensor": lambda: parallelize_module(_layer(), mesh, {"0": ColwiseParallel()}),
+    }
+    attempts = {name: lambda made=made: etp.shard_module(made(), dist.group.WORLD) for name, made in modules.items()}
+    return _answers(attempts, (ValueError,))

@@ -76,3 +76,10 @@ def test_optimizers_that_would_not_train_the_shards_are_refused() -> None:
         shard = f"has ETPShardedParam(0.weight: rows {16 * rank}:16 of (16, 8), shard {rank} of 2"
         assert answers["lbfgs"].startswith(f"LBFGS {shard}")
         assert answers["zero"].startswith(f"ZeroRedundancyOptimizer {shard}")
+
+
+def test_what_is_distributed_already_is_refused() -> None:
+    for answers in run_distributed(bodies.distributed_already, 2):
+        assert answers["ddp"].startswith("0 is a DistributedDataParallel, which combines gradients over the ranks")
+        assert answers["fsdp"].startswith("0 is a FSDPSequential, which combines gradients over the ranks")
+        assert answers["dtensor"].startswith("0.weight is a DTensor, which is distributed already")

@@ -24,6 +24,9 @@ from etp.te import is_te_grouped_linear, is_te_linear, refuse_unsupported_te
 
 logger = logging.getLogger(__name__)
 
+# By name of the class or of one that it derives from, because importing some of them takes long.
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+
 
 def shard_module(
     module: nn.Module,
@@ -63,8 +66,9 @@ def shard_module(
         The runtime that now drives the weights. It lives as long as they do; keeping a reference is optional.
 
     Raises:
-        ValueError: if this rank is not in one of the groups, a weight cannot be sharded, or a weight was shared with a
-            module that an earlier call has sharded; nothing is changed then.
+        ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
+            module that an earlier call has sharded, or a part of ``module`` is in ``DistributedDataParallel`` or FSDP;
+            nothing is changed then.
         PeerMismatchError: if the ranks hold different weights; nothing is changed then.
     """
     config = config or EtpConfig()
@@ -75,6 +79,7 @@ def shard_module(
                 f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
                 "rank its own"
             )
+    _refuse_wrappers(module)
     sites = list(_weight_sites(module))
     layouts = _check(module, sites, etp_group, expert_group, config)
     runtime = EtpRuntime(config)
@@ -86,6 +91,19 @@ def shard_module(
     OptimizerCheck(runtime)
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
+
+
+def _refuse_wrappers(root: nn.Module) -> None:
+    """Refuse modules that shard weights or combine gradients themselves."""
+    for path, module in root.named_modules():
+        if _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}:
+            raise ValueError(
+                f"{path or 'the module'} is a {type(module).__name__}, which combines gradients over the ranks, as "
+                "etp.shard_module does; pass it the plain module"
+            )
+    for name, param in root.named_parameters():
+        if type(param.data).__name__ == "DTensor":
+            raise ValueError(f"{name} is a DTensor, which is distributed already; pass etp.shard_module plain weights")
 
 
 class _Site:
