@@ -57,7 +57,8 @@ def shard_module(
     rank's part, and optimizers that treat a matrix as a whole see each shard as one. See docs/numerics.md.
 
     Args:
-        module: the model, with the same weights on every rank of the group.
+        module: the whole model, with the same weights on every rank of the group. Gradients of parameters outside of it
+            are not combined.
         etp_group: the ranks to shard over. They see different data.
         expert_group: the ranks to shard grouped linears over; ``etp_group`` if None.
         config: engine options; the defaults if None.
