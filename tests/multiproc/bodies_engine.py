@@ -199,11 +199,13 @@ def reuse_across_forwards(rank: int, world_size: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"first": forward()[0], "unchanged": forward()[0]}
     with torch.no_grad():
         model.layers[1].weight.mul_(2.0)
-    answers["counted"], counted = forward()
+    answers["counted"] = forward()[0]
     model.layers[2].weight.data = model.layers[2].weight.data.clone()
     answers["rebound"] = forward()[0]
+    model.layers[1].weight.data.div_(2.0)
+    answers["data"], counted = forward()
     with torch.no_grad():
-        model.layers[0].weight.data.mul_(3.0)
+        model.layers[0].weight.local_shard().data.mul_(3.0)
     answers["unannounced"], stale = forward()
     runtime.mark_weights_changed()
     answers["announced"], fresh = forward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import etp
 from tests.multiproc.bodies_engine import SIDE, fail, stack, train_once
 from tests.multiproc.models import PlannedFailureError, Tiny, batch, loss_of
+from tests.multiproc.oracle import Twins
 from tests.support.launch import device
 
 
@@ -142,3 +144,32 @@ def hooks_of_two_forwards(rank: int, world_size: int, ways: dict[str, Any]) -> N
             assert counts == expected == dict.fromkeys(counts, step + 1), (options, counts)
             for name, param in model.named_parameters():
                 assert torch.equal(seen[name], param.grad), f"{options}: the hook of {name} saw part of its gradient"
+
+
+def hooks_on_replicated(rank: int, world_size: int) -> None:
+    """Tensor hooks on replicated parameters see the gradient and may change it, whenever they were registered."""
+    torch.manual_seed(7)
+    twins = Twins(Tiny().to(device()), rank, world_size)
+    seen: dict[nn.Module, int] = {twins.model: 0, twins.reference.model: 0}
+
+    def hook(side: nn.Module, name: str) -> None:
+        def halve(grad: torch.Tensor) -> torch.Tensor:
+            assert grad.abs().sum() > 0, f"a hook of {name} saw zeros"
+            seen[side] += 1
+            return grad / 2
+
+        side.get_parameter(name).register_hook(halve)
+
+    def scenario(side: nn.Module, step: int, peer: int) -> Iterator[torch.Tensor]:
+        tokens, targets = batch(step, peer, device())
+        loss = loss_of(side(tokens), targets)
+        if step == 1 and (side is twins.model or peer == 0):
+            hook(side, "blocks.2.down.bias")
+        yield loss
+
+    for side in seen:
+        hook(side, "norm.weight")
+        hook(side, "norm.bias")
+    for step in range(4):
+        twins.step(scenario, step)
+    assert seen == {twins.model: 2 * 4 + 3, twins.reference.model: world_size * (2 * 4 + 3)}

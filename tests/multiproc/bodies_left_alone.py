@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 import etp
@@ -66,6 +71,8 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "addmm": lambda: x.new_zeros(ROWS, 3).addmm(weight, x.t()),
         "cosine_similarity": lambda: F.cosine_similarity(x[:, None], weight, dim=-1),
         "linalg_multi_dot": lambda: torch.linalg.multi_dot([weight, x.t()]),
+        "cat": lambda: F.linear(x, torch.cat([*model.parameters()])),
+        "stack": lambda: torch.stack([*model.parameters()]),
     }
     drawn: dict[str, Callable[[], Any]] = {
         "normal_": lambda: nn.init.normal_(weight),
@@ -219,3 +226,48 @@ def states_of_other_ranks(rank: int, world_size: int) -> dict[str, str]:
     after = etp.full_state_dict(model)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     return answers
+
+
+def sparse_gradients(rank: int, world_size: int) -> str:
+    """A replicated table with sparse gradients, behind which there is a sharded layer."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.EmbeddingBag(9, 8, sparse=True), nn.Linear(8, ROWS)).to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    indices = torch.tensor([[rank, 3], [4, rank]], device=device())
+    try:
+        model(indices).square().sum().backward()
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+def unfit_optimizers(rank: int, world_size: int) -> dict[str, str]:
+    """Optimizers that would not train the shards, or would damage them; then one that trains them."""
+    model = _layer()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    early.step()
+    etp.shard_module(model, dist.group.WORLD)
+    before = etp.full_state_dict(model)
+    model(_inputs(rank)).square().sum().backward()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    answers = _answers(
+        {"early": early.step, "lbfgs": lambda: lbfgs.step(lambda: 0.0), "zero": zero.step},
+        (TypeError, etp.EtpStateError),
+    )
+    assert torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
+    return answers
+
+
+def distributed_already(rank: int, world_size: int) -> dict[str, str]:
+    """Modules whose weights or gradients PyTorch distributes itself."""
+    mesh = init_device_mesh(device().type, (world_size,))
+    modules: dict[str, Callable[[], nn.Module]] = {
+        "ddp": lambda: nn.Sequential(DistributedDataParallel(_layer())),
+        "fsdp": lambda: nn.Sequential(fully_shard(_layer())),
+        "dtensor": lambda: parallelize_module(_layer(), mesh, {"0": ColwiseParallel()}),
+    }
+    attempts = {name: lambda made=made: etp.shard_module(made(), dist.group.WORLD) for name, made in modules.items()}
+    return _answers(attempts, (ValueError,))

@@ -326,6 +326,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
     def sparse() -> None:
         etp.shard_module(nn.ModuleDict({"table": nn.Embedding(8, 4, sparse=True)}), group)
 
+    def complex_weight() -> None:
+        etp.shard_module(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64)), group)
+
+    def complex_layer() -> None:
+        etp.Linear(4, 4, etp_group=group, params_dtype=torch.complex64)
+
     def parametrized() -> None:
         etp.shard_module(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))), group)
 
@@ -360,6 +366,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
         odd_without_padding,
         max_norm,
         sparse,
+        complex_weight,
+        complex_layer,
         parametrized,
         has_gradient,
         has_hook,

@@ -155,3 +155,54 @@ def exchanges_of_a_run(rank: int, world_size: int) -> list[int]:
     finally:
         CollectiveOrder.exchange = exchange  # type: ignore[method-assign]
     return counts
+
+
+class Domains(nn.Module):
+    """A sharded layer, and a replicated one for each kind of data."""
+
+    def __init__(self, others: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.shared = nn.Linear(SIDE, SIDE)
+        self.own = nn.ModuleList(others)
+
+    def forward(self, x: torch.Tensor, kind: int) -> torch.Tensor:
+        """Through the shared layer and that of the kind."""
+        out: torch.Tensor = self.own[kind](self.shared(x))
+        return out
+
+
+def replicated_that_differ(rank: int, world_size: int, sizes: tuple[int, int]) -> tuple[str, bool]:
+    """Ranks train other replicated parameters, then the same ones.
+
+    Returns:
+        what was raised, and whether the gradients afterwards are those of the whole model.
+    """
+    torch.manual_seed(3)
+    model = Domains([nn.PReLU(size) for size in sizes]).to(device())
+    whole = Domains([nn.PReLU(size) for size in sizes]).to(device())
+    whole.load_state_dict(model.state_dict())
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(transport="c10d"))
+
+    def train(side: nn.Module, peer: int, kind: int) -> None:
+        x = torch.randn(3, SIDE, generator=torch.Generator().manual_seed(peer)).to(device())
+        side(x, kind).square().sum().backward()
+
+    raised = "no error"
+    try:
+        train(model, rank, rank % 2)
+        if on_gpus():
+            train(model, rank, 0)
+    except etp.PeerMismatchError as error:
+        raised = str(error)
+    model.zero_grad()
+    train(model, rank, 1)
+    for peer in range(world_size):
+        train(whole, peer, 1)
+    theirs = dict(whole.named_parameters())
+    right = all(
+        (param.grad is None) == (theirs[name].grad is None)
+        and (param.grad is None or torch.allclose(param.grad, theirs[name].grad / world_size, rtol=1e-5))
+        for name, param in model.named_parameters()
+        if not isinstance(param, etp.ETPShardedParam)
+    )
+    return raised, right

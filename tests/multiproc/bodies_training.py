@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import etp
@@ -243,6 +245,20 @@ def matches_oracle(
                             param.sub_(param.grad, alpha=0.5)
         twins.compare_weights("at the end")
     return counts
+
+
+def written_between_calls(rank: int, world_size: int, steps: int) -> None:
+    """A target network: evaluated through a method, never as a module, and changed through ``.data`` in between."""
+    model = build("tiny")
+    plain = copy.deepcopy(model)
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(transport="c10d"))
+    for step in range(steps):
+        tokens, _ = batch(step, rank, device())
+        with torch.no_grad():
+            assert torch.equal(model.forward(tokens), plain.forward(tokens)), f"step {step}"
+        for side in (model, plain):
+            for param in side.parameters():
+                param.data.mul_(0.5).add_(0.01 * (step % 3))
 
 
 def matches_with_optimizer(rank: int, world_size: int, name: str) -> None:

@@ -131,6 +131,29 @@ class LongSum(nn.Module):
         return self.head(x)
 
 
+class Clamped(nn.Linear):
+    """Its weight is kept within bounds where PyTorch does not count the change, right before it is used."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """As ``nn.Linear``."""
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(input)
+
+
+class Constrained(nn.Module):
+    """Layers whose weights change inside of the forward pass, behind one that starts to gather them ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.inner = Clamped(WIDTH, INNER)
+        self.head = Clamped(INNER, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        return self.head(torch.tanh(self.inner(self.embedding(tokens))))
+
+
 def batch(step: int, rank: int, device: torch.device, sequences: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets that differ for every step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -150,4 +173,5 @@ MODELS: dict[str, Any] = {
     "attention": Attention,
     "tied_by_hand": TiedByHand,
     "long_sum": LongSum,
+    "constrained": Constrained,
 }

@@ -111,6 +111,7 @@ def test_forwards_reuse_weights_unless_they_changed() -> None:
             "unchanged": 0,
             "counted": 1,
             "rebound": 1,
+            "data": 1,
             "unannounced": 0,
             "announced": 3,
             "stale is what it was": True,

@@ -35,3 +35,8 @@ def test_hooks_of_a_microbatch_do_not_run_in_the_next() -> None:
 @pytest.mark.parametrize("ways", [{}, {"tied": True}], ids=str)
 def test_hooks_run_once_a_backward_through_two_forwards(ways: dict[str, Any]) -> None:
     run_distributed(bodies.hooks_of_two_forwards, 2, args=(ways,))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensor_hooks_on_replicated_parameters_see_gradients(world_size: int) -> None:
+    run_distributed(bodies.hooks_on_replicated, world_size)

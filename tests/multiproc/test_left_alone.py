@@ -14,7 +14,7 @@ def test_functions_that_need_the_whole_weight_are_refused() -> None:
     for rank, (wrong, drawn) in enumerate(run_distributed(bodies.functions_of_a_shard, 2)):
         place = f"ETPShardedParam(0.weight: rows {16 * rank}:16 of (16, 8), shard {rank} of 2"
         for name, message in wrong.items():
-            where = "a shard inside a list" if name == "linalg_multi_dot" else place
+            where = "a shard inside a list" if name in {"linalg_multi_dot", "cat", "stack"} else place
             assert message.startswith(f"{name} on {where}"), (name, message)
             assert "param.full_tensor(), or param.local_shard()" in message
         for name, message in drawn.items():
@@ -63,3 +63,23 @@ def test_only_a_ranks_own_shards_are_loaded() -> None:
         for name in ("whole", "whole, not strict"):
             assert answers[name].startswith("embedding.weight: the state holds the full weight of shape (23, 12)")
         assert answers["assign"].startswith("embedding.weight: load_state_dict with assign=True")
+
+
+def test_sparse_gradients_of_replicated_parameters_are_refused() -> None:
+    for message in run_distributed(bodies.sparse_gradients, 2):
+        assert message.startswith("the gradient of 0.weight is sparse and cannot be combined over the ranks")
+
+
+def test_optimizers_that_would_not_train_the_shards_are_refused() -> None:
+    for rank, answers in enumerate(run_distributed(bodies.unfit_optimizers, 2)):
+        assert answers["early"].startswith("SGD has the full weight of 0.weight, which the module no longer uses")
+        shard = f"has ETPShardedParam(0.weight: rows {16 * rank}:16 of (16, 8), shard {rank} of 2"
+        assert answers["lbfgs"].startswith(f"LBFGS {shard}")
+        assert answers["zero"].startswith(f"ZeroRedundancyOptimizer {shard}")
+
+
+def test_what_is_distributed_already_is_refused() -> None:
+    for answers in run_distributed(bodies.distributed_already, 2):
+        assert answers["ddp"].startswith("0 is a DistributedDataParallel, which combines gradients over the ranks")
+        assert answers["fsdp"].startswith("0 is a FSDPSequential, which combines gradients over the ranks")
+        assert answers["dtensor"].startswith("0.weight is a DTensor, which is distributed already")

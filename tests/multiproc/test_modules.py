@@ -101,6 +101,8 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         "odd_without_padding": "0.weight: 5 rows do not divide over 2 shards and pad_for_alignment is 0",
         "max_norm": "table.weight: an embedding with max_norm or sparse gradients cannot be sharded",
         "sparse": "table.weight: an embedding with max_norm or sparse gradients cannot be sharded",
+        "complex_weight": "0.weight is complex, and only real weights can be sharded",
+        "complex_layer": "a weight of torch.complex64 cannot be sharded",
         "parametrized": "0.weight is computed from other parameters",
         "has_gradient": "0.weight has a gradient already",
         "has_hook": "0.weight has gradient hooks",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.multiproc import bodies_order as bodies
+from tests.multiproc.bodies_order import SIDE
 from tests.support.launch import on_gpus, run_distributed
 
 pytestmark = pytest.mark.multiproc
@@ -69,3 +70,13 @@ def test_microbatches_whose_gradients_are_added_up_are_compared() -> None:
 def test_a_pass_takes_one_exchange_and_a_forward_pass_that_may_have_a_backward_none() -> None:
     for counts in run_distributed(bodies.exchanges_of_a_run, 2):
         assert counts == [1, 1, 0]
+
+
+@pytest.mark.parametrize("sizes", [(SIDE, SIDE), (SIDE, 1)], ids=str)
+def test_ranks_that_train_other_replicated_parameters_are_told(sizes: tuple[int, int]) -> None:
+    """One that was added up with another of its size would have a wrong gradient; gloo ends the process at another."""
+    if on_gpus():
+        pytest.skip("the host reads the answer when the next pass ends, after the gradients were added up")
+    for raised, right in run_distributed(bodies.replicated_that_differ, 2, args=(sizes,)):
+        assert "the all-reduce of own.0.weight's gradient on rank 0 and the all-reduce of own.1.weight's" in raised
+        assert right

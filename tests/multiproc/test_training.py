@@ -33,6 +33,17 @@ def test_other_models_match(model: str) -> None:
     run_distributed(bodies.matches_oracle, 2, args=(model, "several_backwards", 2, F32, {}))
 
 
+@pytest.mark.parametrize("options", [{}, {"prefetch_depth": 3}], ids=str)
+def test_weights_written_inside_of_a_forward_pass_match(options: dict[str, Any]) -> None:
+    arguments = ("constrained", "several_backwards", 3, F32, {"transport": "c10d", **options})
+    run_distributed(bodies.matches_oracle, 2, args=arguments)
+
+
+def test_weights_written_between_evaluations_of_a_method_match() -> None:
+    """More of them than visits that one pass may have."""
+    run_distributed(bodies.written_between_calls, 2, args=(80,))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F64, F16], ids=str)
 def test_other_dtypes_match(dtype: torch.dtype) -> None:
     run_distributed(bodies.matches_oracle, 2, args=("tiny", "several_backwards", 2, dtype, {}))

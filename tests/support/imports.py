@@ -22,7 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
     frozenset({"param", "replicated", "reductions", "graphs"}),
-    frozenset({"passes", "gathers", "membership", "shard_states"}),
+    frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "wrap"}),
     frozenset({"state", "checkpoint", "clip"}),

@@ -48,7 +48,7 @@ class EtpConfig:
             corresponding next pass of the previous iteration; an iteration ends with an optimizer step or an announced
             change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
             operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`. PyTorch does
-            not count writes through ``.data``.
+            not count writes of ``torch.distributed``, nor those through NumPy.
         timeout_s: seconds to wait for a collective before raising an error; None uses the process group's timeout.
 
     Raises:

@@ -2,7 +2,8 @@
 
 With Transformer Engine and CUDA, constructing one of these returns TE's own module with sharded weights; otherwise the
 plain PyTorch implementation below, which is the reference and has the same signature and results. Construction is
-collective: all ranks take the weights drawn by the first rank of the group.
+collective: all ranks take the weights drawn by the first rank of the group. A layer combines gradients of its own
+parameters only: pass a model that has others to :func:`etp.shard_module`, or the ranks' copies of them drift apart.
 """
 
 from __future__ import annotations
@@ -259,9 +260,9 @@ def shard_weights(
     WeightGroup(shards, group)
     runtime = EtpRuntime(config)
     runtime.adopt(module)
-    for param in module.parameters():
+    for name, param in module.named_parameters():
         if not isinstance(param, ETPShardedParam):
-            runtime.replicated.register(param, group)
+            runtime.replicated.register(param, group, name)
     return runtime
 
 

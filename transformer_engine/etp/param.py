@@ -65,8 +65,10 @@ _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 _READ_TENSOR_LAYOUT = frozenset({torch.norm, torch.Tensor.norm})
 
 
-# What reading ``param.grad`` calls.
+# What reading ``param.grad`` calls, and reading and assigning ``param.data``.
 _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class ETPShardedParam(OneOfMany, torch.nn.Parameter):
@@ -94,9 +96,12 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             requires_grad: whether it is trained.
 
         Raises:
-            ValueError: if this rank is not in ``group``, or ``shard``, ``layout`` and ``group`` do not match.
+            ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
+                is complex.
         """
         own_rank(group)
+        if shard.is_complex():
+            raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
         size = dist.get_world_size(group)
         if size != layout.num_shards:
             raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")
@@ -112,6 +117,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         param._reduce_hooks = []
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
+        param._data, param._former_versions = None, 0
         return param
 
     # Assigned in __new__; declared here for readers and type checkers.
@@ -122,6 +128,8 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     _reduce_hooks: list[Callable[[], None]]
     _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
     _reference: weakref.ref[Self]
+    _data: torch.Tensor | None
+    _former_versions: int
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -170,9 +178,27 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             return self.detach()
 
     def content_version(self) -> tuple[int, int]:
-        """A value that changes when PyTorch counts a change of the shard, or when it is bound to other storage."""
+        """Changes when PyTorch counts a change of the shard, or of its ``data``, or when its storage is replaced."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self._version, self.data_ptr()
+            written = self._former_versions if self._data is None else self._former_versions + self._data._version
+            return self._version + written, self.data_ptr()
+
+    def _shared_data(self) -> torch.Tensor:
+        """What ``data`` returns: one alias, so that the writes through it can be counted.
+
+        PyTorch returns an alias with a version counter of its own each time. A layer that writes there before it
+        computes, such as one with bounded weights, would compute with what was gathered before.
+        """
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            if self._data is None or self._data.data_ptr() != self.data_ptr():
+                self._forget_data()
+                self._data = self.data
+            return self._data.detach()
+
+    def _forget_data(self) -> None:
+        if self._data is not None:
+            self._former_versions += self._data._version + 1
+            self._data = None
 
     def placement(self) -> tuple[torch.dtype, torch.device]:
         """The shard's dtype and device; faster than reading the two attributes."""
@@ -307,6 +333,10 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/refusals.py`` lists."""
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
+        if func == _READ_DATA:
+            return args[0]._shared_data()
+        if func == _WRITE_DATA and isinstance(args[0], cls):
+            args[0]._forget_data()
         kwargs = kwargs or {}
         sharded = _SHARDED_FUNCTIONS.get(func)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)

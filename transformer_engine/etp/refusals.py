@@ -49,6 +49,9 @@ _ROWS = _named(
     torch.Tensor,
 )
 
+# Shards side by side are not the weights side by side, as in fused projections.
+_JOINS = _named("cat concat concatenate stack vstack hstack dstack row_stack column_stack block_diag", torch)
+
 # Ranks with the same seed would draw the same rows, and fans would be those of the shard. The other functions of
 # torch.nn.init call these.
 _INITIALISERS = _named(
@@ -56,7 +59,7 @@ _INITIALISERS = _named(
 ) | _named("normal_ uniform_ kaiming_uniform_", nn.init)
 _INITIALISERS |= frozenset({torch.eye})
 
-REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _INITIALISERS
+REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _JOINS | _INITIALISERS
 
 
 def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:

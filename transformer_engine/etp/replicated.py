@@ -3,6 +3,10 @@
 The ranks of a shard group see different data, so gradients of replicated parameters must be combined over them like
 those of shards. A tensor hook collects each incoming gradient and gives autograd zeros instead. At the end of the
 backward pass the combined gradients are added to ``grad``, so that earlier gradients there are not reduced twice.
+
+[Note: hooks of users] Hooks of the user's own must see the gradient rather than those zeros, so ours stays behind them:
+each forward pass registers it again if others came after it. The gradient of a parameter with a hook that came later
+still, or with a hook that runs once the gradient is accumulated, is combined right away.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ class ReplicatedGrads:
         on_collect: called at each collected gradient, inside the backward pass.
         is_captured: whether the backward pass is being captured by graphed callables. Its gradients are then left to
             autograd, which delivers them again at every replay.
+        note: called with the group and the name of each gradient before it is combined.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
 
@@ -37,6 +42,7 @@ class ReplicatedGrads:
         reduction: GradReduction,
         on_collect: Callable[[], None],
         is_captured: Callable[[], bool],
+        note: Callable[[dist.ProcessGroup, str], None],
         *,
         fp32_accumulation: bool = True,
     ) -> None:
@@ -44,6 +50,8 @@ class ReplicatedGrads:
         self._fp32_accumulation = fp32_accumulation
         self._on_collect = on_collect
         self._is_captured = is_captured
+        self._note = note
+        self._names: dict[nn.Parameter, str] = {}
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._collected: dict[nn.Parameter, torch.Tensor] = {}
@@ -54,16 +62,24 @@ class ReplicatedGrads:
         """The registered parameters, each with the process group over which its gradient is combined."""
         return self._groups
 
-    def register(self, param: nn.Parameter, group: dist.ProcessGroup) -> None:
+    def register(self, param: nn.Parameter, group: dist.ProcessGroup, name: str) -> None:
         """Reduce ``param``'s gradients over ``group`` from now on, whenever it is trained."""
         self._groups.setdefault(param, group)
+        self._names.setdefault(param, name)
         self.watch()
 
     def watch(self) -> None:
-        """Hook the registered parameters that are trained now: a frozen one cannot have a hook."""
+        """Hook the registered parameters that are trained now, behind other hooks: a frozen one cannot have a hook."""
         for param in self._groups:
-            if param.requires_grad and param not in self._hooks:
+            if param.requires_grad and not self._is_last(param):
+                if param in self._hooks:
+                    self._hooks.pop(param).remove()
                 self._hooks[param] = param.register_hook(partial(self._collect, param))
+
+    def _is_last(self, param: nn.Parameter) -> bool:
+        """Whether ``param`` has our hook, behind all others."""
+        hook = self._hooks.get(param)
+        return hook is not None and next(reversed(param._backward_hooks or {}), None) == hook.id
 
     def release(self) -> None:
         """Remove all hooks: gradients are no longer combined."""
@@ -71,16 +87,22 @@ class ReplicatedGrads:
             hook.remove()
         self._hooks.clear()
         self._groups.clear()
+        self._names.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         if self._is_captured():
             return grad
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {self._names[param]} is sparse and cannot be combined over the ranks of the shard "
+                "group; turn its module's option sparse off"
+            )
         if not _accumulates(param):
             # torch.autograd.grad returns it, and must return the same on all ranks, as it does for shards.
             return self._reduced(param, grad)
         self._on_collect()
-        if param._post_accumulate_grad_hooks:
-            # A hook uses the gradient as soon as it is accumulated (an optimizer fused into backward).
+        if param._post_accumulate_grad_hooks or not self._is_last(param):
+            # A hook uses the gradient next (an optimizer fused into backward, for example).
             return self._reduced(param, grad)
         earlier = self._collected.get(param)
         self._collected[param] = grad.detach().clone() if earlier is None else earlier + grad.detach()
@@ -88,9 +110,16 @@ class ReplicatedGrads:
 
     def _reduced(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """``grad`` combined over the group right away. Collective."""
+        self._note(self._groups[param], self._names[param])
         reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
         self._all_reduce(reduced, self._groups[param], None)
         return reduced.to(grad.dtype)
+
+    def announce(self) -> None:
+        """Note the gradients that :meth:`reduce` combines next, in their order."""
+        for param, group in self._groups.items():
+            if param in self._collected:
+                self._note(group, self._names[param])
 
     def reduce(self, timeout_s: float | None) -> None:
         """Combine what was collected and add it to each parameter's ``grad``."""

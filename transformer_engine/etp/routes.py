@@ -112,6 +112,12 @@ class Routes:
         for transport in self._graphable():
             transport.watch_replays()
 
+    def note(self, process_group: dist.ProcessGroup, label: str) -> None:
+        """Record a collective over ``process_group`` outside of its transport, for :meth:`compare_orders`."""
+        transport = self.transports.get(process_group)
+        if isinstance(transport, OrderedTransport):
+            transport.record(label)
+
     def compare_orders(self) -> None:
         """Find ranks that use other weights than their peers, now or, with streams, at the next call. Collective.
 

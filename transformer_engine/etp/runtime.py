@@ -53,6 +53,7 @@ class EtpRuntime:
             self.config.grad_reduction,
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
             is_captured=lambda: self._graphs.is_part,
+            note=lambda group, name: self._routes.note(group, f"all-reduce of {name}'s gradient"),
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
@@ -263,7 +264,7 @@ class EtpRuntime:
     # Weights -------------------------------------------------------------------------------------------------
 
     def mark_weights_changed(self) -> None:
-        """Announce a change of weights that PyTorch does not count, such as a write through ``param.data``."""
+        """Announce a change of weights that PyTorch does not count, such as one by ``torch.distributed``."""
         self._weights.epoch += 1
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
@@ -325,15 +326,22 @@ class EtpRuntime:
         """See :class:`etp.shard_grad.GradDriver`."""
         self._reductions.forget_sums(group)
 
-    def finish_reductions(self) -> None:
-        """Finish all reductions in flight: every shard's gradient is complete and its hooks have run."""
+    def _finish_reductions(self, *, compare: bool) -> None:
+        """Finish all reductions in flight: every gradient is complete, and hooks of shards have run.
+
+        Args:
+            compare: whether the ranks compare the order of their collectives.
+        """
         self._reductions.finish()
+        self.replicated.announce()
+        if compare:
+            # First: other parameters on other ranks would be added up with these.
+            self._compare_orders()
         self.replicated.reduce(self.config.timeout_s)
 
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
-            self.finish_reductions()
-            self._compare_orders()
+            self._finish_reductions(compare=True)
         if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
             # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the
             # last reduction.
@@ -344,11 +352,9 @@ class EtpRuntime:
         self._sync_mode()
         self._passes.drop_abandoned()
         self._reductions.reduce_local_sums()
-        self.finish_reductions()
+        self._finish_reductions(compare=not self.finish_with_backward)
         if self._graphs.capture is not None:
             self.drain()
-        if not self.finish_with_backward:
-            self._compare_orders()
         self._routes.finish_reading()
 
     def _compare_orders(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
@@ -18,14 +17,15 @@ from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.membership import Membership
 from etp.modules import GroupedLinear
+from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.te import is_te_grouped_linear, is_te_linear, refuse_unsupported_te
 
 logger = logging.getLogger(__name__)
 
-# Attribute of a parameter that has been cut: a weak reference to its shard.
-_SHARD = "_etp_shard"
+# By name of the class or of one that it derives from, because importing some of them takes long.
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 def shard_module(
@@ -42,20 +42,23 @@ def shard_module(
     ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
     reads their weights directly.
 
-    All ranks must call the same sharded layers in the same order, on batches of any size. If they do not,
-    :class:`etp.PeerMismatchError` names the layers when the pass ends (on GPUs, when the next one ends), or the process
-    ends at its timeout. Forward passes of ``module`` raise :class:`etp.EtpStateError` if shards were replaced, or
-    trained parameters added, since this call; after adding parameters, call it again.
+    All ranks must call the same sharded layers in the same order, on batches of any size, and a backward pass must
+    reach the same other parameters on all of them. If not, :class:`etp.PeerMismatchError` names the layers when the
+    pass ends (on GPUs, when the next one ends), or the process ends at its timeout. Forward passes of ``module`` raise
+    :class:`etp.EtpStateError` if shards were replaced, or trained parameters added, since this call; after adding
+    parameters, call it again.
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
-    after sharding: one that was built before holds the full weights, which the module no longer uses.
+    after sharding: one that was built before holds the full weights, which the module no longer uses, and is refused
+    when it steps. So are ``LBFGS`` and ``ZeroRedundancyOptimizer``.
 
     ``torch.nn.utils.clip_grad_norm_`` (or :func:`etp.clip_grad_norm_`, with fewer collectives) and
     ``torch.amp.GradScaler`` see whole gradients and are collective. Norms computed in any other way see only this
     rank's part, and optimizers that treat a matrix as a whole see each shard as one. See docs/numerics.md.
 
     Args:
-        module: the model, with the same weights on every rank of the group.
+        module: the whole model, with the same weights on every rank of the group. Gradients of parameters outside of it
+            are not combined.
         etp_group: the ranks to shard over. They see different data.
         expert_group: the ranks to shard grouped linears over; ``etp_group`` if None.
         config: engine options; the defaults if None.
@@ -64,8 +67,9 @@ def shard_module(
         The runtime that now drives the weights. It lives as long as they do; keeping a reference is optional.
 
     Raises:
-        ValueError: if this rank is not in one of the groups, a weight cannot be sharded, or a weight was shared with a
-            module that an earlier call has sharded; nothing is changed then.
+        ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
+            module that an earlier call has sharded, or a part of ``module`` is in ``DistributedDataParallel`` or FSDP;
+            nothing is changed then.
         PeerMismatchError: if the ranks hold different weights; nothing is changed then.
     """
     config = config or EtpConfig()
@@ -76,6 +80,7 @@ def shard_module(
                 f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
                 "rank its own"
             )
+    _refuse_wrappers(module)
     sites = list(_weight_sites(module))
     layouts = _check(module, sites, etp_group, expert_group, config)
     runtime = EtpRuntime(config)
@@ -84,8 +89,22 @@ def shard_module(
     _register_replicated(module, runtime, etp_group, expert_group)
     members = Membership(module, runtime.replicated.groups.__contains__)
     runtime.keep(module.register_forward_pre_hook(members.check))
+    OptimizerCheck(runtime)
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
+
+
+def _refuse_wrappers(root: nn.Module) -> None:
+    """Refuse modules that shard weights or combine gradients themselves."""
+    for path, module in root.named_modules():
+        if _WRAPPERS & {kind.__name__ for kind in type(module).__mro__}:
+            raise ValueError(
+                f"{path or 'the module'} is a {type(module).__name__}, which combines gradients over the ranks, as "
+                "etp.shard_module does; pass it the plain module"
+            )
+    for name, param in root.named_parameters():
+        if type(param.data).__name__ == "DTensor":
+            raise ValueError(f"{name} is a DTensor, which is distributed already; pass etp.shard_module plain weights")
 
 
 class _Site:
@@ -155,8 +174,7 @@ def _check(
 
 
 def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
-    reference = getattr(param, _SHARD, None)
-    shard = None if reference is None else reference()
+    shard = shard_in_place_of(param)
     if shard is not None:
         raise ValueError(
             f"{name} shared its weight with {shard.fqn}, which an earlier call of etp.shard_module has sharded without "
@@ -174,6 +192,8 @@ def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter
             f"{name} is computed from other parameters (a parametrization, such as weight norm) and cannot be "
             "sharded; remove the parametrization first"
         )
+    if param.is_complex():
+        raise ValueError(f"{name} is complex, and only real weights can be sharded")
     if param.grad is not None:
         raise ValueError(f"{name} has a gradient already, of the full size; call zero_grad() before sharding")
     if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -199,7 +219,7 @@ def _replace(
                 # Attributes that users have set on the parameter, such as flags for the optimizer, are kept.
                 fresh[-1].__dict__.update({k: v for k, v in vars(param).items() if k not in vars(fresh[-1])})
                 done[id(param)] = (param, fresh[-1])
-                setattr(param, _SHARD, weakref.ref(fresh[-1]))
+                remember_shard(param, fresh[-1])
         if fresh:
             WeightGroup(fresh, group)
     # In all modules, not only at the sites: a user-defined module may share one of these weights.
@@ -214,11 +234,11 @@ def _register_replicated(
 ) -> None:
     if runtime.config.reduce_once_per_iteration:
         logger.info("replicated gradients are still combined at every backward; only sharded weights wait")
-    for module in root.modules():
+    for path, module in root.named_modules():
         group = expert_group if _is_grouped(module) else etp_group
-        for param in module.parameters(recurse=False):
+        for name, param in module.named_parameters(path, recurse=False):
             if not isinstance(param, ETPShardedParam):
-                runtime.replicated.register(param, group)
+                runtime.replicated.register(param, group, name)
 
 
 def runtimes_of(module: nn.Module) -> list[EtpRuntime]:

@@ -74,6 +74,9 @@ class InPlaceTransport(Protocol):
 class OrderedTransport(Protocol):
     """A transport whose collectives pair with whatever the peers start next; see ``etp/collectives/order.py``."""
 
+    def record(self, label: str) -> None:
+        """Note that a collective is started now."""
+
     @property
     def has_order_to_compare(self) -> bool:
         """Whether there were collectives since the last exchange."""

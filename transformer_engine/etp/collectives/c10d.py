@@ -77,7 +77,7 @@ class C10dTransport:
 
     def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        self._record(label)
+        self.record(label)
         with reported(label, self._group):
             works = self._start_all(
                 self._group,
@@ -92,7 +92,7 @@ class C10dTransport:
         self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
     ) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        self._record(label)
+        self.record(label)
         if self._fp32_accumulation:
             received = [torch.empty_like(wgrad) for wgrad in wgrads]
             collective: Any = dist.all_to_all_single
@@ -147,7 +147,8 @@ class C10dTransport:
 
     # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
 
-    def _record(self, label: str) -> None:
+    def record(self, label: str) -> None:
+        """See :class:`etp.collectives.base.OrderedTransport`."""
         if self._order is not None:
             self._order.record(label)
 

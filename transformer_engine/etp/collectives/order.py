@@ -166,6 +166,6 @@ class CollectiveOrder:
         return (
             f"ranks {self._ranks} share their weights and have not used the same ones in the same order {when}: "
             f"{where}. Each collective pairs with the peers' next one, so outputs and gradients since then are wrong: "
-            "go back to a checkpoint. Take branches that skip or reorder sharded layers alike on all ranks of the "
-            "group, or leave those layers out of sharding"
+            "go back to a checkpoint. Take branches that skip or reorder layers alike on all ranks of the group, or "
+            "leave those layers out of sharding"
         )

@@ -1,0 +1,70 @@
+"""Refuses to step optimizers that would silently not train a sharded module, or damage it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from etp.errors import EtpStateError
+from etp.param import ETPShardedParam
+
+# Attribute of a parameter that has been cut: a weak reference to its shard.
+_SHARD = "_etp_shard"
+
+# By name, because importing the second takes long and warns.
+_REFUSED = {
+    "LBFGS": "computes dot products over all parameters, each rank over its own shards, so the ranks would take "
+    "different steps; use an element-wise optimizer such as AdamW or SGD",
+    "ZeroRedundancyOptimizer": "takes the ranks' shards for copies and would overwrite them with one rank's; leave it "
+    "out: a shard's optimizer state is sharded already",
+}
+
+
+def remember_shard(param: torch.nn.Parameter, shard: ETPShardedParam) -> None:
+    """Note on a full weight that ``shard`` has taken its place."""
+    setattr(param, _SHARD, weakref.ref(shard))
+
+
+def shard_in_place_of(param: torch.Tensor) -> ETPShardedParam | None:
+    """The shard that has taken a full weight's place, while it exists."""
+    reference: weakref.ref[ETPShardedParam] | None = getattr(param, _SHARD, None)
+    return None if reference is None else reference()
+
+
+class OptimizerCheck:
+    """Looks at every ``torch.optim`` optimizer once, before its next step, for as long as ``owner`` lives."""
+
+    def __init__(self, owner: Any) -> None:
+        self._passed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        weakref.finalize(owner, register_optimizer_step_pre_hook(self._before_step).remove)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if optimizer not in self._passed:
+            check_optimizer(optimizer)
+            self._passed.add(optimizer)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of full weights that have been sharded since, and optimizers that cannot step shards.
+
+    Raises:
+        EtpStateError: if a parameter is a full weight whose module has a shard of it now.
+        TypeError: if it has shards and combines, or exchanges, whole parameters.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        shard = shard_in_place_of(param)
+        if shard is not None:
+            raise EtpStateError(
+                f"{type(optimizer).__name__} has the full weight of {shard.fqn}, which the module no longer uses, and "
+                "would not train it: build the optimizer after etp.shard_module"
+            )
+    reason = next((_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED), None)
+    shard = next((p for p in params if isinstance(p, ETPShardedParam) and dist.get_world_size(p.group) > 1), None)
+    if reason is not None and shard is not None:
+        raise TypeError(f"{type(optimizer).__name__} has {shard!r}: it {reason}")
