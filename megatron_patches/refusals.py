@@ -40,6 +40,11 @@ def expert_size(args: argparse.Namespace) -> int:
     return size
 
 
+def _has_sparse_attention(args: argparse.Namespace) -> bool:
+    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_hybrid_override_pattern")
+    return any("D" in str(_get(args, name) or "") for name in patterns)
+
+
 REFUSALS = (
     Refusal(
         "--delay-wgrad-compute",
@@ -85,6 +90,11 @@ REFUSALS = (
         "--experimental-attention-variant dsa",
         lambda args: _get(args, "experimental_attention_variant") == "dsa",
         "drop it: it reads an up-projection that nobody has gathered",
+    ),
+    Refusal(
+        "layers of DeepSeek sparse attention (D) in --hybrid-layer-pattern",
+        _has_sparse_attention,
+        "use another attention: it reads an up-projection that nobody has gathered",
     ),
     Refusal(
         "--mtp-detach-heads",
@@ -179,6 +189,21 @@ REFUSALS = (
     ),
     Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
     Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
+    Refusal(
+        "--te-precision-config-file",
+        _is_set("te_precision_config_file"),
+        "drop it, and train in bf16 or fp32: it can quantize layers without --fp8-format",
+    ),
+    Refusal(
+        "--save-wgrads-interval",
+        _is_set("save_wgrads_interval"),
+        "drop it: ranks would write their shards of the gradients into one file, under the names of the whole weights",
+    ),
+    Refusal(
+        "--save-params-interval",
+        _is_set("save_params_interval"),
+        "use --save-interval: ranks would write their shards into one file, under the names of the whole weights",
+    ),
     Refusal(
         "--optimizer other than adam or sgd",
         lambda args: args.optimizer not in ("adam", "sgd"),
