@@ -291,6 +291,13 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
 
         return replacement
 
+    def empty_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: Any, device: Any, init_fn: Callable[..., torch.Tensor] | None = None) -> None:
+            original(self, device, torch.empty if init_fn is None else init_fn)
+
+        return replacement
+
     def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any) -> Any:
@@ -312,6 +319,12 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             replace=as_numpy_on_cpu,
             reason="it converts to numpy only what it has moved from a GPU",
             sha256="c2e4d07c3813ade9",
+        ),
+        PatchRecord(
+            target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+            replace=empty_on_cpu,
+            reason="its default is torch.empty as it was on import, which creates tensors on a GPU",
+            sha256="8a9af5c2888a9947",
         ),
         PatchRecord(
             target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",

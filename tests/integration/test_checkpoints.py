@@ -88,7 +88,7 @@ CASES = (
     Case(
         "from_dp2_etp2_distributed_parallel_files",
         f"--etp-size 2 {PAD}",
-        (f"--etp-size 2 {PP2}", f"--etp-size 4 {PAD}"),
+        (f"--etp-size 2 {PP2}", f"--etp-size 4 {PAD}", "--etp-size 2"),
         common=f"{DISTRIBUTED} --ckpt-fully-parallel-load",
     ),
     Case(
