@@ -291,13 +291,6 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
 
         return replacement
 
-    def empty_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(self: Any, device: Any, init_fn: Callable[..., torch.Tensor] | None = None) -> None:
-            original(self, device, torch.empty if init_fn is None else init_fn)
-
-        return replacement
-
     def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(self: Any) -> Any:
@@ -322,7 +315,7 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
         ),
         PatchRecord(
             target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
-            replace=empty_on_cpu,
+            replace=_empty_on_cpu,
             reason="its default is torch.empty as it was on import, which creates tensors on a GPU",
             sha256="8a9af5c2888a9947",
         ),
@@ -339,6 +332,14 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             sha256="7a86dd6ea62cfd68",
         ),
     )
+
+
+def _empty_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def replacement(self: Any, device: Any, init_fn: Callable[..., torch.Tensor] | None = None) -> None:
+        original(self, device, torch.empty if init_fn is None else init_fn)
+
+    return replacement
 
 
 def _norm_for_sequence_parallelism(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

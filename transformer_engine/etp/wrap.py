@@ -74,12 +74,7 @@ def shard_module(
     """
     config = config or EtpConfig()
     expert_group = expert_group or etp_group
-    for label, group in (("etp_group", etp_group), ("expert_group", expert_group)):
-        if dist.get_rank(group) < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
-                "rank its own"
-            )
+    _refuse_groups_of_others(etp_group, expert_group)
     _refuse_wrappers(module)
     sites = list(_weight_sites(module))
     layouts = _check(module, sites, etp_group, expert_group, config)
@@ -92,6 +87,15 @@ def shard_module(
     OptimizerCheck(runtime)
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
+
+
+def _refuse_groups_of_others(etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup) -> None:
+    for label, group in (("etp_group", etp_group), ("expert_group", expert_group)):
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
+                "rank its own"
+            )
 
 
 def _refuse_wrappers(root: nn.Module) -> None:

@@ -298,10 +298,19 @@ class _Pieces:
         self._tables: dict[tuple[int, int], DirectCopies] = {}
 
     def of(self, load: Load, places: Sequence[Spot]) -> list[torch.Tensor]:
-        """Those of a load, whose boxes are contiguous and lie in ``places``."""
+        """Those of a load, whose boxes lie in ``places``.
+
+        Raises:
+            PartyFailedError: if one of them is not contiguous.
+        """
         table = self._tables.get((load.round, load.number))
         if table is None:
-            table = self._tables[load.round, load.number] = DirectCopies.of(load)
+            table = DirectCopies.of(load)
+            if table.rows:
+                raise PartyFailedError(
+                    f"load {load.number} has boxes that are not contiguous, and was announced as direct"
+                )
+            self._tables[load.round, load.number] = table
         runs, first = table.runs, table.first_reads if self._read else table.first_boxes
         storages = [_bytes_of(places[box].storage) for box in first]
         numbers, offsets = (runs.source, runs.source_offset) if self._read else (runs.target, runs.target_offset)

@@ -74,6 +74,11 @@ def test_c10d_sends_and_receives_boxes_that_follow_each_other_as_one(on_torch: b
         assert (held[name][low:high] == 0x0707).all()  # in place
 
 
+def test_c10d_sends_no_part_of_a_load_with_other_boxes() -> None:
+    with pytest.raises(PartyFailedError, match="load 0 has boxes that are not contiguous"):
+        _Pieces(read=True).of(Load(0, 0, 0, 0, tuple(FUSED), direct=True), [])
+
+
 def test_a_box_of_single_elements_is_refused() -> None:
     scattered = transfer(0, 3, read=View("f", 0, (3, 4), (4, 1)), write=View("g", 0, (3, 4), (1, 3)))
     with pytest.raises(PartyFailedError, match="does not consist of rows, and was announced as if it did"):
