@@ -1,10 +1,11 @@
-"""Measures what bounds a refit between GPUs: the kernel that packs and digests, and copies between GPUs.
+"""Measures what bounds a refit between GPUs: the kernels that pack, digest and swap, and copies between GPUs.
 
     python -m benchmarks.refit_parts
 
-Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; and, with
-two GPUs, of 4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as
-of a mixture of experts, begun by one call or many, and of 2 MiB in rows. ``--only runs`` prints a part.
+Prints bytes a second: of 24 matrices of 100 MB, digested, packed and unpacked, for several shapes of a tile; of new
+weights of Qwen3-8B's shapes that change places with old ones, for several shapes of a block; and, with two GPUs, of
+4 GiB copied in pieces of several sizes over one or more streams of either GPU, and of thousands of runs as of a mixture
+of experts, begun by one call or many, and of 2 MiB in rows. ``--only runs`` prints a part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.ports import Batch, Piece
 from megatron_patches.refit.transports.cuda_runtime import CudaRuntime
 from megatron_patches.refit.transports.direct_copies import Rows
+from megatron_patches.refit.vllm import exchange_kernel
+from megatron_patches.refit.vllm.exchange_kernel import Exchange
 
 MATRICES, ROWS, COLUMNS = 24, 12288, 4096
 TILES = (
@@ -41,6 +44,11 @@ TILES = (
     (4096, 2048, 32, 8),
 )
 """Elements and columns of a tile, groups of rows that it has, warps."""
+LAYER = (6144 * 4096, 4096 * 4096, 24576 * 4096, 4096 * 12288, 4096, 4096, 128, 128)
+SWAPPED = (151936 * 4096, *LAYER * 36, 4096, 151936 * 4096)
+"""Elements of each tensor of Qwen3-8B as vLLM holds it."""
+BLOCKS = tuple(product((512, 1024, 2048, 4096, 8192), (4, 8)))
+"""Elements of 8 bytes that a program swaps, and its warps."""
 COPIED = 4 << 30
 RUNS, RUNS_PER_CALL = 1365, (1, 7, 42)
 PITCHED, ROW_BYTES = 2 << 20, (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -70,6 +78,34 @@ def tiles() -> None:
             }
             found = {name: f"{nbytes / seconds(way) / 1e9:.0f}" for name, way in ways.items()}
         print(f"elements {elements} columns {columns} groups {groups} warps {warps}: {found} GB/s", flush=True)
+
+
+def swaps() -> None:
+    """The kernel by which a version comes to serve, for each shape of a block, beside a copy of the new weights."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def weights() -> list[torch.Tensor]:
+        each = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in SWAPPED]
+        return [one.view(torch.int16).random_(generator=generator).view(torch.bfloat16) for one in each]
+
+    old, new = weights(), weights()
+    nbytes = sum(one.nbytes for one in new)
+    stretches = [(one.data_ptr(), other.data_ptr(), one.nbytes) for one, other in zip(old, new, strict=True)]
+    taken = seconds(lambda: torch._foreach_copy_(old, new))
+    print(f"copied: {nbytes / taken / 1e9:.0f} GB/s, {taken * 1e3:.1f} ms", flush=True)
+    for block, warps in BLOCKS:
+        with (
+            mock.patch.dict(exchange_kernel._BLOCK, {exchange_kernel._WIDE: block}),
+            mock.patch.object(exchange_kernel, "_WARPS", warps),
+        ):
+            exchange = Exchange(stretches, old[0].device)
+
+            def swap_and_back(exchange: Exchange = exchange) -> None:
+                exchange.run()
+                exchange.undo()
+
+            taken = seconds(swap_and_back) / 2
+        print(f"block {block} warps {warps}: {nbytes / taken / 1e9:.0f} GB/s, {taken * 1e3:.1f} ms", flush=True)
 
 
 def copies() -> None:
@@ -155,14 +191,24 @@ def _finish() -> None:
         torch.cuda.synchronize(index)
 
 
+PARTS: tuple[tuple[str, Callable[[], None], int], ...] = (
+    ("tiles", tiles, 1),
+    ("swaps", swaps, 1),
+    ("copies", copies, 2),
+    ("runs", runs, 2),
+    ("pitched", pitched, 2),
+)
+"""What is measured, and how many GPUs that takes."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints all rows, or those that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=("tiles", "copies", "runs", "pitched"))
+    parser.add_argument("--only", choices=[name for name, _, _ in PARTS])
     only = parser.parse_args(arguments).only
     if not torch.cuda.is_available():
         raise SystemExit("this measures GPUs, and there is none")
-    for name, work, gpus in (("tiles", tiles, 1), ("copies", copies, 2), ("runs", runs, 2), ("pitched", pitched, 2)):
+    for name, work, gpus in PARTS:
         if only in (name, None) and torch.cuda.device_count() >= gpus:
             work()
     return 0
