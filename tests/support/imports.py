@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"param", "replicated", "reductions", "graphs"}),
     frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
-    frozenset({"modules", "wrap"}),
+    frozenset({"modules", "sites", "wrap"}),
     frozenset({"state", "checkpoint", "clip"}),
 )
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""

@@ -106,8 +106,8 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True with the sharded weight {ctx.weights[0].fqn}, whose gradient cannot be "
-                "differentiated again: leave out the gradient penalty or second derivative, or keep the modules that "
-                "need it out of etp.shard_module"
+                "differentiated again: leave out the gradient penalty or second derivative, or pass the modules that "
+                "need it in replicated_modules of etp.shard_module"
             )
         return once(ctx, *grads)
 
@@ -274,7 +274,7 @@ def embedding(
     if max_norm is not None or sparse:
         raise ValueError(
             f"a sharded embedding has neither max_norm (got {max_norm}) nor sparse gradients (got {sparse}); "
-            "leave this embedding out of sharding or turn the option off"
+            "turn the option off"
         )
     rows = weight.layout.rows  # type: ignore[attr-defined]
     if padding_idx is None:

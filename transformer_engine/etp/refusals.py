@@ -75,7 +75,8 @@ def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
         )
     return (
         f"{name} on {which}: a shard is not its weight. Use torch.nn.functional.linear or embedding, which gather, "
-        "param.full_tensor(), or param.local_shard() for this rank's rows"
+        "param.full_tensor(), or param.local_shard() for this rank's rows. If it is a module's own code that needs the "
+        "whole weight, pass the module in replicated_modules of etp.shard_module"
     )
 
 
