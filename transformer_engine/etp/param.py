@@ -353,10 +353,12 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             if func in _READ_TENSOR_LAYOUT:
                 args = [arg.view_as(arg) if isinstance(arg, cls) else arg for arg in args]
             result = func(*args, **kwargs)
+        if type(result) is not torch.Tensor:
+            return result
         operands = [*args, *kwargs.values()]
         shard = next((operand for operand in operands if isinstance(operand, cls)), None)
         # Outside of a model nothing is computed with it.
-        return mark_derived(func, result, shard, operands) if shard is not None and shard.has_driver else result
+        return result if shard is None or not shard.has_driver else mark_derived(func, result, shard, operands)
 
     # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
     def __matmul__(self, other: Any) -> NoReturn:
