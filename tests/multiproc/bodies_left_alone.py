@@ -137,6 +137,8 @@ def arithmetic_on_a_shard(rank: int, world_size: int) -> None:
     for made in (own.detach() * 2, own.data + 1, own.detach().clone(), torch.zeros_like(own), own.new_zeros(99, 99)):
         assert type(made) is torch.Tensor
     assert type(own * 2) is not torch.Tensor
+    node = own.expand_as(own).grad_fn.next_functions[0][0]
+    assert node.variable is own
     assert "a tensor computed from ETPShardedParam(0.weight: rows" in repr(own * 2)
     with torch.no_grad():
         average = start.lerp(own, 0.1).add_(own * 2).to(torch.float64)

@@ -29,6 +29,10 @@ _UNRELATED = named_functions(
 )
 
 
+# The usual way to the node that accumulates a parameter's gradient, by ``param.expand_as(param).grad_fn``.
+_REACHES_NODE = frozenset({torch.Tensor.expand_as})
+
+
 class ShardDerived(torch.Tensor):
     """What was computed from a shard: for arithmetic and reductions, not for a model's layers."""
 
@@ -72,7 +76,7 @@ def mark_derived(func: Any, result: Any, source: torch.Tensor, operands: Iterabl
         size = source.numel()
     if result.numel() > size:
         raise EtpStateError(refusal(func, [source]))
-    same = result.numel() == size and result.dim() > 1 and result.is_floating_point()
+    same = func not in _REACHES_NODE and result.numel() == size and result.dim() > 1 and result.is_floating_point()
     if not same or not torch.is_grad_enabled() or any(result is operand for operand in operands):
         return result
     derived = result.as_subclass(ShardDerived)
