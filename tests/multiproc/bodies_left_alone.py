@@ -118,6 +118,27 @@ def computed_from_a_shard(rank: int, world_size: int, frozen: bool) -> dict[str,
     return answers
 
 
+class Casting(nn.Linear):
+    """Computes in double precision."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """As ``nn.Linear``."""
+        return F.linear(input.double(), self.weight.double())
+
+
+def casts_in_an_evaluation(rank: int, world_size: int) -> dict[str, str]:
+    """A layer that casts its weight, where autograd does not record; behind that, casts are plain tensors."""
+    torch.manual_seed(4)
+    model = nn.Sequential(Casting(8, ROWS, bias=False)).to(device()).eval()
+    etp.shard_module(model, dist.group.WORLD)
+    answers: dict[str, str] = {}
+    for name, mode in {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.items():
+        with mode():
+            answers |= _answers({name: lambda: model(_inputs(rank))}, (etp.EtpStateError,))
+            assert type(model[0].weight.double()) is torch.Tensor
+    return answers
+
+
 def arithmetic_on_a_shard(rank: int, world_size: int) -> None:
     """What treats each element alone: penalties, casts, averages of weights, new tensors of their size; and gathers."""
     model = _layer()

@@ -34,6 +34,13 @@ def test_what_is_computed_from_a_shard_is_no_weight(frozen: bool) -> None:
             assert "pass the module in replicated_modules" in message
 
 
+def test_casts_of_weights_are_refused_in_evaluations() -> None:
+    for answers in run_distributed(bodies.casts_in_an_evaluation, 2):
+        assert set(answers) == {"no_grad", "inference_mode"}
+        for message in answers.values():
+            assert message.startswith("linear on a tensor computed from ETPShardedParam(0.weight: rows"), message
+
+
 def test_arithmetic_on_a_shard_is_allowed() -> None:
     run_distributed(bodies.arithmetic_on_a_shard, 2)
 

@@ -3,14 +3,14 @@
 Arithmetic on shards is right for everything that treats each element alone, such as optimizer steps and penalties. In a
 model it is not: ``F.linear(x, weight.float())`` and ``x + positions.weight`` have plausible shapes where padding leaves
 all rows to the first rank, and then other ranks compute with zeros. So a result larger than the shard, in which its
-rows were spread over other data, is refused; and one of the shard's size refuses, where autograd records, what a shard
-refuses, and to be a weight.
+rows were spread over other data, is refused. One of the shard's size refuses what a shard refuses, and to be a weight.
+The latter holds in forward passes and wherever autograd records; optimizers compute with plain tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +33,21 @@ _UNRELATED = named_functions(
 _REACHES_NODE = frozenset({torch.Tensor.expand_as})
 
 
+class DrivenShard(Protocol):
+    """What this file needs from a shard (:class:`etp.param.ETPShardedParam`) that a runtime drives."""
+
+    @property
+    def driver(self) -> Any:
+        """The runtime; its ``in_forward`` tells whether the model computes."""
+
+    def numel(self) -> int:
+        """Number of elements."""
+
+
 class ShardDerived(torch.Tensor):
     """What was computed from a shard: for arithmetic and reductions, not for a model's layers."""
 
-    _source: torch.Tensor
+    _source: DrivenShard
 
     @classmethod
     def __torch_function__(
@@ -58,7 +69,7 @@ class ShardDerived(torch.Tensor):
         return f"a tensor computed from {self._source!r}"
 
 
-def mark_derived(func: Any, result: Any, source: torch.Tensor, operands: Iterable[Any]) -> Any:
+def mark_derived(func: Any, result: Any, source: DrivenShard, operands: Iterable[Any]) -> Any:
     """The ``result`` of ``func``, as a :class:`ShardDerived` where it could be mistaken for a weight.
 
     Args:
@@ -77,7 +88,9 @@ def mark_derived(func: Any, result: Any, source: torch.Tensor, operands: Iterabl
     if result.numel() > size:
         raise EtpStateError(refusal(func, [source]))
     same = func not in _REACHES_NODE and result.numel() == size and result.dim() > 1 and result.is_floating_point()
-    if not same or not torch.is_grad_enabled() or any(result is operand for operand in operands):
+    if not same or any(result is operand for operand in operands):
+        return result
+    if not torch.is_grad_enabled() and not source.driver.in_forward:
         return result
     derived = result.as_subclass(ShardDerived)
     derived._source = source

@@ -32,6 +32,8 @@ from etp.shard_grad import GradDriver, owned_grad
 class ShardDriver(GradDriver, Protocol):
     """Decides when a group's collectives run (:class:`etp.runtime.EtpRuntime`)."""
 
+    in_forward: bool
+
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """The group's full weights, for use right now."""
 
