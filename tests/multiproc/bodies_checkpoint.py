@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -58,11 +58,14 @@ def _groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _made(seed: int, optimizer: str, *, shard: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _made(
+    seed: int, optimizer: str, *, shard: bool = True, replicated: Sequence[str] = ()
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model: nn.Module = Small().to(device())
     if shard:
-        etp.shard_module(model, dist.group.WORLD)
+        whole = [model.get_submodule(name) for name in replicated]
+        etp.shard_module(model, dist.group.WORLD, replicated_modules=whole)
     return model, OPTIMIZERS[optimizer](model)
 
 
@@ -100,9 +103,11 @@ def whole_from(folder: str, optimizer: str) -> dict[str, bytes]:
     return _bytes_of({"model": model.state_dict(), "optimizer": made.state_dict()["state"]})
 
 
-def train_save_and_go_on(rank: int, world_size: int, folder: str, optimizer: str) -> tuple[list[str], dict[str, bytes]]:
+def train_save_and_go_on(
+    rank: int, world_size: int, folder: str, optimizer: str, replicated: Sequence[str] = ()
+) -> tuple[list[str], dict[str, bytes]]:
     """Losses of the steps after a checkpoint, and the full weights that it should hold."""
-    model, made = _made(0, optimizer)
+    model, made = _made(0, optimizer, replicated=replicated)
     _train(model, made, range(3))
     dcp.save({"app": etp.ShardedCheckpoint(model, made)}, checkpoint_id=folder)
     full = _bytes_of({"model": etp.full_state_dict(model)})
@@ -123,10 +128,10 @@ def save_while_training_goes_on(rank: int, world_size: int, folder: str) -> dict
 
 
 def load_and_go_on(
-    rank: int, world_size: int, folder: str, optimizer: str, again: str
+    rank: int, world_size: int, folder: str, optimizer: str, again: str, replicated: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, bytes], dict[str, bytes]]:
     """Losses after loading into a model of other values, the full weights that were loaded, and saved once more."""
-    model, made = _made(1, optimizer)
+    model, made = _made(1, optimizer, replicated=replicated)
     if rank == 0:
         # What a rank has computed before the load must not matter.
         torch.manual_seed(5)

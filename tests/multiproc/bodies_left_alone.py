@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.nn.utils import prune
 
 import etp
 from tests.multiproc.models import Tiny, batch, loss_of
+from tests.multiproc.oracle import rows_of_shard
 from tests.support.launch import device
 
 ROWS = 16
@@ -84,6 +86,89 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         answers = _answers(wrong, (TypeError,)), _answers(drawn, (TypeError,))
     assert torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
     return answers
+
+
+def computed_from_a_shard(rank: int, world_size: int, frozen: bool) -> dict[str, str]:
+    """What a model might do with a tensor that was computed from a shard: a layer of its own, and a table of rows."""
+    model = _layer().requires_grad_(not frozen)
+    etp.shard_module(model, dist.group.WORLD)
+    weight, x = model[0].weight, _inputs(rank)
+    rows = torch.randn(2, ROWS, 8, device=device())
+    same = torch.randn(ROWS, 8, device=device(), requires_grad=True)
+    first = torch.zeros(1, dtype=torch.long, device=device())
+    wrong: dict[str, Callable[[], Any]] = {
+        "linear: cast": lambda: F.linear(x.double(), weight.double()),
+        "linear: clamp": lambda: F.linear(x, weight.clamp(-1, 1)),
+        "linear: scaled twice": lambda: F.linear(x, (2 * weight).abs() * 3),
+        "linear: input": lambda: F.linear(same + weight, same),
+        "embedding": lambda: F.embedding(first, weight * 2),
+        "matmul": lambda: x @ (weight * 2).view(8, ROWS),
+        "t": lambda: x @ (weight * 2).t(),
+        "__getitem__": lambda: (weight * 2)[first],
+        "add": lambda: rows + weight,
+        "add: reversed": lambda: weight + rows,
+        "add: twice": lambda: rows + weight * 2,
+        "add_": lambda: rows.clone().add_(weight),
+        "expand": lambda: weight.expand(2, -1, -1),
+        "repeat": lambda: weight.repeat(2, 1),
+    }
+    answers = _answers(wrong, (etp.EtpStateError,))
+    with torch.no_grad():
+        answers |= _answers({f"{name}, no_grad": wrong[name] for name in ("add", "expand")}, (etp.EtpStateError,))
+    return answers
+
+
+class Casting(nn.Linear):
+    """Computes in double precision."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """As ``nn.Linear``."""
+        return F.linear(input.double(), self.weight.double())
+
+
+def casts_in_an_evaluation(rank: int, world_size: int) -> dict[str, str]:
+    """A layer that casts its weight, where autograd does not record; behind that, casts are plain tensors."""
+    torch.manual_seed(4)
+    model = nn.Sequential(Casting(8, ROWS, bias=False)).to(device()).eval()
+    etp.shard_module(model, dist.group.WORLD)
+    answers: dict[str, str] = {}
+    for name, mode in {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.items():
+        with mode():
+            answers |= _answers({name: lambda: model(_inputs(rank))}, (etp.EtpStateError,))
+            assert type(model[0].weight.double()) is torch.Tensor
+    return answers
+
+
+def arithmetic_on_a_shard(rank: int, world_size: int) -> None:
+    """What treats each element alone: penalties, casts, averages of weights, new tensors of their size; and gathers."""
+    model = _layer()
+    plain = copy.deepcopy(model)
+    etp.shard_module(model, dist.group.WORLD)
+    own, whole = model[0].weight, plain[0].weight
+    start, whole_start = own.detach().clone() + 1, whole.detach().clone() + 1
+    for weight, begin in ((own, start), (whole, whole_start)):
+        loss = (weight - begin).square().sum() + weight.double().abs().mean() * 8 + weight.flatten().square().sum()
+        loss = (
+            loss + torch.cat([weight.view(-1), weight.abs().flatten()]).norm() * 0 + (weight * 2).clone().sum(1).sum()
+        )
+        loss.backward()
+    expected = rows_of_shard(whole.grad, rank, world_size, ROWS)
+    # The mean is of this rank's rows, all of which rank 0 has.
+    assert rank > 0 or torch.equal(torch.as_tensor(own.grad), expected)
+    for made in (own.detach() * 2, own.data + 1, own.detach().clone(), torch.zeros_like(own), own.new_zeros(99, 99)):
+        assert type(made) is torch.Tensor
+    assert type(own * 2) is not torch.Tensor
+    node = own.expand_as(own).grad_fn.next_functions[0][0]
+    assert node.variable is own
+    assert "a tensor computed from ETPShardedParam(0.weight: rows" in repr(own * 2)
+    with torch.no_grad():
+        average = start.lerp(own, 0.1).add_(own * 2).to(torch.float64)
+        assert type(average) is torch.Tensor
+    by_hand = funcol.all_gather_tensor(own.detach(), 0, dist.group.WORLD)
+    assert torch.equal(funcol.all_gather_tensor(own, 0, dist.group.WORLD), by_hand)
+    # A cast to the dtype that it has is the shard itself.
+    x = _inputs(rank)
+    assert torch.equal(F.linear(x, own.float()), F.linear(x, whole.float()))
 
 
 def second_derivatives(rank: int, world_size: int) -> dict[str, str]:

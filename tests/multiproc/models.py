@@ -131,6 +131,23 @@ class LongSum(nn.Module):
         return self.head(x)
 
 
+class Transposed(nn.Module):
+    """Linears whose inputs, and gradients of outputs, are laid out by columns, or with the sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.inner = nn.Linear(WIDTH, INNER)
+        self.back = nn.Linear(INNER, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        x = torch.tanh(self.inner(self.embedding(tokens).transpose(0, 1)).transpose(0, 1))
+        by_columns = x.flatten(0, 1).t().contiguous().t()
+        return self.head(torch.tanh(self.back(by_columns)).view(*tokens.shape, WIDTH))
+
+
 class Clamped(nn.Linear):
     """Its weight is kept within bounds where PyTorch does not count the change, right before it is used."""
 
@@ -174,4 +191,5 @@ MODELS: dict[str, Any] = {
     "tied_by_hand": TiedByHand,
     "long_sum": LongSum,
     "constrained": Constrained,
+    "transposed": Transposed,
 }

@@ -98,16 +98,27 @@ class Twins:
         rank: this rank.
         world_size: ranks of the default group, which is the shard group.
         exact: whether gradients are compared bit by bit, where the order of sums allows it at all.
+        replicated: names of the submodules that stay replicated.
         options: of :class:`etp.EtpConfig`.
     """
 
-    def __init__(self, model: nn.Module, rank: int, world_size: int, *, exact: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        world_size: int,
+        *,
+        exact: bool = True,
+        replicated: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
         self.rank, self.world_size, self.exact = rank, world_size, exact
         self.config = etp.EtpConfig(**options)
         mean = self.config.grad_reduction is etp.GradReduction.MEAN
         self.reference = Reference(copy.deepcopy(model), world_size, mean=mean)
         self.model = model
-        self.runtime = etp.shard_module(model, dist.group.WORLD, config=self.config)
+        whole = [model.get_submodule(name) for name in replicated]
+        self.runtime = etp.shard_module(model, dist.group.WORLD, config=self.config, replicated_modules=whole)
 
     def step(self, scenario: Scenario, step: int, *, reference_scenario: Scenario | None = None) -> None:
         """Run one step on both and compare losses and gradients."""

@@ -22,6 +22,29 @@ def test_functions_that_need_the_whole_weight_are_refused() -> None:
             assert "Initialise before etp.shard_module" in message
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_computed_from_a_shard_is_no_weight(frozen: bool) -> None:
+    for rank, answers in enumerate(run_distributed(bodies.computed_from_a_shard, 2, args=(frozen,))):
+        place = f"ETPShardedParam(0.weight: rows {16 * rank}:16 of (16, 8), shard {rank} of 2"
+        assert len(answers) == 16
+        for name, message in answers.items():
+            function = name.split(":")[0].split(",")[0]
+            assert message.startswith(function), (name, message)
+            assert place in message
+            assert "pass the module in replicated_modules" in message
+
+
+def test_casts_of_weights_are_refused_in_evaluations() -> None:
+    for answers in run_distributed(bodies.casts_in_an_evaluation, 2):
+        assert set(answers) == {"no_grad", "inference_mode"}
+        for message in answers.values():
+            assert message.startswith("linear on a tensor computed from ETPShardedParam(0.weight: rows"), message
+
+
+def test_arithmetic_on_a_shard_is_allowed() -> None:
+    run_distributed(bodies.arithmetic_on_a_shard, 2)
+
+
 @pytest.mark.plain_layers
 def test_second_derivatives_are_refused_and_the_next_pass_is_clean() -> None:
     for answers in run_distributed(bodies.second_derivatives, 2):

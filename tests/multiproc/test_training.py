@@ -28,7 +28,7 @@ def test_more_ranks_match_in_rank_order(world_size: int, scenario: str) -> None:
     run_distributed(bodies.matches_oracle, world_size, args=("tied", scenario, 2, F32, {}))
 
 
-@pytest.mark.parametrize("model", ["tied", "no_bias", "attention", "tied_by_hand", "long_sum"])
+@pytest.mark.parametrize("model", ["tied", "no_bias", "attention", "tied_by_hand", "long_sum", "transposed"])
 def test_other_models_match(model: str) -> None:
     run_distributed(bodies.matches_oracle, 2, args=(model, "several_backwards", 2, F32, {}))
 

@@ -18,13 +18,25 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"layout", "config"}),
     frozenset(
-        {"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te", "scalars", "refusals"}
+        {
+            "collectives",
+            "cache",
+            "chain",
+            "streams",
+            "quantized",
+            "digest",
+            "functional",
+            "te",
+            "scalars",
+            "refusals",
+            "derived",
+        }
     ),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
     frozenset({"param", "replicated", "reductions", "graphs"}),
     frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
-    frozenset({"modules", "wrap"}),
+    frozenset({"modules", "sites", "wrap"}),
     frozenset({"state", "checkpoint", "clip"}),
 )
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""

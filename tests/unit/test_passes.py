@@ -124,6 +124,17 @@ def test_uses_count_where_a_backward_pass_may_follow(training: bool, with_grad: 
     assert [cast("Any", group).used_more_than_once for group in model.groups] == [False, counts]
 
 
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_uses_count_in_evaluation_mode_if_the_pass_began_with_gradients(with_grad: bool) -> None:
+    model, root = Model(), nn.Linear(1, 1).eval()
+    model.passes.set_root(root)
+    with torch.set_grad_enabled(with_grad):
+        model.passes.begin_forward()
+        with torch.no_grad():  # as inside of a layer's own operation
+            model.visit(FIRST, SECOND, SECOND)
+    assert [cast("Any", group).used_more_than_once for group in model.groups] == [False, with_grad]
+
+
 def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
     model, root = Model(reuse=True), nn.Linear(1, 1)
     model.passes.set_root(root)

@@ -106,8 +106,8 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True with the sharded weight {ctx.weights[0].fqn}, whose gradient cannot be "
-                "differentiated again: leave out the gradient penalty or second derivative, or keep the modules that "
-                "need it out of etp.shard_module"
+                "differentiated again: leave out the gradient penalty or second derivative, or pass the modules that "
+                "need it in replicated_modules of etp.shard_module"
             )
         return once(ctx, *grads)
 
@@ -122,6 +122,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         _remember(ctx, [weight], first_input=1)
         ctx.has_bias, ctx.cast = bias is not None, cast
+        # PyTorch flattens these into one matrix. Of others it adds up the bias's gradient in memory order.
+        ctx.flattened = x.dim() <= 2 or x.is_contiguous()
         (full,) = weight.materialize()
         return F.linear(x, _cast(full, cast), bias)
 
@@ -135,14 +137,21 @@ class _Linear(torch.autograd.Function):
         flat_grad = grad.reshape(-1, grad.shape[-1])
         if needs_x:
             (full,) = _unchanged(ctx)[0].materialize()
-            grad_x = flat_grad.mm(_cast(full, ctx.cast)).view(x.shape)
+            grad_x = _input_gradient(x, flat_grad, _cast(full, ctx.cast))
         if _accumulates(ctx):
             (wgrad,) = weight.wgrad_buffers(x.dtype)
             torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
             (grad_weight,) = weight.reduce_wgrads([wgrad])
         if ctx.has_bias and needs_bias:
-            grad_bias = flat_grad.sum(0)
+            grad_bias = flat_grad.sum(0) if ctx.flattened else grad.sum(dim=list(range(grad.dim() - 1)))
         return grad_x, grad_weight, grad_bias, None
+
+
+def _input_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``grad @ weight`` for a linear's input ``x``, transposed where PyTorch's own backward pass transposes it."""
+    if x.dim() == 2 and x.stride() == (1, x.shape[0]):
+        return weight.t().mm(grad.t()).t()
+    return grad.mm(weight).view(x.shape)
 
 
 class _Embedding(torch.autograd.Function):
@@ -274,7 +283,7 @@ def embedding(
     if max_norm is not None or sparse:
         raise ValueError(
             f"a sharded embedding has neither max_norm (got {max_norm}) nor sparse gradients (got {sparse}); "
-            "leave this embedding out of sharding or turn the option off"
+            "turn the option off"
         )
     rows = weight.layout.rows  # type: ignore[attr-defined]
     if padding_idx is None:

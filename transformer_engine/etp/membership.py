@@ -74,7 +74,8 @@ class Membership:
                 by = "nothing" if held is None else f"a {type(held).__name__} of shape {tuple(held.shape)}"
                 raise EtpStateError(
                     f"{param.fqn}, a shard, has been replaced by {by} in its module, where it must stay. "
-                    "Parametrizations, pruning, fully_shard and torch.func.functional_call do this"
+                    "Parametrizations, pruning, fully_shard and torch.func.functional_call do this; modules in "
+                    "replicated_modules of etp.shard_module have no shards"
                 )
 
     def _refuse_added(self, root: nn.Module) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from etp import functional
+from etp.derived import mark_derived
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
@@ -30,6 +31,8 @@ from etp.shard_grad import GradDriver, owned_grad
 
 class ShardDriver(GradDriver, Protocol):
     """Decides when a group's collectives run (:class:`etp.runtime.EtpRuntime`)."""
+
+    in_forward: bool
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """The group's full weights, for use right now."""
@@ -330,7 +333,10 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/refusals.py`` lists."""
+        """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/refusals.py`` lists.
+
+        Results are plain tensors, except as ``etp/derived.py`` says.
+        """
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         if func == _READ_DATA:
@@ -348,7 +354,13 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _READ_TENSOR_LAYOUT:
                 args = [arg.view_as(arg) if isinstance(arg, cls) else arg for arg in args]
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if type(result) is not torch.Tensor:
+            return result
+        operands = [*args, *kwargs.values()]
+        shard = next((operand for operand in operands if isinstance(operand, cls)), None)
+        # Outside of a model nothing is computed with it.
+        return result if shard is None or not shard.has_driver else mark_derived(func, result, shard, operands)
 
     # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
     def __matmul__(self, other: Any) -> NoReturn:

@@ -68,6 +68,8 @@ class Passes:
         self._at_end = at_end
         self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
         self._in_sequence = False
+        self._began_differentiable = False
+        """What :meth:`may_have_backward` was when the pass began; a layer's own operation runs with autograd off."""
         self._epoch = weights.epoch
         self._token: weakref.ref[_BackwardToken] | None = None
         self._root: weakref.ref[nn.Module] | None = None
@@ -103,7 +105,7 @@ class Passes:
         # Without a backward pass or a call of the root, nothing ends a pass: bound the record of visits.
         if self.in_backward or revisits_head or len(forward) > _MOST_VISITS * len(self._groups):
             self.begin_forward()
-        elif forward.seen(group) and self.may_have_backward():
+        elif forward.seen(group) and (self._began_differentiable or self.may_have_backward()):
             group.used_more_than_once = True
         return forward
 
@@ -128,7 +130,7 @@ class Passes:
             self._epoch = self._weights.epoch
             self._sequence.begin_iteration()
         # The next training iteration has no passes of an evaluation.
-        self._in_sequence = self.may_have_backward()
+        self._began_differentiable = self._in_sequence = self.may_have_backward()
         if self._in_sequence:
             self._sequence.begin(self.chain.forward)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def _named(names: str, *owners: Any) -> frozenset[Callable[..., Any]]:
+def named_functions(names: str, *owners: Any) -> frozenset[Callable[..., Any]]:
     """The functions of these names, separated by blanks, of every owner that has them."""
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
@@ -24,25 +24,25 @@ def _properties(names: str) -> frozenset[Callable[..., Any]]:
 
 
 # Products need the whole weight.
-_PRODUCTS = _named(
+_PRODUCTS = named_functions(
     "matmul mm bmm addmm mv addmv addbmm baddbmm addr dot vdot inner outer ger kron tensordot einsum chain_matmul "
     "cdist",
     torch,
     torch.Tensor,
-) | _named(
+) | named_functions(
     "bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding_bag "
     "multi_head_attention_forward scaled_dot_product_attention cosine_similarity",
     F,
 )
-_PRODUCTS |= _named("matmul multi_dot vecdot", torch.linalg) | _named("mm addmm", torch.sparse)
+_PRODUCTS |= named_functions("matmul multi_dot vecdot", torch.linalg) | named_functions("mm addmm", torch.sparse)
 
 # A transposed weight is on its way into a product, and so is one with a further dimension.
-_TRANSPOSES = _named(
+_TRANSPOSES = named_functions(
     "t transpose permute swapaxes swapdims movedim moveaxis adjoint unsqueeze", torch, torch.Tensor
 ) | _properties("T mT H mH")
 
 # Row i of a shard is row i of the weight on the first rank only. Not narrow: code that knows the cut uses it.
-_ROWS = _named(
+_ROWS = named_functions(
     "__getitem__ __setitem__ __iter__ select index_select gather take take_along_dim unbind split chunk "
     "tensor_split index_copy_ index_fill_ index_add_ index_put_ select_scatter slice_scatter",
     torch,
@@ -50,13 +50,13 @@ _ROWS = _named(
 )
 
 # Shards side by side are not the weights side by side, as in fused projections.
-_JOINS = _named("cat concat concatenate stack vstack hstack dstack row_stack column_stack block_diag", torch)
+_JOINS = named_functions("cat concat concatenate stack vstack hstack dstack row_stack column_stack block_diag", torch)
 
 # Ranks with the same seed would draw the same rows, and fans would be those of the shard. The other functions of
 # torch.nn.init call these.
-_INITIALISERS = _named(
+_INITIALISERS = named_functions(
     "normal_ uniform_ log_normal_ exponential_ bernoulli_ random_ cauchy_ geometric_", torch.Tensor
-) | _named("normal_ uniform_ kaiming_uniform_", nn.init)
+) | named_functions("normal_ uniform_ kaiming_uniform_", nn.init)
 _INITIALISERS |= frozenset({torch.eye})
 
 REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _JOINS | _INITIALISERS
@@ -75,7 +75,8 @@ def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
         )
     return (
         f"{name} on {which}: a shard is not its weight. Use torch.nn.functional.linear or embedding, which gather, "
-        "param.full_tensor(), or param.local_shard() for this rank's rows"
+        "param.full_tensor(), or param.local_shard() for this rank's rows. If it is a module's own code that needs the "
+        "whole weight, pass the module in replicated_modules of etp.shard_module"
     )
 
 

@@ -92,6 +92,11 @@ class ReplicatedGrads:
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         if self._is_captured():
             return grad
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True with {self._names[param]}, whose gradient is combined over the ranks of the shard "
+                "group and cannot be differentiated again: ask torch.autograd.grad for gradients of inputs only"
+            )
         if grad.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self._names[param]} is sparse and cannot be combined over the ranks of the shard "

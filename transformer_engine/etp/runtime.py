@@ -43,11 +43,15 @@ class EtpRuntime:
         finish_with_backward: finish all reductions when ``backward()`` ends. If False, the caller must call
             :meth:`wait`, as Megatron's gradient finalization does; in a CUDA graph of a whole step, before the capture
             ends.
+
+    Attributes:
+        in_forward: whether the adopted module's forward pass is under way.
     """
 
     def __init__(self, config: EtpConfig | None = None, *, finish_with_backward: bool = True) -> None:
         self.config = config or EtpConfig()
         self.finish_with_backward = finish_with_backward
+        self.in_forward = False
         self.groups: list[WeightGroup] = []
         self.replicated = ReplicatedGrads(
             self.config.grad_reduction,
@@ -115,6 +119,7 @@ class EtpRuntime:
             self.add(group)
         self._hooks.append(module.register_forward_pre_hook(self._on_root_forward))
         self._hooks.append(module.register_forward_hook(self._after_root_forward))
+        self._hooks.append(module.register_forward_hook(self._leave_root_forward, always_call=True))
         self._hooks += guard_states(module)
         self._passes.set_root(module)
 
@@ -157,6 +162,7 @@ class EtpRuntime:
 
     def _on_root_forward(self, module: nn.Module, args: Any) -> None:
         del module, args
+        self.in_forward = True
         if inside_backward():
             return
         self._sync_mode()
@@ -177,6 +183,10 @@ class EtpRuntime:
             self._gathers.finish(self.groups)
         elif not self._passes.may_have_backward():
             self._compare_orders()
+
+    def _leave_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self.in_forward = False
 
     # CUDA graphs: see [Note: graphs] in etp/graphs.py -------------------------------------------------------
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+_WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
+
 
 def te_available() -> bool:
     """Whether Transformer Engine is installed and has a device to run on."""
@@ -58,14 +60,35 @@ def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     hook that reduces it. A split weight and a single grouped weight hold several weights in one parameter.
     """
     if _is_te(module, "LayerNormMLP"):
-        raise ValueError(f"{path}: LayerNormMLP cannot be sharded; use LayerNormLinear followed by Linear")
+        raise ValueError(
+            f"{path}: LayerNormMLP cannot be sharded; use LayerNormLinear followed by Linear, or pass it in "
+            "replicated_modules of etp.shard_module"
+        )
     if not (is_te_linear(module) or is_te_grouped_linear(module)):
         return
-    store = getattr(module, "wgrad_store", None)
-    if store is not None and store.delay_wgrad_compute():
-        raise ValueError(f"{path}: delay_wgrad_compute loses a sharded weight's gradient; build it without")
+    _refuse_delayed_wgrad(path, module)
     if getattr(module, "single_grouped_weight", False):
         raise ValueError(f"{path}: single_grouped_weight cannot be sharded; build it with single_grouped_weight=False")
     names = getattr(module, "weight_names", ["weight"])
     if is_te_linear(module) and names != ["weight"]:
         raise ValueError(f"{path}: parameters_split gives {names}; a sharded module needs one weight, without a split")
+
+
+def refuse_hidden_gradients(path: str, module: nn.Module) -> None:
+    """Raise ValueError for a TE module whose replicated weights' gradients would not pass through autograd."""
+    if not _is_te(module, *_WITH_WGRADS):
+        return
+    _refuse_delayed_wgrad(path, module)
+    if getattr(module, "fuse_wgrad_accumulation", False):
+        raise ValueError(
+            f"{path}: fuse_wgrad_accumulation hides the gradients of replicated weights, which would not be combined "
+            "over the ranks; build it without"
+        )
+
+
+def _refuse_delayed_wgrad(path: str, module: nn.Module) -> None:
+    store = getattr(module, "wgrad_store", None)
+    if store is not None and store.delay_wgrad_compute():
+        raise ValueError(
+            f"{path}: delay_wgrad_compute computes gradients after they are combined over the ranks; build it without"
+        )

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from etp.config import EtpConfig
 from etp.digest import check_peers_agree
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.membership import Membership
-from etp.modules import GroupedLinear
 from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
-from etp.te import is_te_grouped_linear, is_te_linear, refuse_unsupported_te
+from etp.sites import Replicated, Site, is_grouped, replicated_below, weight_sites
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +31,8 @@ def shard_module(
     etp_group: dist.ProcessGroup,
     expert_group: dist.ProcessGroup | None = None,
     config: EtpConfig | None = None,
+    *,
+    replicated_modules: Iterable[nn.Module] = (),
 ) -> EtpRuntime:
     """Shard the linear and embedding weights under ``module`` over a group, in place. Collective.
 
@@ -40,7 +40,7 @@ def shard_module(
     at any depth keeps its place and its behaviour; its weight becomes an :class:`etp.ETPShardedParam`. Shared weights
     stay shared. Everything else stays replicated, and its gradients are combined over ``etp_group`` (over
     ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
-    reads their weights directly.
+    reads their weights directly. Pass other modules that do so in ``replicated_modules``.
 
     All ranks must call the same sharded layers in the same order, on batches of any size, and a backward pass must
     reach the same other parameters on all of them. If not, :class:`etp.PeerMismatchError` names the layers when the
@@ -62,22 +62,27 @@ def shard_module(
         etp_group: the ranks to shard over. They see different data.
         expert_group: the ranks to shard grouped linears over; ``etp_group`` if None.
         config: engine options; the defaults if None.
+        replicated_modules: submodules of ``module``, the same on all ranks. All parameters below them stay replicated,
+            also where other modules share them. Unlike those of FSDP's ``ignored_modules``, their gradients are
+            combined over the group. A later call for the same weights needs them again.
 
     Returns:
         The runtime that now drives the weights. It lives as long as they do; keeping a reference is optional.
 
     Raises:
         ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
-            module that an earlier call has sharded, or a part of ``module`` is in ``DistributedDataParallel`` or FSDP;
-            nothing is changed then.
-        PeerMismatchError: if the ranks hold different weights; nothing is changed then.
+            module that an earlier call has sharded, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
+            ``replicated_modules`` has a module that is not below ``module`` or has shards; nothing is changed then.
+        TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
+        PeerMismatchError: if the ranks hold different weights, or shard different ones; nothing is changed then.
     """
     config = config or EtpConfig()
     expert_group = expert_group or etp_group
     _refuse_groups_of_others(etp_group, expert_group)
     _refuse_wrappers(module)
-    sites = list(_weight_sites(module))
-    layouts = _check(module, sites, etp_group, expert_group, config)
+    chosen = replicated_below(module, replicated_modules)
+    sites = list(weight_sites(module, chosen))
+    layouts = _check(module, sites, chosen, etp_group, expert_group, config)
     runtime = EtpRuntime(config)
     _replace(module, sites, layouts, etp_group, expert_group)
     runtime.adopt(module)
@@ -111,44 +116,10 @@ def _refuse_wrappers(root: nn.Module) -> None:
             raise ValueError(f"{name} is a DTensor, which is distributed already; pass etp.shard_module plain weights")
 
 
-class _Site:
-    """One module's weights that are gathered together."""
-
-    def __init__(self, path: str, module: nn.Module, names: list[str]) -> None:
-        self.path = path
-        self.module = module
-        self.names = names
-        self.grouped = _is_grouped(module)
-
-    def params(self) -> list[nn.Parameter]:
-        return [getattr(self.module, name) for name in self.names]
-
-    def full_names(self) -> list[str]:
-        return [f"{self.path}.{name}".lstrip(".") for name in self.names]
-
-
-def _is_grouped(module: nn.Module) -> bool:
-    return isinstance(module, GroupedLinear) or is_te_grouped_linear(module)
-
-
-def _weight_sites(root: nn.Module) -> Iterator[_Site]:
-    for path, module in root.named_modules():
-        refuse_unsupported_te(path, module)
-        if isinstance(module, NonDynamicallyQuantizableLinear):
-            continue
-        if _is_grouped(module):
-            names = [f"weight{index}" for index in range(module.num_gemms)]
-        elif isinstance(module, nn.Linear | nn.Embedding) or is_te_linear(module):
-            names = ["weight"]
-        else:
-            continue
-        if not any(isinstance(getattr(module, name), ETPShardedParam) for name in names):
-            yield _Site(path, module, names)
-
-
 def _check(
     root: nn.Module,
-    sites: list[_Site],
+    sites: list[Site],
+    chosen: Replicated,
     etp_group: dist.ProcessGroup,
     expert_group: dist.ProcessGroup,
     config: EtpConfig,
@@ -159,16 +130,31 @@ def _check(
     for name, param in plain.items():
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
-    experts = {name for site in sites if site.grouped for name in site.full_names()}
-    check_peers_agree({n: p for n, p in plain.items() if n not in experts}, etp_group, "shard_module")
+    # Named apart, so that ranks that would shard different weights differ.
+    named = {f"{n} (replicated)" if p in chosen.params else n: p for n, p in plain.items()}
+    experts = {p for module in root.modules() if is_grouped(module) for p in module.parameters(recurse=False)}
+    check_peers_agree({n: p for n, p in named.items() if p not in experts}, etp_group, "shard_module")
     if experts:
-        check_peers_agree({n: p for n, p in plain.items() if n in experts}, expert_group, "shard_module")
+        check_peers_agree({n: p for n, p in named.items() if p in experts}, expert_group, "shard_module")
     for name, param in plain.items():
         _refuse_cut_before(name, param)
+    for path, module in root.named_modules():
+        _refuse_rescaled_table(path, module, chosen)
+        if is_grouped(module) and module in chosen.modules and not _same_ranks(etp_group, expert_group):
+            raise ValueError(
+                f"{path} is in replicated_modules, but its gradients would be combined over expert_group, which has "
+                "other ranks than etp_group; leave it out, so that it is sharded over expert_group"
+            )
+    replicated_before = {param for runtime in runtimes_of(root) for param in runtime.replicated.groups}
     layouts: dict[int, ShardLayout] = {}
     for site in sites:
         size = dist.get_world_size(expert_group if site.grouped else etp_group)
         for name, attribute in zip(site.full_names(), site.names, strict=True):
+            if site.module._parameters.get(attribute) in replicated_before:
+                raise ValueError(
+                    f"{name} stayed replicated in an earlier call of etp.shard_module; pass its module in "
+                    "replicated_modules again"
+                )
             param = _checked_param(name, site.module, attribute)
             try:
                 layouts[id(param)] = ShardLayout(tuple(param.shape), size, config.pad_for_alignment)
@@ -186,6 +172,19 @@ def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
         )
 
 
+def _same_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    return dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+
+
+def _refuse_rescaled_table(path: str, module: nn.Module, chosen: Replicated) -> None:
+    replicated = isinstance(module, nn.EmbeddingBag) or module in chosen.modules
+    if replicated and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        raise ValueError(
+            f"{path}.weight: max_norm rescales the rows that a rank's own data use, so that the ranks' copies of the "
+            "table would drift apart; build it without, and rescale all rows after optimizer steps (torch.renorm)"
+        )
+
+
 def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter:
     """The parameter, unless cutting it would silently lose something."""
     if getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False):
@@ -194,10 +193,12 @@ def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter
     if param is None:
         raise ValueError(
             f"{name} is computed from other parameters (a parametrization, such as weight norm) and cannot be "
-            "sharded; remove the parametrization first"
+            "sharded; remove the parametrization first, or pass its module in replicated_modules"
         )
     if param.is_complex():
-        raise ValueError(f"{name} is complex, and only real weights can be sharded")
+        raise ValueError(
+            f"{name} is complex, and only real weights can be sharded; pass its module in replicated_modules"
+        )
     if param.grad is not None:
         raise ValueError(f"{name} has a gradient already, of the full size; call zero_grad() before sharding")
     if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -207,7 +208,7 @@ def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter
 
 def _replace(
     root: nn.Module,
-    sites: list[_Site],
+    sites: list[Site],
     layouts: dict[int, ShardLayout],
     etp_group: dist.ProcessGroup,
     expert_group: dist.ProcessGroup,
@@ -239,7 +240,7 @@ def _register_replicated(
     if runtime.config.reduce_once_per_iteration:
         logger.info("replicated gradients are still combined at every backward; only sharded weights wait")
     for path, module in root.named_modules():
-        group = expert_group if _is_grouped(module) else etp_group
+        group = expert_group if is_grouped(module) else etp_group
         for name, param in module.named_parameters(path, recurse=False):
             if not isinstance(param, ETPShardedParam):
                 runtime.replicated.register(param, group, name)

@@ -1,0 +1,59 @@
+"""Models of Hugging Face transformers train sharded as docs/transformers.md says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration import hugging_face
+from tests.support.launch import run_distributed
+
+pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
+
+
+def _documented() -> dict[str, tuple[str, ...]]:
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)[1:]
+    return {
+        name: tuple(re.findall("`([^`]+)`", modules))
+        for names, modules in rows
+        for name in names.removesuffix(", in bf16").split(", ")
+    }
+
+
+def test_what_is_documented_is_what_is_tested() -> None:
+    assert _documented() == {name: made.replicated for name, made in hugging_face.MODELS.items()}
+
+
+@pytest.mark.cpu_only("a GPU's kernels for attention and scans add up in an order of their own")
+def test_they_train_as_unsharded_and_need_the_modules_that_are_documented() -> None:
+    for answers in run_distributed(hugging_face.train, 2, timeout_s=300.0, fresh=True):
+        assert answers.keys() == hugging_face.MODELS.keys()
+        for name, (refused, share) in answers.items():
+            assert ("pass the module in replicated_modules" in refused) == bool(_documented()[name]), (name, refused)
+            assert share > (0.1 if name in {"Falcon", "GPT-2"} else 0.2), (name, share)
+
+
+def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "speech.py").write_text(example)
+    # A file for each rank: what two of them write to one pipe runs together.
+    where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *where, "speech.py"],
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [output.read_text() for output in tmp_path.glob("logs/*/attempt_0/*/stdout.log")]
+    assert outputs == ["Parameter ETPShardedParam\n"] * 2

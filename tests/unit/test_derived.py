@@ -1,0 +1,93 @@
+"""Tensors that were computed from a shard: which are marked, and what they refuse. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from etp.derived import ShardDerived
+from etp.errors import EtpStateError
+from etp.param import ETPShardedParam
+from tests.support.fake_group import fake_group
+
+ROWS, COLUMNS = 8, 3
+
+
+class Driver:
+    """A runtime, as far as arithmetic on shards asks it."""
+
+    in_forward = False
+
+
+@pytest.fixture
+def shard() -> Iterator[Any]:
+    with fake_group(rank=1, world_size=4) as group:
+        param: Any = ETPShardedParam.from_full(torch.randn(4 * ROWS, COLUMNS, requires_grad=True), group, 1)
+        param.attach(Driver(), "w")
+        yield param
+
+
+@pytest.mark.parametrize(
+    ("function", "marked"),
+    [
+        (lambda w: w * 2, True),
+        (lambda w: (w * 2).abs().double(), True),
+        (lambda w: w.bfloat16(), True),
+        (lambda w: w.view(COLUMNS, ROWS), True),
+        (lambda w: torch.zeros(ROWS, COLUMNS) + w, True),
+        (lambda w: w.flatten(), False),
+        (lambda w: w.sum(0), False),
+        (lambda w: (w * 2).sum(), False),
+        (lambda w: w > 0, False),
+        (lambda w: w.detach() * 2, False),
+        (lambda w: (w * 2).detach(), False),
+        (torch.ones_like, False),
+        (lambda w: w.new_zeros(99, 99), False),
+        (lambda w: torch.zeros(ROWS, COLUMNS).add_(w.detach()), False),
+    ],
+)
+def test_what_could_pass_for_a_weight_is_marked(shard: Any, function: Callable[[Any], Any], marked: bool) -> None:
+    plain = shard.local_shard().clone().requires_grad_()
+    result = function(shard)
+    assert type(result) is (ShardDerived if marked else torch.Tensor)
+    assert torch.equal(torch.as_tensor(result), function(plain))
+
+
+def test_gradients_pass_through_marks(shard: Any) -> None:
+    own = shard.local_shard().clone().requires_grad_()
+    for weight in (shard, own):
+        (torch.sin(weight.double() * 3).view(COLUMNS, ROWS) ** 2).sum().backward()
+    assert own.grad is not None
+    assert own.grad.count_nonzero() == own.numel()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.equal(shard.grad.as_subclass(torch.Tensor), own.grad)
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_without_autograd_only_a_forward_pass_marks(shard: Any, in_forward: bool) -> None:
+    shard.driver.in_forward = in_forward
+    with torch.no_grad():
+        assert type(shard.double()) is (ShardDerived if in_forward else torch.Tensor)
+        with pytest.raises(EtpStateError, match=r"^add on ETPShardedParam\(w: rows 8:16 of \(32, 3\)"):
+            torch.add(torch.zeros(2, ROWS, COLUMNS), shard)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("linear", lambda w: F.linear(torch.ones(2, COLUMNS), w)),
+        ("linear", lambda w: F.linear(w, torch.ones(2, COLUMNS))),
+        ("embedding", lambda w: F.embedding(torch.tensor([1]), w)),
+        ("t", lambda w: w.t()),
+        ("matmul", lambda w: torch.ones(1, ROWS) @ w),
+        ("__getitem__", lambda w: w[0]),
+        ("expand", lambda w: w.expand(2, -1, -1)),
+    ],
+)
+def test_a_marked_tensor_is_no_weight(shard: Any, name: str, function: Callable[[Any], Any]) -> None:
+    with pytest.raises(EtpStateError, match=rf"{name}.* on .*ETPShardedParam\(w: .*replicated_modules"):
+        function(shard * 2)

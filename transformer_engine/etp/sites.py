@@ -1,0 +1,116 @@
+"""Which weights are sharded: those of linear and embedding layers that the caller does not leave replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from etp.modules import GroupedLinear
+from etp.param import ETPShardedParam
+from etp.te import is_te_grouped_linear, is_te_linear, refuse_hidden_gradients, refuse_unsupported_te
+
+
+class Site:
+    """One module's weights that are gathered together.
+
+    Args:
+        path: the module's dotted name.
+        module: the module.
+        names: the weights' names in it.
+    """
+
+    def __init__(self, path: str, module: nn.Module, names: list[str]) -> None:
+        self.path = path
+        self.module = module
+        self.names = names
+        self.grouped = is_grouped(module)
+
+    def params(self) -> list[nn.Parameter]:
+        """The weights, full or shards by now."""
+        return [getattr(self.module, name) for name in self.names]
+
+    def full_names(self) -> list[str]:
+        """Their dotted names in the module that is sharded."""
+        return [f"{self.path}.{name}".lstrip(".") for name in self.names]
+
+
+def is_grouped(module: nn.Module) -> bool:
+    """Whether it holds experts, which have a shard group of their own."""
+    return isinstance(module, GroupedLinear) or is_te_grouped_linear(module)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """What the caller wants to stay replicated: modules at any depth below the chosen ones, and their parameters."""
+
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
+
+
+def replicated_below(root: nn.Module, chosen: Iterable[nn.Module]) -> Replicated:
+    """All modules below ``chosen``, and their parameters.
+
+    Raises:
+        TypeError: for something other than a module.
+        ValueError: for a module that is not below ``root``, or has shards.
+    """
+    paths = {module: path for path, module in root.named_modules()}
+    modules: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
+    for module in chosen:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"replicated_modules has {module!r}, which is a {type(module).__name__}; pass the modules themselves, "
+                "such as model.get_submodule(name)"
+            )
+        if module is root:
+            raise ValueError("replicated_modules has the module that is to be sharded; pass submodules of it")
+        if module not in paths:
+            raise ValueError(
+                f"replicated_modules has {type(module).__name__}({module.extra_repr()}), which is not below the module "
+                "that is to be sharded; pass submodules of that one, and none of a copy"
+            )
+        for name, param in module.named_parameters(paths[module]):
+            if isinstance(param, ETPShardedParam):
+                raise ValueError(
+                    f"replicated_modules has {paths[module]}, but {name} is a shard already; leave it out, or build "
+                    "the model with layers that are not sharded"
+                )
+        modules.update(module.modules())
+        params.update(module.parameters())
+    return Replicated(frozenset(modules), frozenset(params))
+
+
+def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
+    """The modules under ``root`` whose weights can be sharded, are not yet, and are not ``replicated``.
+
+    Raises:
+        ValueError: for a module of Transformer Engine that would train wrongly, and for experts of which some are
+            ``replicated`` because another module shares them.
+    """
+    for path, module in root.named_modules():
+        if module in replicated.modules:
+            refuse_hidden_gradients(path, module)
+            continue
+        refuse_unsupported_te(path, module)
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            continue
+        if is_grouped(module):
+            names = [f"weight{index}" for index in range(module.num_gemms)]
+        elif isinstance(module, nn.Linear | nn.Embedding) or is_te_linear(module):
+            names = ["weight"]
+        else:
+            continue
+        if any(isinstance(getattr(module, name), ETPShardedParam) for name in names):
+            continue
+        tied = [name for name in names if module._parameters.get(name) in replicated.params]
+        if tied and len(tied) < len(names):
+            raise ValueError(
+                f"{path}: {tied[0]} is shared with a module of replicated_modules, and a grouped linear is sharded "
+                "as a whole or not at all; pass it in replicated_modules as well"
+            )
+        if not tied:
+            yield Site(path, module, names)
