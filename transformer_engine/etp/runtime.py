@@ -54,6 +54,7 @@ class EtpRuntime:
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
             is_captured=lambda: self._graphs.is_part,
             note=lambda group, name: self._routes.note(group, f"all-reduce of {name}'s gradient"),
+            timeout_s=self.config.timeout_s,
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
@@ -337,7 +338,7 @@ class EtpRuntime:
         if compare:
             # First: other parameters on other ranks would be added up with these.
             self._compare_orders()
-        self.replicated.reduce(self.config.timeout_s)
+        self.replicated.reduce()
 
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
