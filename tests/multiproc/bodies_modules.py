@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import etp
+from etp import functional
 from etp.te import te_available
 from tests.multiproc.models import Tiny, batch, loss_of
 from tests.multiproc.oracle import combined, poisoned, rows_of_shard
@@ -202,6 +203,42 @@ def grouped_refusals(rank: int, world_size: int) -> list[str]:
             layer(torch.randn(4, 6, device=device()), splits)
         except ValueError as error:
             messages.append(str(error))
+    return messages
+
+
+def weights_of_other_groups(rank: int, world_size: int) -> dict[str, str]:
+    """Messages for layers that share some of their weights, which would compute with other ones in silence."""
+    group = dist.group.WORLD
+    first, second = (PlainExperts(2, 6, 8, bias=False, etp_group=group, device=device()) for _ in range(2))
+    x = torch.randn(4, 6, device=device())
+    whole = second(x, [2, 2])
+    weight0, weight1 = first.get_parameter("weight0"), first.get_parameter("weight1")
+    attempts: dict[str, Callable[[], Any]] = {
+        "swapped": lambda: functional.grouped_linear(x, [weight1, weight0], [], [2, 2]),
+        "one of two": lambda: functional.grouped_linear(x, [weight0], [], [4]),
+        "linear": lambda: F.linear(x, weight1),
+        "embedding": lambda: F.embedding(torch.tensor([0], device=device()), weight1),
+    }
+    tied = nn.ModuleList([first, second])
+    own = second._parameters["weight0"]
+    second._parameters["weight0"] = weight0
+    messages = {}
+    for name, attempt in {
+        **attempts,
+        "tied": lambda: second(x, [2, 2]),
+        "sharded": lambda: etp.shard_module(tied, group),
+    }.items():
+        try:
+            attempt()
+        except ValueError as error:
+            messages[name] = str(error)
+    # Nothing has changed, and layers that share all of their weights are right.
+    second._parameters["weight0"] = own
+    assert torch.equal(second(x, [2, 2]), whole)
+    second._parameters.update(first._parameters)
+    etp.shard_module(tied, group)
+    assert torch.equal(second(x, [2, 2]), first(x, [2, 2]))
+    assert not torch.equal(second(x, [2, 2]), whole)
     return messages
 
 

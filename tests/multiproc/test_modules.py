@@ -61,6 +61,22 @@ def test_splits_that_do_not_fit_are_refused() -> None:
             assert message.startswith(f"m_splits {splits} must name 2 parts that add up to the")
 
 
+def test_layers_that_share_some_of_their_weights_are_refused() -> None:
+    gathered = "but weight0, weight1 are gathered together: layers may share all of their weights"
+    expected = {
+        "swapped": f"a layer computes with weight1, weight0, {gathered}",
+        "one of two": f"a layer computes with weight0, {gathered}",
+        "linear": f"a layer computes with weight1, {gathered}",
+        "embedding": f"a layer computes with weight1, {gathered}",
+        "tied": f"a layer computes with weight0, weight1, {gathered}",
+        "sharded": "1.weight0 is gathered together with other weights than weight0 (+1), with which it is shared",
+    }
+    for messages in run_distributed(bodies.weights_of_other_groups, 2):
+        assert set(messages) == set(expected)
+        for attempt, start in expected.items():
+            assert messages[attempt].startswith(start), messages[attempt]
+
+
 def test_experts_average_over_their_own_axis() -> None:
     sizes = run_distributed(bodies.experts_have_their_own_axis, 4)
     assert sizes[0] == {"first.weight": 4, "experts.weight0 (+1)": 2, "last.weight": 4}

@@ -205,6 +205,10 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return self.dtype, self.device
 
+    def gathered_with(self) -> Sequence[Any]:
+        """The shards that are gathered together with this one, itself included, in the group's order."""
+        return self.weight_group.shards
+
     def materialize(self) -> list[torch.Tensor]:
         """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
         return self.driver.materialize(self.weight_group)

@@ -77,6 +77,8 @@ def shard_module(
     _refuse_groups_of_others(etp_group, expert_group)
     _refuse_wrappers(module)
     sites = list(_weight_sites(module))
+    _refuse_partly_shared(sites)
+    sites = [site for site in sites if not site.is_sharded]
     layouts = _check(module, sites, etp_group, expert_group, config)
     runtime = EtpRuntime(config)
     _replace(module, sites, layouts, etp_group, expert_group)
@@ -120,6 +122,10 @@ class _Site:
         self.names = names
         self.grouped = _is_grouped(module)
 
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.params()[0], ETPShardedParam)
+
     def params(self) -> list[nn.Parameter]:
         return [getattr(self.module, name) for name in self.names]
 
@@ -142,8 +148,7 @@ def _weight_sites(root: nn.Module) -> Iterator[_Site]:
             names = ["weight"]
         else:
             continue
-        if not any(isinstance(getattr(module, name), ETPShardedParam) for name in names):
-            yield _Site(path, module, names)
+        yield _Site(path, module, names)
 
 
 def _check(
@@ -175,6 +180,23 @@ def _check(
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
     return layouts
+
+
+def _refuse_partly_shared(sites: list[_Site]) -> None:
+    """Refuse modules that share some of their weights: those of a module are gathered together, in its order."""
+    first: dict[int, tuple[list[int], str]] = {}
+    for site in sites:
+        together = [id(param) for param in site.params()]
+        for param, name in zip(site.params(), site.full_names(), strict=True):
+            if isinstance(param, ETPShardedParam):
+                others, other = [id(shard) for shard in param.weight_group.shards], param.weight_group.name
+            else:
+                others, other = first.setdefault(id(param), (together, name))
+            if others != together:
+                raise ValueError(
+                    f"{name} is gathered together with other weights than {other}, with which it is shared: modules "
+                    "may share all of their weights, in one order, or none"
+                )
 
 
 def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
