@@ -76,11 +76,13 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
     Attributes:
         group: the process group whose rank r holds shard r.
+        group_rank: this process's rank in ``group``, also once the group is gone.
         fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
         is_distributed_weight: marker of TE's ``DistributedWeight`` protocol.
     """
 
     group: dist.ProcessGroup
+    group_rank: int
     fqn: str
     is_distributed_weight = True
 
@@ -99,7 +101,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
                 is complex.
         """
-        own_rank(group)
+        rank = own_rank(group)
         if shard.is_complex():
             raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
         size = dist.get_world_size(group)
@@ -109,7 +111,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
         param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
         param._layout = layout
-        param.group = group
+        param.group, param.group_rank = group, rank
         param.fqn = f"<unnamed {layout.shape}>"
         param._weight_group = None
         param._group_index = 0
@@ -379,11 +381,10 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name, cut and place; no values, because a shard's values say little."""
-        rank = dist.get_rank(self.group)
-        start, stop = self.layout.logical_range(rank)
+        start, stop = self.layout.logical_range(self.group_rank)
         return (
-            f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard {rank} of "
-            f"{self.layout.num_shards}, {self.dtype}, {self.device})"
+            f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard "
+            f"{self.group_rank} of {self.layout.num_shards}, {self.dtype}, {self.device})"
         )
 
 
