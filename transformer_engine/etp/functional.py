@@ -67,7 +67,7 @@ def _names(weights: Sequence[ShardedWeight]) -> str:
 
 
 def _remember(ctx: Any, weights: Sequence[ShardedWeight], first_input: int) -> None:
-    # Not save_for_backward: under activation checkpointing it would return plain detached tensors.
+    # Not save_for_backward: under hooks on saved tensors, as activation checkpointing has, it returns plain tensors.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
     ctx.first_input = first_input
