@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -72,8 +73,8 @@ class EtpConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"EtpConfig.{name} is {value!r}; it must be an integer >= 0")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"EtpConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds, or None")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"EtpConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds and finite, or None")
 
 
 def _choice(kind: type[Enum], value: object, field: str) -> Enum:
