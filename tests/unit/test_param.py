@@ -82,6 +82,21 @@ def test_the_local_shard_shares_storage_and_version(world: dist.ProcessGroup) ->
     assert param._version == local._version == before + 1
 
 
+def test_assigning_data_is_a_change_and_reading_it_is_none(world: dist.ProcessGroup) -> None:
+    """The same address is no proof of the same values: a swapped-in average is trained on, and swapped in again."""
+    param = ETPShardedParam.from_full(torch.randn(10, 3), world, pad_for_alignment=4)
+    average, other = torch.randn(4, 3), torch.randn(4, 3)
+    param.data = average
+    before = param.content_version()
+    param.data = other
+    average.mul_(2.0)
+    param.data = average
+    after = param.content_version()
+    assert after != before
+    assert torch.equal(param.data, average)
+    assert param.content_version() == after
+
+
 def test_its_name_says_which_rows_of_what(world: dist.ProcessGroup) -> None:
     param = ETPShardedParam.from_full(torch.randn(40, 3), world, pad_for_alignment=4)
     param.fqn = "layers.0.weight"

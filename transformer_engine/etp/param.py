@@ -180,7 +180,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             return self.detach()
 
     def content_version(self) -> tuple[int, int]:
-        """Changes when PyTorch counts a change of the shard, or of its ``data``, or when its storage is replaced."""
+        """Changes when PyTorch counts a change of the shard, or of its ``data``, or when ``data`` is assigned."""
         with torch._C.DisableTorchFunctionSubclass():
             written = self._former_versions if self._data is None else self._former_versions + self._data._version
             return self._version + written, self.data_ptr()
@@ -343,6 +343,8 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             return args[0]._shared_data()
         if func == _WRITE_DATA and isinstance(args[0], cls):
             args[0]._forget_data()
+            # Memory that is assigned again may have changed meanwhile, or be other memory at that address.
+            args[0]._former_versions += 1
         kwargs = kwargs or {}
         sharded = _SHARDED_FUNCTIONS.get(func)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
