@@ -34,7 +34,8 @@ class EtpConfig:
     Attributes:
         transport: which collectives move the shards.
         prefetch_depth: gathers run ahead of compute by up to this many times the bytes of the chain's largest
-            weight group, and by at least one group; 0 gathers each weight when it is needed.
+            weight group, and by at least one group, among the next 8 visits (or this many, if that is more); 0 gathers
+            each weight when it is needed.
         resident_bytes: bytes of gathered weights that may stay in memory between forward and backward, in addition to
             the ``prefetch_depth + 1`` slots of each shape.
         pad_for_alignment: a shard's rows are a multiple of this; 0 forbids padding.
