@@ -242,6 +242,35 @@ def weights_of_other_groups(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
+def parts_of_a_sharded_model(rank: int, world_size: int) -> dict[str, str]:
+    """Messages for sharding a part of a sharded model anew, or in a backward pass; nothing changes."""
+    group = dist.group.WORLD
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6))).to(device())
+    etp.shard_module(model, group)
+    x = torch.randn(3, 6, device=device())
+    model[1].append(nn.Linear(6, 4).to(device()))
+    messages = {}
+
+    def attempt(name: str, part: nn.Module) -> None:
+        try:
+            etp.shard_module(part, group)
+        except etp.EtpStateError as error:
+            messages[name] = str(error)
+
+    attempt("part", model[1])
+    assert type(model[1][1].weight) is nn.Parameter
+    hidden = model[0](x)
+    hidden.register_hook(lambda _: attempt("backward", model))
+    model[1][0](hidden).sum().backward()
+    assert type(model[1][1].weight) is nn.Parameter
+    etp.shard_module(model, group)
+    expected = x
+    for layer in (model[0], *model[1].children()):
+        expected = F.linear(expected, layer.weight.full_tensor(), layer.bias)
+    assert torch.equal(model(x), expected)
+    return messages
+
+
 class PlainExperts(etp.GroupedLinear):
     """Never replaced by Transformer Engine's layer, whose GEMMs round otherwise and whose state has one entry more."""
 

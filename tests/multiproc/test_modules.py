@@ -77,6 +77,12 @@ def test_layers_that_share_some_of_their_weights_are_refused() -> None:
             assert messages[attempt].startswith(start), messages[attempt]
 
 
+def test_a_part_of_a_sharded_model_is_refused_before_anything_changes() -> None:
+    for messages in run_distributed(bodies.parts_of_a_sharded_model, 2):
+        assert messages["part"].startswith("a runtime cannot be split: it also drives 0.weight; pass etp.shard_module")
+        assert messages["backward"].startswith("weights change their runtime inside a backward pass")
+
+
 def test_experts_average_over_their_own_axis() -> None:
     sizes = run_distributed(bodies.experts_have_their_own_axis, 4)
     assert sizes[0] == {"first.weight": 4, "experts.weight0 (+1)": 2, "last.weight": 4}

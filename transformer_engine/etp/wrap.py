@@ -70,6 +70,8 @@ def shard_module(
         ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
             module that an earlier call has sharded, or a part of ``module`` is in ``DistributedDataParallel`` or FSDP;
             nothing is changed then.
+        EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
+            progress; nothing is changed then.
         PeerMismatchError: if the ranks hold different weights; nothing is changed then.
     """
     config = config or EtpConfig()
@@ -79,8 +81,9 @@ def shard_module(
     sites = list(_weight_sites(module))
     _refuse_partly_shared(sites)
     sites = [site for site in sites if not site.is_sharded]
-    layouts = _check(module, sites, etp_group, expert_group, config)
     runtime = EtpRuntime(config)
+    runtime.require_adoptable(module)
+    layouts = _check(module, sites, etp_group, expert_group, config)
     _replace(module, sites, layouts, etp_group, expert_group)
     runtime.adopt(module)
     _register_replicated(module, runtime, etp_group, expert_group)
