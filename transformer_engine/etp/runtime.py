@@ -110,6 +110,8 @@ class EtpRuntime:
         groups = _groups(shards)
         for former in self._formers(shards):
             former.release(groups)
+            if not former.groups:
+                self._routes.take_over(former._routes)
         for name, param in shards.items():
             param.attach(self, f"{prefix}{name}")
         for group in groups:
