@@ -58,6 +58,7 @@ class C10dTransport:
         device: torch.device | None = None,
     ) -> None:
         self._group = self._reduce_group = group
+        self._device = device
         self._size = dist.get_world_size(group)
         self._fp32_accumulation = fp32_accumulation
         self._timeout_s = timeout_s
@@ -180,9 +181,8 @@ class C10dTransport:
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
-        if self._captured and self._watchdog is not None:
-            device = torch.device("cuda", torch.cuda.current_device())
-            self._watchdog.expect_stream(device, f"the replay of a CUDA graph {self._who}")
+        if self._captured and self._watchdog is not None and self._device is not None:
+            self._watchdog.expect_stream(self._device, f"the replay of a CUDA graph {self._who}")
 
 
 class _Exchange(Enqueued):
