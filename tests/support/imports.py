@@ -17,9 +17,7 @@ PACKAGES = {"etp": ROOT / "transformer_engine" / "etp", "megatron_patches": ROOT
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"layout", "config"}),
-    frozenset(
-        {"collectives", "cache", "chain", "streams", "quantized", "digest", "functional", "te", "scalars", "refusals"}
-    ),
+    frozenset({"collectives", "cache", "chain", "streams", "digest", "functional", "te", "scalars", "refusals"}),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
     frozenset({"param", "replicated", "reductions", "graphs"}),
     frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
