@@ -320,6 +320,29 @@ def experts_have_their_own_axis(rank: int, world_size: int) -> dict[str, Any]:
     return {group.name: group.size for group in runtime.groups}
 
 
+def pairs_have_other_experts(rank: int, world_size: int) -> tuple[bool, str]:
+    """Each pair has experts of its own, biases included; a pair whose ranks differ is told so."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    torch.manual_seed(11)
+    model = Mixture(mine).to(device())
+    with torch.no_grad():
+        for index in range(2):
+            model.experts.get_parameter(f"bias{index}").add_(rank // 2)
+    biases = [torch.empty(8, device=device()) for _ in range(world_size)]
+    dist.all_gather(biases, model.experts.get_parameter("bias0").detach())
+    etp.shard_module(model, dist.group.WORLD, expert_group=mine)
+    model(_inputs(1, rank, 5, 6, torch.float32)).square().mean().backward()
+    with torch.no_grad():
+        model.experts.get_parameter("bias1")[0] += rank
+    message = ""
+    try:
+        etp.shard_module(model, dist.group.WORLD, expert_group=mine)
+    except etp.PeerMismatchError as error:
+        message = str(error)
+    return torch.equal(biases[0], biases[2]), message
+
+
 def differing_peers(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:  # noqa: C901 - a list of cases
     """For each way to differ: the error on this rank, and the types of the parameters afterwards."""
 

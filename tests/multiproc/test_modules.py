@@ -88,6 +88,13 @@ def test_experts_average_over_their_own_axis() -> None:
     assert sizes[0] == {"first.weight": 4, "experts.weight0 (+1)": 2, "last.weight": 4}
 
 
+def test_ranks_of_other_expert_groups_may_have_other_experts_biases_included() -> None:
+    for rank, (alike, message) in enumerate(run_distributed(bodies.pairs_have_other_experts, 4)):
+        assert not alike
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert message.startswith(f"shard_module: ranks {pair} hold different values of experts.bias1.")
+
+
 def test_differing_peers_are_told_what_differs_and_nothing_changes() -> None:
     culprits = {
         "value": "blocks.1.up.weight",

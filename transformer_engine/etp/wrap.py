@@ -167,7 +167,12 @@ def _check(
     for name, param in plain.items():
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
-    experts = {name for site in sites if site.grouped for name in site.full_names()}
+    experts = {
+        name
+        for path, owner in root.named_modules()
+        if _is_grouped(owner)
+        for name, _ in owner.named_parameters(path, recurse=False)
+    }
     check_peers_agree({n: p for n, p in plain.items() if n not in experts}, etp_group, "shard_module")
     if experts:
         check_peers_agree({n: p for n, p in plain.items() if n in experts}, expert_group, "shard_module")
