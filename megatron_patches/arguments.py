@@ -9,6 +9,7 @@ Megatron's parser.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -191,8 +192,13 @@ def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
             timeout_s=args.etp_timeout,
         )
     except ValueError as error:
-        raise UnsupportedConfigurationError(str(error).replace("EtpConfig.", "--etp-")) from error
+        raise UnsupportedConfigurationError(_with_flags(str(error))) from error
     return MegatronEtpConfig(engine=engine, print_chains=args.etp_print_chains)
+
+
+def _with_flags(message: str) -> str:
+    """A message of the engine's with its options under the names of their flags."""
+    return re.sub(r"EtpConfig\.(\w+)", lambda found: _option(f"etp_{found[1].removesuffix('_s')}"), message)
 
 
 def is_active(args: argparse.Namespace) -> bool:

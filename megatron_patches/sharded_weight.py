@@ -135,12 +135,13 @@ class EmbeddingWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: MegatronShardedParam) -> torch.Tensor:
         """Args: ``weight`` a shard. Returns ``[vocabulary, hidden]``, valid until the next gather of that shape."""
-        ctx.save_for_backward(weight)
+        # Not save_for_backward: hooks on saved tensors, such as those that offload activations, would return a plain
+        # tensor in the shard's place.
+        ctx.weight = weight
         (full,) = weight.materialize()
         return full.requires_grad_(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
         """Reduce the table's gradient into the shard; autograd gets nothing."""
-        (weight,) = ctx.saved_tensors
-        weight.reduce_wgrads([grads[0]])
+        ctx.weight.reduce_wgrads([grads[0]])

@@ -28,7 +28,7 @@ class FrozenShardedLinear(torch.autograd.Function):
         tensor_group: torch.distributed.ProcessGroup | None,
     ) -> torch.Tensor:
         """Args: ``input_`` ``[..., in]``; ``weight`` a shard; ``tensor_group`` sums the gradient of ``input_``."""
-        # Not save_for_backward: it would return another object of the same data, without the shard's methods.
+        # Not save_for_backward: under hooks on saved tensors it returns a plain tensor, without the shard's methods.
         ctx.weight = weight
         ctx.tensor_group = tensor_group
         output = torch.matmul(input_, weight.all_gather_and_prefetch(fwd=True).t())

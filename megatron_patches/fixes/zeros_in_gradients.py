@@ -72,7 +72,7 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
 
 
 def _logical_numel(shard: ETPShardedParam) -> int:
-    return shard.layout.logical_rows(dist.get_rank(shard.group)) * shard.layout.row_numel
+    return shard.layout.logical_rows(shard.group_rank) * shard.layout.row_numel
 
 
 def _is_counted(shard: ETPShardedParam, optimizer: Any) -> bool:

@@ -468,16 +468,22 @@ def a_peer_dies(rank: int, world_size: int, where: str) -> None:
     loss_of(model(tokens), targets).backward()
 
 
-def a_peer_does_not_come(rank: int, world_size: int) -> tuple[str, float]:
+def a_peer_does_not_come(rank: int, world_size: int, where: str) -> tuple[str, float]:
     """Rank 1 leaves the order; rank 0 learns the collective and the weight within the configured time."""
-    model, _ = stack(2, timeout_s=2.0)
-    train_once(model, rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIDE, SIDE, bias=False), nn.LayerNorm(SIDE)).to(device())
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(timeout_s=2.0))
+    inputs = torch.ones(1, SIDE, device=device())
+    model(inputs).sum().backward()
     if rank == 1:
         time.sleep(5.0)
         return "", 0.0
     began = time.monotonic()
     try:
-        model(torch.ones(1, SIDE, device=device()))
+        if where == "gather":
+            model(inputs)
+        else:
+            torch.autograd.grad(model[1](inputs).sum(), model[1].weight)
     except etp.EtpCommunicationError as error:
         return str(error), time.monotonic() - began
     return "no error", 0.0

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import etp
+from etp import functional
 from etp.te import te_available
 from tests.multiproc.models import Tiny, batch, loss_of
 from tests.multiproc.oracle import combined, poisoned, rows_of_shard
@@ -205,6 +206,71 @@ def grouped_refusals(rank: int, world_size: int) -> list[str]:
     return messages
 
 
+def weights_of_other_groups(rank: int, world_size: int) -> dict[str, str]:
+    """Messages for layers that share some of their weights, which would compute with other ones in silence."""
+    group = dist.group.WORLD
+    first, second = (PlainExperts(2, 6, 8, bias=False, etp_group=group, device=device()) for _ in range(2))
+    x = torch.randn(4, 6, device=device())
+    whole = second(x, [2, 2])
+    weight0, weight1 = first.get_parameter("weight0"), first.get_parameter("weight1")
+    attempts: dict[str, Callable[[], Any]] = {
+        "swapped": lambda: functional.grouped_linear(x, [weight1, weight0], [], [2, 2]),
+        "one of two": lambda: functional.grouped_linear(x, [weight0], [], [4]),
+        "linear": lambda: F.linear(x, weight1),
+        "embedding": lambda: F.embedding(torch.tensor([0], device=device()), weight1),
+    }
+    tied = nn.ModuleList([first, second])
+    own = second._parameters["weight0"]
+    second._parameters["weight0"] = weight0
+    messages = {}
+    for name, attempt in {
+        **attempts,
+        "tied": lambda: second(x, [2, 2]),
+        "sharded": lambda: etp.shard_module(tied, group),
+    }.items():
+        try:
+            attempt()
+        except ValueError as error:
+            messages[name] = str(error)
+    # Nothing has changed, and layers that share all of their weights are right.
+    second._parameters["weight0"] = own
+    assert torch.equal(second(x, [2, 2]), whole)
+    second._parameters.update(first._parameters)
+    etp.shard_module(tied, group)
+    assert torch.equal(second(x, [2, 2]), first(x, [2, 2]))
+    assert not torch.equal(second(x, [2, 2]), whole)
+    return messages
+
+
+def parts_of_a_sharded_model(rank: int, world_size: int) -> dict[str, str]:
+    """Messages for sharding a part of a sharded model anew, or in a backward pass; nothing changes."""
+    group = dist.group.WORLD
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6))).to(device())
+    etp.shard_module(model, group)
+    x = torch.randn(3, 6, device=device())
+    model[1].append(nn.Linear(6, 4).to(device()))
+    messages = {}
+
+    def attempt(name: str, part: nn.Module) -> None:
+        try:
+            etp.shard_module(part, group)
+        except etp.EtpStateError as error:
+            messages[name] = str(error)
+
+    attempt("part", model[1])
+    assert type(model[1][1].weight) is nn.Parameter
+    hidden = model[0](x)
+    hidden.register_hook(lambda _: attempt("backward", model))
+    model[1][0](hidden).sum().backward()
+    assert type(model[1][1].weight) is nn.Parameter
+    etp.shard_module(model, group)
+    expected = x
+    for layer in (model[0], *model[1].children()):
+        expected = F.linear(expected, layer.weight.full_tensor(), layer.bias)
+    assert torch.equal(model(x), expected)
+    return messages
+
+
 class PlainExperts(etp.GroupedLinear):
     """Never replaced by Transformer Engine's layer, whose GEMMs round otherwise and whose state has one entry more."""
 
@@ -252,6 +318,29 @@ def experts_have_their_own_axis(rank: int, world_size: int) -> dict[str, Any]:
         else:
             torch.testing.assert_close(param.grad, total)
     return {group.name: group.size for group in runtime.groups}
+
+
+def pairs_have_other_experts(rank: int, world_size: int) -> tuple[bool, str]:
+    """Each pair has experts of its own, biases included; a pair whose ranks differ is told so."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    torch.manual_seed(11)
+    model = Mixture(mine).to(device())
+    with torch.no_grad():
+        for index in range(2):
+            model.experts.get_parameter(f"bias{index}").add_(rank // 2)
+    biases = [torch.empty(8, device=device()) for _ in range(world_size)]
+    dist.all_gather(biases, model.experts.get_parameter("bias0").detach())
+    etp.shard_module(model, dist.group.WORLD, expert_group=mine)
+    model(_inputs(1, rank, 5, 6, torch.float32)).square().mean().backward()
+    with torch.no_grad():
+        model.experts.get_parameter("bias1")[0] += rank
+    message = ""
+    try:
+        etp.shard_module(model, dist.group.WORLD, expert_group=mine)
+    except etp.PeerMismatchError as error:
+        message = str(error)
+    return torch.equal(biases[0], biases[2]), message
 
 
 def differing_peers(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:  # noqa: C901 - a list of cases

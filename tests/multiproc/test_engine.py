@@ -220,9 +220,13 @@ def test_the_chain_can_be_read() -> None:
 
 
 @pytest.mark.cpu_only("on GPUs a time-out ends the process, as tests/gpu/test_lost_rank.py shows")
-def test_a_peer_that_does_not_come_is_named_within_the_time_out() -> None:
-    message, seconds = run_distributed(bodies.a_peer_does_not_come, 2)[0]
-    assert message.startswith("all-gather of layers.0.weight failed on rank 0 (shard group: ranks [0, 1])")
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("gather", "all-gather of 0.weight"), ("returned gradient", "all-reduce of replicated gradients")],
+)
+def test_a_peer_that_does_not_come_is_named_within_the_time_out(where: str, what: str) -> None:
+    message, seconds = run_distributed(bodies.a_peer_does_not_come, 2, args=(where,))[0]
+    assert message.startswith(f"{what} failed on rank 0 (shard group: ranks [0, 1])")
     assert "A peer did not come in time" in message
     assert "EtpConfig.timeout_s" in message
     assert 1.0 < seconds < 5.0

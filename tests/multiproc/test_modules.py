@@ -61,9 +61,38 @@ def test_splits_that_do_not_fit_are_refused() -> None:
             assert message.startswith(f"m_splits {splits} must name 2 parts that add up to the")
 
 
+def test_layers_that_share_some_of_their_weights_are_refused() -> None:
+    gathered = "but weight0, weight1 are gathered together: layers may share all of their weights"
+    expected = {
+        "swapped": f"a layer computes with weight1, weight0, {gathered}",
+        "one of two": f"a layer computes with weight0, {gathered}",
+        "linear": f"a layer computes with weight1, {gathered}",
+        "embedding": f"a layer computes with weight1, {gathered}",
+        "tied": f"a layer computes with weight0, weight1, {gathered}",
+        "sharded": "1.weight0 is gathered together with other weights than weight0 (+1), with which it is shared",
+    }
+    for messages in run_distributed(bodies.weights_of_other_groups, 2):
+        assert set(messages) == set(expected)
+        for attempt, start in expected.items():
+            assert messages[attempt].startswith(start), messages[attempt]
+
+
+def test_a_part_of_a_sharded_model_is_refused_before_anything_changes() -> None:
+    for messages in run_distributed(bodies.parts_of_a_sharded_model, 2):
+        assert messages["part"].startswith("a runtime cannot be split: it also drives 0.weight; pass etp.shard_module")
+        assert messages["backward"].startswith("weights change their runtime inside a backward pass")
+
+
 def test_experts_average_over_their_own_axis() -> None:
     sizes = run_distributed(bodies.experts_have_their_own_axis, 4)
     assert sizes[0] == {"first.weight": 4, "experts.weight0 (+1)": 2, "last.weight": 4}
+
+
+def test_ranks_of_other_expert_groups_may_have_other_experts_biases_included() -> None:
+    for rank, (alike, message) in enumerate(run_distributed(bodies.pairs_have_other_experts, 4)):
+        assert not alike
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert message.startswith(f"shard_module: ranks {pair} hold different values of experts.bias1.")
 
 
 def test_differing_peers_are_told_what_differs_and_nothing_changes() -> None:

@@ -121,9 +121,18 @@ def test_every_flag_reaches_the_engine() -> None:
     )
 
 
-def test_a_value_out_of_range_is_named_by_its_flag() -> None:
-    with pytest.raises(UnsupportedConfigurationError, match="--etp-prefetch_depth is -1"):
-        config_from_args(applied("--etp-prefetch-depth", "-1"))
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--etp-prefetch-depth", "-1"),
+        ("--etp-resident-bytes", "-1"),
+        ("--etp-pad-for-alignment", "-1"),
+        ("--etp-timeout", "-1.0"),
+    ],
+)
+def test_a_value_out_of_range_is_named_by_its_flag(flag: str, value: str) -> None:
+    with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} is {value}; it must be"):
+        config_from_args(applied(f"{flag}={value}"))
 
 
 def test_help_says_what_etp_is_not() -> None:

@@ -41,9 +41,10 @@ def test_names_become_enum_members() -> None:
         ("prefetch_depth", True, "EtpConfig.prefetch_depth is True; it must be an integer >= 0"),
         ("resident_bytes", -4096, "EtpConfig.resident_bytes is -4096; it must be an integer >= 0"),
         ("pad_for_alignment", "16", "EtpConfig.pad_for_alignment is '16'; it must be an integer >= 0"),
-        ("timeout_s", 0, "EtpConfig.timeout_s is 0; it must be > 0 seconds, or None"),
-        ("timeout_s", -3.0, "EtpConfig.timeout_s is -3.0; it must be > 0 seconds, or None"),
-        ("timeout_s", math.nan, "EtpConfig.timeout_s is nan; it must be > 0 seconds, or None"),
+        ("timeout_s", 0, "EtpConfig.timeout_s is 0; it must be > 0 seconds and finite, or None"),
+        ("timeout_s", -3.0, "EtpConfig.timeout_s is -3.0; it must be > 0 seconds and finite, or None"),
+        ("timeout_s", math.inf, "EtpConfig.timeout_s is inf; it must be > 0 seconds and finite, or None"),
+        ("timeout_s", math.nan, "EtpConfig.timeout_s is nan; it must be > 0 seconds and finite, or None"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: object, message: str) -> None:

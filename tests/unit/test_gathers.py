@@ -225,3 +225,16 @@ def test_a_gather_comes_after_one_on_another_lane_that_was_abandoned(device: Dev
         assert not first.pending
         gathers._issue(second, runtime._routes.of(second))
     assert device.overtaken == []
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5, 12])
+def test_gathers_run_as_far_ahead_as_there_are_slots_for(world: dist.ProcessGroup, depth: int) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(20)))
+    runtime = etp.shard_module(model, world, config=etp.EtpConfig(prefetch_depth=depth))
+    model(torch.randn(2, 16)).sum().backward()
+    in_flight = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: in_flight.append(sum(group.pending for group in runtime.groups)))
+    model(torch.randn(2, 16))
+    assert in_flight == [min(depth, 19 - place) for place in range(20)]
+    assert len(runtime.cache.slots()) == depth + 1

@@ -87,6 +87,24 @@ def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]
     assert not addresses(eager.cache) & warm
 
 
+def test_the_chain_is_described_at_any_time(capture: list[int]) -> None:
+    model, runtime = sharded()
+    assert runtime.describe_chain() == "chain of 0 weight groups, prefetch depth 1"
+    train(model)
+
+    def slots() -> list[str]:
+        return [line.split(", ")[-2] for line in runtime.describe_chain().splitlines()[1:]]
+
+    assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
+    with capturing(capture, 1):
+        assert runtime.capturing
+        assert slots() == ["no slot"] * 4
+        train(model)
+        assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
+    assert not runtime.capturing
+    assert slots() == ["no slot"] * 4
+
+
 def test_nothing_gathered_before_a_capture_counts_inside_and_the_other_way_round(capture: list[int]) -> None:
     model, runtime = sharded(reuse_across_forwards=True)
 

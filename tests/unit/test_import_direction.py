@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.imports import (
+    LAYERS,
+    PACKAGES,
     REFIT,
     REFIT_GLUE,
+    ROOT,
     cycles,
     direction_violations,
     loaded_with,
@@ -18,6 +23,16 @@ from tests.support.imports import (
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
     return product_sources()
+
+
+def test_the_documented_layers_are_those_that_are_checked_and_there() -> None:
+    diagram = (ROOT / "docs" / "structure.md").read_text().partition("subgraph etp")[2].partition("    end")[0]
+    documented = [frozenset(names.split(", ")) for names in re.findall(r'\["(.+)"\]', diagram)]
+    assert documented == list(reversed(LAYERS))
+    present = {
+        path.stem for path in PACKAGES["etp"].iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert frozenset().union(*LAYERS) == present - {"__init__"}
 
 
 def test_every_import_goes_down(sources: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.param import ETPShardedParam, cut_shard
+from etp.shard_states import guard_states
 from tests.support.fake_group import fake_group
 
 
@@ -81,6 +82,21 @@ def test_the_local_shard_shares_storage_and_version(world: dist.ProcessGroup) ->
     assert param._version == local._version == before + 1
 
 
+def test_assigning_data_is_a_change_and_reading_it_is_none(world: dist.ProcessGroup) -> None:
+    """The same address is no proof of the same values: a swapped-in average is trained on, and swapped in again."""
+    param = ETPShardedParam.from_full(torch.randn(10, 3), world, pad_for_alignment=4)
+    average, other = torch.randn(4, 3), torch.randn(4, 3)
+    param.data = average
+    before = param.content_version()
+    param.data = other
+    average.mul_(2.0)
+    param.data = average
+    after = param.content_version()
+    assert after != before
+    assert torch.equal(param.data, average)
+    assert param.content_version() == after
+
+
 def test_its_name_says_which_rows_of_what(world: dist.ProcessGroup) -> None:
     param = ETPShardedParam.from_full(torch.randn(40, 3), world, pad_for_alignment=4)
     param.fqn = "layers.0.weight"
@@ -125,6 +141,25 @@ def test_a_module_state_dict_holds_plain_shards_that_pickle(world: dist.ProcessG
     layer.load_state_dict(loaded)
     assert torch.equal(shard.local_shard(), loaded["weight"])
     assert layer._parameters["weight"] is shard
+
+
+def test_shards_are_saved_and_loaded_after_their_process_group() -> None:
+    """As a program does that ends with ``destroy_process_group`` before it saves."""
+    layer = torch.nn.Linear(3, 40)
+    with fake_group(rank=2, world_size=4) as group:
+        shard = ETPShardedParam.from_full(layer.weight, group, pad_for_alignment=4)
+        layer._parameters["weight"] = shard
+        guard_states(layer)
+    assert repr(shard).endswith("rows 24:36 of (40, 3), shard 2 of 4, torch.float32, cpu)")
+    shard.fqn = "w"
+    state = layer.state_dict()
+    before = state["weight"].clone()
+    shard.local_shard().zero_()
+    layer.load_state_dict({**state, "weight": before})
+    assert torch.equal(shard.local_shard(), before)
+    state._metadata[""]["etp_cuts"] = {"weight": [1, 4, 40]}  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"holds shard 1 of 4 .* and this rank needs shard 2 of 4"):
+        layer.load_state_dict(state)
 
 
 def test_accumulate_hooks_can_be_removed(world: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import etp
 from etp import routes
+from etp.collectives import select_transport
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from etp.traffic import TrafficCounters
@@ -110,3 +111,62 @@ def test_a_runtime_keeps_nothing_of_groups_that_another_adopts(world: dist.Proce
     gc.collect()
     assert former.groups == []
     assert [group() for group in alive] == [None, None]
+
+
+def _full(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.weight.full_tensor(), layer.bias
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout_s": 5.0}, {"fp32_accumulation": False}, {"transport": "c10d"}])
+def test_sharding_again_makes_no_other_transport_unless_its_options_differ(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """A transport's communicators are never given back."""
+    made: list[Any] = []
+    select = select_transport
+
+    def counted(*arguments: Any) -> Any:
+        made.append(select(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(routes, "select_transport", counted)
+    model = nn.Sequential(etp.Linear(6, 6, etp_group=world), etp.Linear(6, 6, etp_group=world))
+    x = torch.randn(2, 6)
+    model(x).sum().backward()
+    assert len(made) == 2, "loose layers have a runtime each"
+    former = etp.shard_module(model, world)
+    assert former.transports == {world: made[0]}
+    for extra in (1, 2):
+        model.append(nn.Linear(6, 6))
+        config = etp.EtpConfig(prefetch_depth=extra, **options)
+        runtime = etp.shard_module(model, world, config=config)
+        expected = x
+        for layer in model.children():
+            expected = torch.nn.functional.linear(expected, *_full(layer))
+        assert torch.equal(model(x), expected)
+        model(x).sum().backward()
+        assert list(runtime.transports) == [world]
+    assert former.transports == {} or options
+    assert len(made) == (3 if options else 2)
+
+
+def test_a_runtime_that_keeps_groups_keeps_its_transports(world: dist.ProcessGroup) -> None:
+    """As one whose weights are adopted chunk by chunk."""
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(2)]
+    owner = EtpRuntime()
+    for layer in layers:
+        shard = etp.ETPShardedParam.from_full(layer.weight, world)
+        layer._parameters["weight"] = shard
+        shard.attach(owner, "weight")
+        owner.add(WeightGroup([shard], world))
+    x = torch.randn(2, 6)
+    expected = layers[1](layers[0](x))
+    first, second = EtpRuntime(), EtpRuntime()
+    first.adopt(layers[0])
+    assert list(owner.transports) == [world]
+    assert first.transports == {}
+    assert torch.equal(layers[1](layers[0](x)), expected)
+    second.adopt(layers[1])
+    assert owner.transports == {}
+    assert torch.equal(layers[1](layers[0](x)), expected)
+    assert len({id(runtime.transports[world]) for runtime in (first, second)}) == 2

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
+from types import SimpleNamespace
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from etp.collectives import c10d
 from etp.collectives.driver import CudaDriver
 from etp.collectives.watchdog import Watchdog
 from etp.errors import EtpCommunicationError
@@ -27,6 +33,33 @@ def test_what_has_happened_is_forgotten_in_order() -> None:
     assert watchdog.overdue() == "second"
     second.happened = True
     assert watchdog.overdue() is None
+
+
+@pytest.mark.parametrize(("timeout_s", "limit"), [(None, 77.0), (5.0, 5.0)])
+def test_replays_are_watched_where_nobody_has_set_a_time_out(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, limit: float
+) -> None:
+    """By the process group's then. NCCL's own watchdog, which has its time-out, sees no collective of a replay."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    watched: list[tuple[float, str]] = []
+    monkeypatch.setattr(c10d, "sibling_group", lambda group, *_: group)
+    monkeypatch.setattr(CudaDriver, "__init__", lambda _: None)
+    monkeypatch.setattr(CudaDriver, "allow_calls_during_capture", lambda _: None)
+    monkeypatch.setattr(Watchdog, "expect_stream", lambda self, _, what: watched.append((self.timeout_s, what)))
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77)))
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: backend)
+    try:
+        transport = c10d.C10dTransport(
+            dist.group.WORLD, fp32_accumulation=True, timeout_s=timeout_s, device=torch.device("cuda", 0)
+        )
+        transport.watch_replays()
+        assert watched == []
+        transport.change_mode(capturing=True)
+        transport.change_mode(capturing=False)
+        transport.watch_replays()
+    finally:
+        dist.destroy_process_group()
+    assert watched == [(limit, "the replay of a CUDA graph on rank 0 (shard group: ranks [0])")]
 
 
 def test_no_driver_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -221,12 +220,12 @@ class ShardedCheckpoint:
                 f"{param.layout.shard_shape}. What is not element-wise has no place in the whole tensor; save "
                 "optimizer.state_dict() on every rank, each to a file of its own"
             )
-        return CheckpointShard(plain(value), param.layout, dist.get_rank(param.group))
+        return CheckpointShard(plain(value), param.layout, param.group_rank)
 
 
 def _entry(value: Any) -> Any:
     if isinstance(value, ETPShardedParam):
-        return CheckpointShard(value.local_shard(), value.layout, dist.get_rank(value.group))
+        return CheckpointShard(value.local_shard(), value.layout, value.group_rank)
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -33,7 +34,8 @@ class EtpConfig:
     Attributes:
         transport: which collectives move the shards.
         prefetch_depth: gathers run ahead of compute by up to this many times the bytes of the chain's largest
-            weight group, and by at least one group; 0 gathers each weight when it is needed.
+            weight group, and by at least one group, among the next 8 visits (or this many, if that is more); 0 gathers
+            each weight when it is needed.
         resident_bytes: bytes of gathered weights that may stay in memory between forward and backward, in addition to
             the ``prefetch_depth + 1`` slots of each shape.
         pad_for_alignment: a shard's rows are a multiple of this; 0 forbids padding.
@@ -72,8 +74,8 @@ class EtpConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"EtpConfig.{name} is {value!r}; it must be an integer >= 0")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"EtpConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds, or None")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"EtpConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds and finite, or None")
 
 
 def _choice(kind: type[Enum], value: object, field: str) -> Enum:

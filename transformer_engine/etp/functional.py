@@ -33,6 +33,9 @@ class ShardedWeight(Protocol):
     def layout(self) -> ShardLayout:
         """How the weight is sharded."""
 
+    def gathered_with(self) -> Sequence[Any]:
+        """The weights of this weight's group, itself included, in their order."""
+
     def materialize(self) -> list[torch.Tensor]:
         """The group's full weights."""
 
@@ -46,8 +49,25 @@ class ShardedWeight(Protocol):
         """Whether autograd receives the gradients, as under ``torch.autograd.grad``."""
 
 
+def _require_group(weights: Sequence[Any]) -> None:
+    """Raise ValueError unless these are all weights of one group, in its order.
+
+    The group's weights are gathered and reduced by place: others would be computed with in silence.
+    """
+    group = weights[0].gathered_with()
+    if len(group) != len(weights) or any(one is not other for one, other in zip(group, weights, strict=True)):
+        raise ValueError(
+            f"a layer computes with {_names(weights)}, but {_names(group)} are gathered together: layers may share all "
+            "of their weights, in one order, or none"
+        )
+
+
+def _names(weights: Sequence[ShardedWeight]) -> str:
+    return ", ".join(weight.fqn for weight in weights)
+
+
 def _remember(ctx: Any, weights: Sequence[ShardedWeight], first_input: int) -> None:
-    # Not save_for_backward: under activation checkpointing it would return plain detached tensors.
+    # Not save_for_backward: under hooks on saved tensors, as activation checkpointing has, it returns plain tensors.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
     ctx.first_input = first_input
@@ -244,7 +264,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Returns:
         ``[..., out_features]``.
+
+    Raises:
+        ValueError: if the weight is gathered together with others, as those of a grouped linear are.
     """
+    _require_group((weight,))
     cast = _autocast_dtype(x)
     bias = None if bias is None else _cast_input(bias, cast)
     with _without_autocast(x, cast):
@@ -277,7 +301,7 @@ def embedding(
 
     Raises:
         ValueError: for ``max_norm`` (it edits the table in the forward pass), ``sparse`` (sparse gradients cannot be
-            reduced), or a ``padding_idx`` out of range.
+            reduced), a ``padding_idx`` out of range, or a weight that is gathered together with others.
     """
     del norm_type  # a norm only matters with max_norm
     if max_norm is not None or sparse:
@@ -285,6 +309,7 @@ def embedding(
             f"a sharded embedding has neither max_norm (got {max_norm}) nor sparse gradients (got {sparse}); "
             "turn the option off"
         )
+    _require_group((weight,))
     rows = weight.layout.rows  # type: ignore[attr-defined]
     if padding_idx is None:
         padding = -1
@@ -311,8 +336,9 @@ def grouped_linear(
         ``[sum(m_splits), out_features]``.
 
     Raises:
-        ValueError: if ``m_splits`` does not fit ``weights`` and ``x``.
+        ValueError: if ``m_splits`` does not fit ``weights`` and ``x``, or ``weights`` are not one group.
     """
+    _require_group(weights)
     if len(m_splits) != len(weights) or sum(m_splits) != x.shape[0]:
         raise ValueError(
             f"m_splits {list(m_splits)} must name {len(weights)} parts that add up to the input's {x.shape[0]} rows"

@@ -25,7 +25,8 @@ from etp.routes import Route, Routes
 from etp.traffic import TrafficCounters
 from etp.versions import WeightVersions
 
-# Entries of a timeline that a visit considers for prefetching; bounds the host's work per visit.
+# Entries of a timeline that a visit considers for prefetching, or prefetch_depth if that is more; bounds the host's
+# work per visit.
 _LOOKAHEAD = 8
 
 
@@ -146,7 +147,7 @@ class Gathers:
         in_flight = 0
         needed_earlier = {id(self._in_use.slot)} if self._in_use is not None else set()
         ahead = itertools.chain(timeline.upcoming(), self._expected(timeline))
-        for group in itertools.islice(ahead, _LOOKAHEAD):
+        for group in itertools.islice(ahead, max(_LOOKAHEAD, self._config.prefetch_depth)):
             if in_flight >= budget:
                 return
             group.attach(self.cache)
@@ -212,7 +213,7 @@ class Gathers:
         slots = {id(slot): number for number, slot in enumerate(self.cache.slots())}
         for group in order:
             shapes = " ".join(str(list(shard.layout.shape)) for shard in group.shards[:1])
-            lines.append(
-                f"  {group.name}: {shapes} over {group.size} ranks, slot {slots[id(group.slot)]}, {group.nbytes} bytes"
-            )
+            # None right after a capture has begun or ended.
+            slot = f"slot {slots[id(group.slot)]}" if group.has_slot else "no slot"
+            lines.append(f"  {group.name}: {shapes} over {group.size} ranks, {slot}, {group.nbytes} bytes")
         return "\n".join(lines)

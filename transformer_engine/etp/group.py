@@ -129,6 +129,11 @@ class WeightGroup:
         return self._name
 
     @property
+    def has_slot(self) -> bool:
+        """Whether a cache is attached in the current mode (inside or outside of a CUDA graph)."""
+        return self._slot is not None
+
+    @property
     def slot(self) -> Slot:
         """Where this group's gathers land."""
         if self._slot is None:

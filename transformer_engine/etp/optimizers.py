@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etp.errors import EtpStateError
@@ -65,6 +64,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 "would not train it: build the optimizer after etp.shard_module"
             )
     reason = next((_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED), None)
-    shard = next((p for p in params if isinstance(p, ETPShardedParam) and dist.get_world_size(p.group) > 1), None)
+    shard = next((p for p in params if isinstance(p, ETPShardedParam) and p.layout.num_shards > 1), None)
     if reason is not None and shard is not None:
         raise TypeError(f"{type(optimizer).__name__} has {shard!r}: it {reason}")

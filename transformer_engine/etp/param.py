@@ -79,11 +79,13 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
     Attributes:
         group: the process group whose rank r holds shard r.
+        group_rank: this process's rank in ``group``, also once the group is gone.
         fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
         is_distributed_weight: marker of TE's ``DistributedWeight`` protocol.
     """
 
     group: dist.ProcessGroup
+    group_rank: int
     fqn: str
     is_distributed_weight = True
 
@@ -102,7 +104,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
                 is complex.
         """
-        own_rank(group)
+        rank = own_rank(group)
         if shard.is_complex():
             raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
         size = dist.get_world_size(group)
@@ -112,7 +114,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
         param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
         param._layout = layout
-        param.group = group
+        param.group, param.group_rank = group, rank
         param.fqn = f"<unnamed {layout.shape}>"
         param._weight_group = None
         param._group_index = 0
@@ -181,7 +183,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             return self.detach()
 
     def content_version(self) -> tuple[int, int]:
-        """Changes when PyTorch counts a change of the shard, or of its ``data``, or when its storage is replaced."""
+        """Changes when PyTorch counts a change of the shard, or of its ``data``, or when ``data`` is assigned."""
         with torch._C.DisableTorchFunctionSubclass():
             written = self._former_versions if self._data is None else self._former_versions + self._data._version
             return self._version + written, self.data_ptr()
@@ -207,6 +209,10 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """The shard's dtype and device; faster than reading the two attributes."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.dtype, self.device
+
+    def gathered_with(self) -> Sequence[Any]:
+        """The shards that are gathered together with this one, itself included, in the group's order."""
+        return self.weight_group.shards
 
     def materialize(self) -> list[torch.Tensor]:
         """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
@@ -343,6 +349,8 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             return args[0]._shared_data()
         if func == _WRITE_DATA and isinstance(args[0], cls):
             args[0]._forget_data()
+            # Memory that is assigned again may have changed meanwhile, or be other memory at that address.
+            args[0]._former_versions += 1
         kwargs = kwargs or {}
         sharded = _SHARDED_FUNCTIONS.get(func)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
@@ -387,11 +395,10 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Name, cut and place; no values, because a shard's values say little."""
-        rank = dist.get_rank(self.group)
-        start, stop = self.layout.logical_range(rank)
+        start, stop = self.layout.logical_range(self.group_rank)
         return (
-            f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard {rank} of "
-            f"{self.layout.num_shards}, {self.dtype}, {self.device})"
+            f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard "
+            f"{self.group_rank} of {self.layout.num_shards}, {self.dtype}, {self.device})"
         )
 
 

@@ -3,7 +3,7 @@
 A *forward pass* begins when the *root*, the adopted module, is called, at the first forward visit after a backward
 one, or when its first group is visited again. A *backward pass* begins at the first visit inside an autograd graph
 task and ends with that task; activation recompute happens inside it. A backward pass whose task ended in an exception
-is *abandoned*: its gradients are dropped before the next pass begins.
+is *abandoned*: gradients that it has not added to ``grad`` yet are dropped before the next pass begins.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Passes:
         return self._token is not None and self._token() is not None
 
     def drop_abandoned(self) -> None:
-        """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
+        """Drop the gradients in flight of a backward pass that ended in an exception: they are incomplete."""
         # The end callback resets the reference; a dead one means that the task died in an exception.
         if self._token is None or self._token() is not None:
             return

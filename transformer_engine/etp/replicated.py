@@ -34,6 +34,7 @@ class ReplicatedGrads:
         is_captured: whether the backward pass is being captured by graphed callables. Its gradients are then left to
             autograd, which delivers them again at every replay.
         note: called with the group and the name of each gradient before it is combined.
+        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
 
@@ -44,6 +45,7 @@ class ReplicatedGrads:
         is_captured: Callable[[], bool],
         note: Callable[[dist.ProcessGroup, str], None],
         *,
+        timeout_s: float | None = None,
         fp32_accumulation: bool = True,
     ) -> None:
         self._reduction = reduction
@@ -51,6 +53,7 @@ class ReplicatedGrads:
         self._on_collect = on_collect
         self._is_captured = is_captured
         self._note = note
+        self._timeout_s = timeout_s
         self._names: dict[nn.Parameter, str] = {}
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -66,15 +69,18 @@ class ReplicatedGrads:
         """Reduce ``param``'s gradients over ``group`` from now on, whenever it is trained."""
         self._groups.setdefault(param, group)
         self._names.setdefault(param, name)
-        self.watch()
+        self._hook(param)
 
     def watch(self) -> None:
         """Hook the registered parameters that are trained now, behind other hooks: a frozen one cannot have a hook."""
         for param in self._groups:
-            if param.requires_grad and not self._is_last(param):
-                if param in self._hooks:
-                    self._hooks.pop(param).remove()
-                self._hooks[param] = param.register_hook(partial(self._collect, param))
+            self._hook(param)
+
+    def _hook(self, param: nn.Parameter) -> None:
+        if param.requires_grad and not self._is_last(param):
+            if param in self._hooks:
+                self._hooks.pop(param).remove()
+            self._hooks[param] = param.register_hook(partial(self._collect, param))
 
     def _is_last(self, param: nn.Parameter) -> bool:
         """Whether ``param`` has our hook, behind all others."""
@@ -117,7 +123,7 @@ class ReplicatedGrads:
         """``grad`` combined over the group right away. Collective."""
         self._note(self._groups[param], self._names[param])
         reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
-        self._all_reduce(reduced, self._groups[param], None)
+        self._all_reduce(reduced, self._groups[param])
         return reduced.to(grad.dtype)
 
     def announce(self) -> None:
@@ -126,7 +132,7 @@ class ReplicatedGrads:
             if param in self._collected:
                 self._note(group, self._names[param])
 
-    def reduce(self, timeout_s: float | None) -> None:
+    def reduce(self) -> None:
         """Combine what was collected and add it to each parameter's ``grad``."""
         collected, self._collected = self._collected, {}
         buckets: dict[tuple[dist.ProcessGroup, torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -137,7 +143,7 @@ class ReplicatedGrads:
         for (group, _, _), params in buckets.items():
             flat = torch.cat([collected[param].reshape(-1) for param in params])
             flat = flat.to(self._wide(flat.dtype))
-            self._all_reduce(flat, group, timeout_s)
+            self._all_reduce(flat, group)
             for param, total in zip(params, flat.split([p.numel() for p in params]), strict=True):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -152,10 +158,10 @@ class ReplicatedGrads:
         """Drop what an abandoned backward pass collected."""
         self._collected.clear()
 
-    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, timeout_s: float | None) -> None:
+    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         with reported("all-reduce of replicated gradients", group):
             work = dist.all_reduce(flat, group=group, async_op=True)
-            self._line.wait(work, timeout_s, keep=flat.device.type == "cpu")
+            self._line.wait(work, self._timeout_s, keep=flat.device.type == "cpu")
         if self._reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
 

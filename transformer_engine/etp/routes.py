@@ -86,6 +86,20 @@ class Routes:
         distinct = {id(route.transport): route.transport for route in self._routes.values()}
         return [transport for transport in distinct.values() if isinstance(transport, GraphableTransport)]
 
+    def take_over(self, former: Routes) -> None:
+        """Use the transports of a runtime that needs them no more, where options and process group are the same.
+
+        What they hold is made collectively: communicators, which live as long as the program, and symmetric memory.
+        """
+        if _transport_options(self._config) != _transport_options(former._config):
+            return
+        for process_group, transport in former.transports.items():
+            if process_group not in self.transports and process_group in former._kinds:
+                self.transports[process_group] = transport
+                self._kinds[process_group] = former._kinds[process_group]
+        former.transports.clear()
+        former._routes.clear()
+
     def forget(self, group: WeightGroup) -> None:
         """Another runtime drives ``group`` from now on."""
         self._of_group.pop(group, None)
@@ -136,3 +150,8 @@ class Routes:
         for route in self._routes.values():
             if isinstance(route.transport, InPlaceTransport) and route.transport.reads_in_place:
                 route.gather.start(enqueue(route.transport.finish_reading)).wait()
+
+
+def _transport_options(config: EtpConfig) -> tuple[object, ...]:
+    """The options that a transport is made with."""
+    return config.transport, config.fp32_accumulation, config.timeout_s

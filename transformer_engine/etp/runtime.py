@@ -58,6 +58,7 @@ class EtpRuntime:
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
             is_captured=lambda: self._graphs.is_part,
             note=lambda group, name: self._routes.note(group, f"all-reduce of {name}'s gradient"),
+            timeout_s=self.config.timeout_s,
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
@@ -108,20 +109,33 @@ class EtpRuntime:
         Raises:
             EtpStateError: if a parameter's group belongs to another runtime that cannot release it now.
         """
-        shards = {name: p for name, p in module.named_parameters() if isinstance(p, ETPShardedParam)}
-        groups = {id(param.weight_group): param.weight_group for param in shards.values()}
-        for former in {id(p.driver): p.driver for p in shards.values() if p.has_driver}.values():
-            if former is not self and isinstance(former, EtpRuntime):
-                former.release(list(groups.values()))
+        self.require_adoptable(module)
+        shards = _shards(module)
+        groups = _groups(shards)
+        for former in self._formers(shards):
+            former.release(groups)
+            if not former.groups:
+                self._routes.take_over(former._routes)
         for name, param in shards.items():
             param.attach(self, f"{prefix}{name}")
-        for group in groups.values():
+        for group in groups:
             self.add(group)
         self._hooks.append(module.register_forward_pre_hook(self._on_root_forward))
         self._hooks.append(module.register_forward_hook(self._after_root_forward))
         self._hooks.append(module.register_forward_hook(self._leave_root_forward, always_call=True))
         self._hooks += guard_states(module)
         self._passes.set_root(module)
+
+    def require_adoptable(self, module: nn.Module) -> None:
+        """Raise what :meth:`adopt` would raise, before anything is changed."""
+        shards = _shards(module)
+        for former in self._formers(shards):
+            former._require_releasable(_groups(shards))
+
+    def _formers(self, shards: Mapping[str, ETPShardedParam]) -> list[EtpRuntime]:
+        """The other runtimes that drive these shards, each once."""
+        drivers = {id(param.driver): param.driver for param in shards.values() if param.has_driver}
+        return [driver for driver in drivers.values() if driver is not self and isinstance(driver, EtpRuntime)]
 
     def keep(self, hook: RemovableHandle) -> None:
         """Remove ``hook`` when another runtime adopts this one's groups."""
@@ -139,12 +153,8 @@ class EtpRuntime:
             EtpStateError: if this runtime has adopted a module and would keep some of its groups, or if a backward pass
                 is in progress.
         """
+        kept = self._require_releasable(groups)
         leaving = {id(group) for group in groups}
-        kept = [group for group in self.groups if id(group) not in leaving]
-        if kept and self._passes.had_root:
-            raise EtpStateError(
-                f"a runtime cannot be split: it also drives {kept[0].name}; adopt the module that has all its weights"
-            )
         self.release_buffers()
         for group in self.groups:
             if id(group) in leaving:
@@ -159,6 +169,19 @@ class EtpRuntime:
             self.replicated.release()
             while self._hooks:
                 self._hooks.pop().remove()
+
+    def _require_releasable(self, groups: Sequence[WeightGroup]) -> list[WeightGroup]:
+        """Raise EtpStateError if :meth:`release` cannot release these groups now; returns the groups that stay."""
+        leaving = {id(group) for group in groups}
+        kept = [group for group in self.groups if id(group) not in leaving]
+        if kept and self._passes.had_root:
+            raise EtpStateError(
+                f"a runtime cannot be split: it also drives {kept[0].name}; pass etp.shard_module the module that has "
+                "all its weights"
+            )
+        if self._passes.backward_is_under_way:
+            raise EtpStateError("weights change their runtime inside a backward pass; shard modules between steps")
+        return kept
 
     def _on_root_forward(self, module: nn.Module, args: Any) -> None:
         del module, args
@@ -347,7 +370,7 @@ class EtpRuntime:
         if compare:
             # First: other parameters on other ranks would be added up with these.
             self._compare_orders()
-        self.replicated.reduce(self.config.timeout_s)
+        self.replicated.reduce()
 
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
@@ -415,3 +438,11 @@ class EtpRuntime:
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
         return self._gathers.describe_chain()
+
+
+def _shards(module: nn.Module) -> dict[str, ETPShardedParam]:
+    return {name: param for name, param in module.named_parameters() if isinstance(param, ETPShardedParam)}
+
+
+def _groups(shards: Mapping[str, ETPShardedParam]) -> list[WeightGroup]:
+    return list({id(param.weight_group): param.weight_group for param in shards.values()}.values())

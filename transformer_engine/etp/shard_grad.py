@@ -50,6 +50,7 @@ class GradOwner(Protocol):
 
     fqn: str
     group: dist.ProcessGroup
+    group_rank: int
     grad: Any
 
     @property
@@ -101,7 +102,7 @@ class ShardGrad(torch.Tensor):
 
     def local_part(self) -> torch.Tensor:
         """This rank's rows as a plain tensor, without padding."""
-        return plain(self)[: self.owner.layout.logical_rows(dist.get_rank(self.owner.group))]
+        return plain(self)[: self.owner.layout.logical_rows(self.owner.group_rank)]
 
     @classmethod
     def __torch_function__(

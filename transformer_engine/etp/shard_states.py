@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -59,7 +58,7 @@ def _shards(owner: nn.Module) -> Iterator[tuple[str, ETPShardedParam]]:
 
 def _cut(param: ETPShardedParam) -> list[int]:
     """The shard's number, the number of shards, and the rows of the weight."""
-    return [dist.get_rank(param.group), param.layout.num_shards, param.layout.rows]
+    return [param.group_rank, param.layout.num_shards, param.layout.rows]
 
 
 def _note_cuts(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,6 +27,11 @@ class Site:
         self.module = module
         self.names = names
         self.grouped = is_grouped(module)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an earlier call has sharded them."""
+        return isinstance(self.params()[0], ETPShardedParam)
 
     def params(self) -> list[nn.Parameter]:
         """The weights, full or shards by now."""
@@ -85,7 +90,7 @@ def replicated_below(root: nn.Module, chosen: Iterable[nn.Module]) -> Replicated
 
 
 def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
-    """The modules under ``root`` whose weights can be sharded, are not yet, and are not ``replicated``.
+    """The modules under ``root`` whose weights can be sharded or are, and are not ``replicated``.
 
     Raises:
         ValueError: for a module of Transformer Engine that would train wrongly, and for experts of which some are
@@ -104,8 +109,6 @@ def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
             names = ["weight"]
         else:
             continue
-        if any(isinstance(getattr(module, name), ETPShardedParam) for name in names):
-            continue
         tied = [name for name in names if module._parameters.get(name) in replicated.params]
         if tied and len(tied) < len(names):
             raise ValueError(
@@ -114,3 +117,20 @@ def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
             )
         if not tied:
             yield Site(path, module, names)
+
+
+def refuse_partly_shared(sites: Sequence[Site]) -> None:
+    """Refuse modules that share some of their weights: those of a module are gathered together, in its order."""
+    first: dict[int, tuple[list[int], str]] = {}
+    for site in sites:
+        together = [id(param) for param in site.params()]
+        for param, name in zip(site.params(), site.full_names(), strict=True):
+            if isinstance(param, ETPShardedParam):
+                others, other = [id(shard) for shard in param.weight_group.shards], param.weight_group.name
+            else:
+                others, other = first.setdefault(id(param), (together, name))
+            if others != together:
+                raise ValueError(
+                    f"{name} is gathered together with other weights than {other}, with which it is shared: modules "
+                    "may share all of their weights, in one order, or none"
+                )

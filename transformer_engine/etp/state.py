@@ -52,8 +52,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
         for name, value in own.items():
             if isinstance(value, ETPShardedParam):
                 shard = value.local_shard()
-                rank = torch.distributed.get_rank(value.group)
-                shard.copy_(cut_shard(state[name].to(shard.device), value.layout, rank))
+                shard.copy_(cut_shard(state[name].to(shard.device), value.layout, value.group_rank))
                 others[name] = shard
             else:
                 others[name] = state[name]

@@ -66,15 +66,22 @@ def enqueue(work: Callable[[], None]) -> Callable[[], Enqueued]:
 class Ready:
     """A handle to started work, which is done once :meth:`wait` returns (with streams: in stream order)."""
 
-    def __init__(self, in_flight: InFlight | None, events: Sequence[Any], device_module: Any) -> None:
+    def __init__(
+        self,
+        in_flight: InFlight | None,
+        events: Sequence[Any],
+        device_module: Any,
+        device: torch.device | None = None,
+    ) -> None:
         self._in_flight = in_flight
         self._events = events
         self._device_module = device_module
+        self._device = device
 
     def wait(self, stream: Any = None) -> None:
-        """Order ``stream``, or the current one, after the work; without streams, block. Idempotent."""
+        """Order ``stream``, or the work's device's current one, after the work; without streams, block. Idempotent."""
         if self._events:
-            stream = stream or self._device_module.current_stream()
+            stream = stream or self._device_module.current_stream(self._device)
             for event in self._events:
                 stream.wait_event(event)
             return
@@ -83,11 +90,11 @@ class Ready:
             in_flight.join()
 
     def mark(self) -> Any:
-        """An event after all that the current stream was given so far; None without streams."""
+        """An event after all that the work's device's current stream was given so far; None without streams."""
         if not self._events:
             return None
         event = self._device_module.Event()
-        event.record(self._device_module.current_stream())
+        event.record(self._device_module.current_stream(self._device))
         return event
 
 
@@ -132,7 +139,7 @@ class Lane:
             event.record(self._stream)
             started.expect(event)
         self.tail = event
-        return Ready(None, (event, *started.beside), self._device_module)
+        return Ready(None, (event, *started.beside), self._device_module, self.device)
 
     def follow(self, other: Lane) -> None:
         """Let what is started from now on come after all that was started on ``other`` in this mode."""

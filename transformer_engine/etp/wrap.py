@@ -18,7 +18,7 @@ from etp.membership import Membership
 from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
-from etp.sites import Replicated, Site, is_grouped, replicated_below, weight_sites
+from etp.sites import Replicated, Site, is_grouped, refuse_partly_shared, replicated_below, weight_sites
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def shard_module(
             module that an earlier call has sharded, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
             ``replicated_modules`` has a module that is not below ``module`` or has shards; nothing is changed then.
         TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
+        EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
+            progress; nothing is changed then.
         PeerMismatchError: if the ranks hold different weights, or shard different ones; nothing is changed then.
     """
     config = config or EtpConfig()
@@ -82,8 +84,11 @@ def shard_module(
     _refuse_wrappers(module)
     chosen = replicated_below(module, replicated_modules)
     sites = list(weight_sites(module, chosen))
-    layouts = _check(module, sites, chosen, etp_group, expert_group, config)
+    refuse_partly_shared(sites)
+    sites = [site for site in sites if not site.is_sharded]
     runtime = EtpRuntime(config)
+    runtime.require_adoptable(module)
+    layouts = _check(module, sites, chosen, etp_group, expert_group, config)
     _replace(module, sites, layouts, etp_group, expert_group)
     runtime.adopt(module)
     _register_replicated(module, runtime, etp_group, expert_group)

@@ -58,22 +58,24 @@ class C10dTransport:
         device: torch.device | None = None,
     ) -> None:
         self._group = self._reduce_group = group
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._size = dist.get_world_size(group)
         self._fp32_accumulation = fp32_accumulation
         self._timeout_s = timeout_s
         self._line = WorkLine()
         ranks = dist.get_process_group_ranks(group)
         self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
-        if device is not None and device.type == "cuda":
+        if self._gpu is not None:
             patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
-            self._reduce_group = sibling_group(group, patience_s, device)
+            self._reduce_group = sibling_group(group, patience_s, self._gpu)
         self._order: CollectiveOrder | None = None
         if device is not None and self._size > 1:
             self._order = CollectiveOrder(self._reduce_group, device, timeout_s)
         self._watchdog: Watchdog | None = None
-        self._captured = False
-        if device is not None and device.type == "cuda" and timeout_s is not None:
-            self._watchdog = Watchdog(timeout_s, CudaDriver().allow_calls_during_capture)
+        self._replays: Watchdog | None = None
+        """Watches replays of graphs; None before the first capture."""
+        if self._gpu is not None and timeout_s is not None:
+            self._watchdog = _new_watchdog(timeout_s)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
@@ -174,15 +176,21 @@ class C10dTransport:
 
     def change_mode(self, *, capturing: bool) -> None:
         """A CUDA graph capture begins or has ended; works need no reset."""
-        self._captured |= capturing
+        if capturing and self._replays is None and self._gpu is not None:
+            # NCCL watches only the collectives that it starts itself, and none of a replay.
+            limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()
+            self._replays = self._watchdog or _new_watchdog(limit)
         if self._order is not None:
             self._order.recording = not capturing
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
-        if self._captured and self._watchdog is not None:
-            device = torch.device("cuda", torch.cuda.current_device())
-            self._watchdog.expect_stream(device, f"the replay of a CUDA graph {self._who}")
+        if self._replays is not None and self._gpu is not None:
+            self._replays.expect_stream(self._gpu, f"the replay of a CUDA graph {self._who}")
+
+
+def _new_watchdog(timeout_s: float) -> Watchdog:
+    return Watchdog(timeout_s, CudaDriver().allow_calls_during_capture)
 
 
 class _Exchange(Enqueued):

@@ -27,14 +27,16 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = offsets < numel
+    # Triton passes a number below 2^31 in 32 bits, in which its multiples would overflow for the largest embeddings.
+    row = tl.full((), numel, tl.int64)
     total = tl.zeros((block,), dtype=tl.float32)
     for index in tl.static_range(world):
         if has_own and index == rank:
             part = tl.load(own + offsets, mask=mask).to(tl.float32)
         elif has_own and index > rank:
-            part = tl.load(parts + (index - 1) * numel + offsets, mask=mask).to(tl.float32)
+            part = tl.load(parts + (index - 1) * row + offsets, mask=mask).to(tl.float32)
         else:
-            part = tl.load(parts + index * numel + offsets, mask=mask).to(tl.float32)
+            part = tl.load(parts + index * row + offsets, mask=mask).to(tl.float32)
         # Starting from the first part rather than from zero keeps the sign of a sum of negative zeros.
         total = part if index == 0 else total + part
     if divide:

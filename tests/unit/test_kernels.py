@@ -1,0 +1,85 @@
+"""The kernel that sums gradient parts, under Triton's interpreter: equal to PyTorch, bit for bit, at any size."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+
+import pytest
+import torch
+
+from etp.collectives.base import GradSink
+from etp.collectives.sums import accumulate_parts
+from tests.support.launch import run_distributed
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+PARTS = (torch.float32, torch.bfloat16, torch.float16)
+# The interpreter truncates to bf16, where a GPU rounds.
+SUMS = (torch.float32, torch.float16)
+
+
+def equals_pytorch(rank: int, world_size: int) -> int:
+    """Under the interpreter, which is chosen when the kernel's module is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from etp.collectives import kernels
+
+    torch.manual_seed(0)
+    compared = 0
+    cases = itertools.product(PARTS, SUMS, (1, 17, 4096, 5000), (False, True), (None, 0, 2), (1, 3))
+    for dtype, target, numel, accumulate, place, divisor in cases:
+        rows = torch.randn(3, numel).to(dtype)
+        # A part's sign survives where all parts are negative zeros.
+        rows[:, 0] = -0.0
+        own = None if place is None else rows[place].clone()
+        parts = rows if place is None else torch.cat([rows[:place], rows[place + 1 :]])
+        sink = GradSink(torch.randn(numel).to(target), accumulate)
+        out = sink.tensor.clone()
+        accumulate_parts(parts, sink, divisor, own=own, rank=place or 0)
+        kernels.accumulate_parts(parts, out, divisor, own, place or 0, accumulate=accumulate)
+        assert torch.equal(out, sink.tensor)
+        assert torch.equal(out.signbit(), sink.tensor.signbit())
+        compared += 1
+    return compared
+
+
+def test_the_kernel_equals_pytorch() -> None:
+    assert run_distributed(equals_pytorch, 1, None, fresh=True) == [3 * 2 * 4 * 2 * 3 * 2]
+
+
+def sums_parts_far_apart(rank: int, world_size: int) -> list[float]:
+    """One block of three parts of 2^30 elements each: the last begins at element 2^31."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from etp.collectives.kernels import _BLOCK, _accumulate_parts
+
+    numel, ranks = 1 << 30, 3
+    # Address space: only the blocks that are written take memory.
+    parts = torch.empty((ranks - 1) * numel + _BLOCK, dtype=torch.int8)
+    for index in range(ranks):
+        parts[index * numel : index * numel + _BLOCK] = 10**index
+    out = torch.zeros(_BLOCK)
+    own = torch.full((_BLOCK,), 50, dtype=torch.int8)
+    sums = []
+    for has_own in (False, True):
+        # Without its own row, parts hold one rank's row less, so that there is one more rank.
+        _accumulate_parts[(1,)](
+            parts,
+            own,
+            out,
+            numel,
+            1.0,
+            rank=0,
+            world=ranks + has_own,
+            has_own=has_own,
+            divide=False,
+            accumulate=False,
+            block=_BLOCK,
+        )
+        assert (out == out[0]).all()
+        sums.append(out[0].item())
+    return sums
+
+
+def test_a_weight_may_have_more_elements_than_32_bits_count() -> None:
+    assert run_distributed(sums_parts_far_apart, 1, None, fresh=True) == [[111.0, 161.0]]

@@ -1,0 +1,61 @@
+"""Started work is ordered on its own device, whichever device is current. Streams only note what they wait for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from etp.streams import Enqueued, Lane
+
+CURRENT, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, device: torch.device, **_: Any) -> None:
+        self.device = device
+        self.waited: list[Any] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+    def wait_event(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+
+
+class Devices:
+    """In the place of ``torch.cuda``, with two devices, of which the first is current."""
+
+    def __init__(self) -> None:
+        self.Event, self.Stream = Event, Stream
+        self.streams = {device: Stream(device) for device in (CURRENT, OTHER)}
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self.streams[CURRENT if device is None else device]
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        former, self.streams[stream.device] = self.streams[stream.device], stream
+        yield
+        self.streams[stream.device] = former
+
+
+@pytest.mark.parametrize("device", [CURRENT, OTHER], ids=str)
+def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    devices = Devices()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+    lane, beside = Lane(device), Event()
+    ready = lane.start(lambda: Enqueued(beside))
+    ready.wait()
+    assert devices.streams[device].waited == [lane.tail, beside]
+    assert ready.mark().stream is devices.streams[device]
+    other = OTHER if device == CURRENT else CURRENT
+    assert devices.streams[other].waited == []
