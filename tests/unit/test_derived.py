@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +57,24 @@ def test_what_could_pass_for_a_weight_is_marked(shard: Any, function: Callable[[
     result = function(shard)
     assert type(result) is (ShardDerived if marked else torch.Tensor)
     assert torch.equal(torch.as_tensor(result), function(plain))
+
+
+def test_they_are_saved_and_copied_as_plain_tensors(shard: Any) -> None:
+    """As where a program saves ``{name: param.cpu() for name, param in model.named_parameters()}``."""
+    file = io.BytesIO()
+    torch.save({"w": shard.double()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["w"]
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, shard.local_shard().double())
+    shard.driver.in_forward = True
+    with torch.no_grad():
+        computed = shard * 2
+    assert type(computed) is ShardDerived
+    copied = copy.deepcopy(computed)
+    assert type(copied) is torch.Tensor
+    assert copied.data_ptr() != computed.data_ptr()
+    assert torch.equal(copied, shard.local_shard() * 2)
 
 
 def test_gradients_pass_through_marks(shard: Any) -> None:

@@ -9,6 +9,7 @@ The latter holds in forward passes and wherever autograd records; optimizers com
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -63,6 +64,18 @@ class ShardDerived(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return mark_derived(func, result, derived[0]._source, operands) if derived else result
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy to a plain tensor, where PyTorch copies at all: without the shard, which cannot be copied."""
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor, as state dicts do: without the shard, which cannot be pickled."""
+        return self._plain().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it was computed from; no values, because this rank's say little."""
