@@ -18,7 +18,19 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"layout", "config"}),
     frozenset(
-        {"collectives", "cache", "chain", "streams", "digest", "functional", "te", "scalars", "refusals", "derived"}
+        {
+            "collectives",
+            "cache",
+            "chain",
+            "streams",
+            "digest",
+            "functional",
+            "te",
+            "scalars",
+            "refusals",
+            "derived",
+            "optimizer_steps",
+        }
     ),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad"}),
     frozenset({"param", "replicated", "reductions", "graphs"}),

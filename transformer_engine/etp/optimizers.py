@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from etp.errors import EtpStateError
+from etp.optimizer_steps import before_optimizer_steps
 from etp.param import ETPShardedParam
 
 # Attribute of a parameter that has been cut: a weak reference to its shard.
@@ -39,10 +39,9 @@ class OptimizerCheck:
 
     def __init__(self, owner: Any) -> None:
         self._passed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        weakref.finalize(owner, register_optimizer_step_pre_hook(self._before_step).remove)
+        before_optimizer_steps(owner, self._before_step)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._passed:
             check_optimizer(optimizer)
             self._passed.add(optimizer)

@@ -24,6 +24,7 @@ from etp.gathers import Gathers
 from etp.grads import WgradPool
 from etp.graphs import Buffers, GraphModes
 from etp.group import WeightGroup
+from etp.optimizer_steps import after_optimizer_steps
 from etp.param import ETPShardedParam
 from etp.passes import Passes, inside_backward
 from etp.reductions import Reductions
@@ -32,7 +33,7 @@ from etp.routes import Routes
 from etp.scalars import GroupScalars
 from etp.shard_states import guard_states
 from etp.traffic import TrafficCounters
-from etp.versions import WeightVersions, after_optimizer_steps
+from etp.versions import WeightVersions
 
 
 class EtpRuntime:

@@ -8,12 +8,10 @@ is observed again at the next forward visit, or refused in a backward pass.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from etp.collectives.base import PublishingTransport
 from etp.errors import StaleWeightError
@@ -125,16 +123,3 @@ class WeightVersions:
         if final is None or group.before_gather or self._observed.get(group) != self._version(group):
             return None
         return [final, last_read]
-
-
-def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
-    """Call ``then(owner)`` after every step of any optimizer in this process, for as long as ``owner`` lives."""
-    reference = weakref.ref(owner)
-
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        alive = reference()
-        if alive is not None:
-            then(alive)
-
-    weakref.finalize(owner, register_optimizer_step_post_hook(stepped).remove)

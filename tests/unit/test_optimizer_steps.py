@@ -1,0 +1,124 @@
+"""Who is told of optimizers' steps, and what happens when it is collected meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from etp.optimizer_steps import after_optimizer_steps, before_optimizer_steps
+
+
+class Owner:
+    """Hashable, and part of a cycle, so that only the garbage collector ends it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.told: list[str] = []
+
+    def note(self) -> None:
+        """One step."""
+        self.told.append("after")
+
+
+def _note_kind(told: list[str], stepped: torch.optim.Optimizer) -> None:
+    told.append(type(stepped).__name__)
+
+
+def _collect(*_: Any) -> None:
+    gc.collect()
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    param = torch.nn.Parameter(torch.randn(3))
+    param.grad = torch.randn(3)
+    return torch.optim.SGD([param], lr=0.1)
+
+
+@pytest.fixture
+def collected_by_hand() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_owners_are_told_before_and_after_each_step(optimizer: torch.optim.Optimizer) -> None:
+    owners = [Owner(), Owner()]
+    for owner in owners:
+        before_optimizer_steps(owner, partial(_note_kind, owner.told))
+        after_optimizer_steps(owner, Owner.note)
+
+    optimizer.step()
+    optimizer.step()
+
+    assert all(owner.told == ["SGD", "after"] * 2 for owner in owners)
+
+
+def test_an_owner_that_asks_again_is_told_once(optimizer: torch.optim.Optimizer) -> None:
+    owner = Owner()
+    after_optimizer_steps(owner, Owner.note)
+    after_optimizer_steps(owner, Owner.note)
+
+    optimizer.step()
+
+    assert owner.told == ["after"]
+
+
+@pytest.mark.usefixtures("collected_by_hand")
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_an_owner_may_be_collected_in_the_middle_of_a_step(
+    optimizer: torch.optim.Optimizer, register: Callable[[Callable[..., None]], RemovableHandle]
+) -> None:
+    calls: list[str] = []
+
+    def doomed() -> None:
+        owner = Owner()
+        before_optimizer_steps(owner, lambda _: calls.append("before"))
+        after_optimizer_steps(owner, lambda _: calls.append("after"))
+
+    handle = register(_collect)
+    try:
+        for _ in range(3):
+            doomed()
+            optimizer.step()
+        calls.clear()
+        optimizer.step()
+    finally:
+        handle.remove()
+
+    assert not calls
+
+
+@pytest.mark.usefixtures("collected_by_hand")
+def test_an_owner_may_be_collected_while_others_are_told(optimizer: torch.optim.Optimizer) -> None:
+    told: list[str] = []
+
+    class First(Owner):
+        """Collects garbage when it is told."""
+
+        def note(self) -> None:
+            gc.collect()
+            told.append("first")
+
+    class Last(Owner):
+        """Comes after what is collected."""
+
+        def note(self) -> None:
+            told.append("last")
+
+    first, last = First(), Last()
+    after_optimizer_steps(first, First.note)
+    after_optimizer_steps(Owner(), Owner.note)
+    after_optimizer_steps(last, Last.note)
+
+    optimizer.step()
+    optimizer.step()
+
+    assert told == ["first", "last"] * 2
