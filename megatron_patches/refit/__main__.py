@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_patches.refit import checkpoint_model, plan_command, push_command
 from megatron_patches.refit.errors import CheckpointReadError, RefitError
 from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
+from megatron_patches.refit.failing import fail
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
 
@@ -108,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress = stack.enter_context(TerminalProgress()) if first else Quiet()
             report = run_export(options, progress)
     except RefitError as error:
-        if first or isinstance(error, CheckpointReadError):
-            sys.stderr.write(f"error: {error}\n")
-        return 1
+        return fail(error, speaks=first or isinstance(error, CheckpointReadError), leads=first)
     if first:
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
         sys.stdout.write(

@@ -9,6 +9,7 @@ import sys
 from megatron_patches.refit import checkpoint_model, push_flags
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.failing import fail
 from megatron_patches.refit.progress import Quiet
 from megatron_patches.refit.session import PushReport, RefitSession
 
@@ -34,9 +35,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         report = _push(options, first)
     except (RefitError, ValueError) as error:
-        if first:
-            sys.stderr.write(f"error: {error}\n")
-        return 1
+        return fail(error, speaks=first, leads=first)
     if first:
         seconds = ", ".join(f"{name} {value:.3f} s" for name, value in report.seconds.items())
         sys.stdout.write(

@@ -1,0 +1,36 @@
+"""What a command of several processes says before torchrun ends them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.imports import ROOT
+
+PROGRAM = """
+import os, sys, time
+from megatron_patches.refit.failing import fail
+
+rank = int(os.environ["RANK"])
+time.sleep(0 if rank else 2)  # long after the other has failed
+sys.exit(fail(ValueError(f"as rank {rank} has heard"), speaks=rank == 0, leads=rank == 0))
+"""
+
+
+def test_the_reason_is_told_before_torchrun_ends_who_tells_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    paths = [str(ROOT), str(ROOT / "transformer_engine"), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("error: as rank 0 has heard\n") == 1
+    assert "as rank 1" not in ended.stderr
