@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+_PORTS = range(10000, 32768)
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 180.0
@@ -31,6 +33,18 @@ ON_A_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"
 
 class ServerError(Exception):
     """The server did not start, or did not answer."""
+
+
+def _free_port() -> int:
+    """A port that nobody listens at, of those that systems do not give to connections: vLLM takes long to come to it.
+
+    Raises:
+        ServerError: if none is found.
+    """
+    for port in random.sample(_PORTS, 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise ServerError(f"no free port among 100 of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 @contextmanager
@@ -53,8 +67,7 @@ def running_server(
     Raises:
         ServerError: with the end of its log, if it does not start.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = _free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(model), "--served-model-name", name, "--load-format", "dummy"),
