@@ -127,6 +127,12 @@ REFUSALS = (
         "use --ckpt-format torch_dist, which records where each shard lies",
     ),
     Refusal(
+        "--ckpt-convert-format torch",
+        lambda args: _get(args, "ckpt_convert_format") == "torch",
+        "convert in a run with --etp-size 1, which loads the same checkpoint: that format would keep the first shard of "
+        "each weight only",
+    ),
+    Refusal(
         "--non-persistent-ckpt-type local",
         lambda args: args.non_persistent_ckpt_type == "local",
         "use --non-persistent-ckpt-type global",

@@ -222,6 +222,7 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"ckpt_format": "torch"}, "--ckpt-format other than torch_dist"),
         ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format other than torch_dist"),
+        ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format torch"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
         (
             {"distrib_optim_fully_reshardable_mem_efficient": True},
@@ -269,6 +270,7 @@ def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], 
         {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "num_experts": 4, "expert_etp_size": 2},
         {"experimental_attention_variant": "gated_delta_net"},
         {"hybrid_layer_pattern": "MG*-E/M"},
+        {"ckpt_convert_format": "torch_dist"},
         {"num_distributed_optimizer_instances": 1},
     ],
 )
@@ -321,6 +323,7 @@ def test_the_refused_flags_are_megatrons() -> None:
         "use_megatron_fsdp",
         "use_torch_fsdp2",
         "ckpt_format",
+        "ckpt_convert_format",
         "non_persistent_ckpt_type",
         "distrib_optim_fully_reshardable_mem_efficient",
         "ddp_average_in_collective",
