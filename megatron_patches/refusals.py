@@ -129,8 +129,8 @@ REFUSALS = (
     Refusal(
         "--ckpt-convert-format torch",
         lambda args: _get(args, "ckpt_convert_format") == "torch",
-        "convert in a run with --etp-size 1, which loads the same checkpoint: that format would keep the first shard of "
-        "each weight only",
+        "convert in a run with --etp-size 1, which loads the same checkpoint: that format would keep one shard of each "
+        "weight only",
     ),
     Refusal(
         "--non-persistent-ckpt-type local",
