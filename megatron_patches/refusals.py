@@ -107,6 +107,11 @@ REFUSALS = (
         "drop it: it scales the rows of a shard as if they were those of the whole weight",
     ),
     Refusal(
+        "--mla-down-proj-fusion",
+        _is_set("mla_down_proj_fusion"),
+        "drop it: its checkpoints divide the rows of a shard as if they were those of the whole weight",
+    ),
+    Refusal(
         "--moe-use-upcycling",
         _is_set("moe_use_upcycling"),
         "convert the checkpoint in a run without it first: experts are cut otherwise than the dense weights they copy",
