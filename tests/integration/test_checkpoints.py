@@ -14,7 +14,7 @@ import torch
 from tests.integration import checkpoint_runs
 from tests.integration.cases import GPU, UNFUSED_ACCUMULATION
 from tests.integration.checkpoint_runs import Run
-from tests.integration.megatron_run import MegatronPool
+from tests.integration.megatron_run import PRETRAIN_DELTA_RULE, MegatronPool
 from tests.integration.whole_state import as_stored
 from tests.support.launch import on_gpus
 
@@ -31,6 +31,11 @@ LLAMA = (
     "--num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --vocab-size 100 "
     "--make-vocab-size-divisible-by 2 --attention-dropout 0 --hidden-dropout 0"
+)
+# In each layer the first weight is six matrices on top of each other, 72 rows over two shards of 40.
+DELTA_RULE = (
+    f"{LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq [1]*4 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-conv-kernel-dim 3"
 )
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
 MOE = (
@@ -197,6 +202,21 @@ def test_a_sharded_checkpoint_has_the_tensors_of_a_stock_one(megatron: MegatronP
         (4, 72, 24),
         torch.bfloat16 if on_gpus() else torch.float32,
     )
+
+
+@pytest.mark.skipif(on_gpus(), reason="its script is for a CPU")
+def test_layers_of_the_gated_delta_rule_are_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path) -> None:
+    def losses(*flags: str) -> list[float]:
+        arguments = tuple(f"{SCHEDULE} {DELTA_RULE} {' '.join(flags)}".split())
+        return megatron.train(2, arguments, PRETRAIN_DELTA_RULE)[-1].losses
+
+    sharded = "--etp-size 2 --etp-pad-for-alignment 8"
+    for name, saved, loaded in (("stock", TP2, sharded), ("sharded", sharded, TP2)):
+        folder = tmp_path / name
+        before = losses(saved, f"--save {folder} --save-interval {SAVED_STEP}")
+        assert len(before) == STEPS
+        after = losses(loaded, f"--load {folder} --ckpt-step {SAVED_STEP}")
+        assert after == pytest.approx(before[SAVED_STEP:], rel=FP32_TOLERANCE, abs=0.0), name
 
 
 def test_a_vocabulary_padded_by_megatron_changes_its_padding(megatron: MegatronPool, tmp_path: Path) -> None:
