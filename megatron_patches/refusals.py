@@ -198,6 +198,12 @@ REFUSALS = (
         _is_set("yaml_cfg"),
         "give the settings as flags: a YAML file replaces the parsed command line, --etp-size included",
     ),
+    Refusal(
+        "--inprocess-restart",
+        _is_set("inprocess_restart"),
+        "restart the processes, with torchrun --max-restarts: the model of before the fault outlives it in a process, "
+        "and the next iteration would wait for its collectives",
+    ),
     Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
     Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
     Refusal(
