@@ -57,6 +57,11 @@ REFUSALS = (
         "drop it: the weight gradient must exist when its reduce-scatter starts",
     ),
     Refusal(
+        "--overlap-dispatch-backward-with-experts-wgrad and sharded experts",
+        lambda args: bool(_get(args, "overlap_dispatch_backward_with_experts_wgrad")) and args.expert_etp_size > 1,
+        "drop it, or --expert-etp-size: the weight gradient must exist when its reduce-scatter starts",
+    ),
+    Refusal(
         "--overlap-moe-expert-parallel-comm and --overlap-grad-reduce",
         lambda args: (
             bool(_get(args, "overlap_moe_expert_parallel_comm"))

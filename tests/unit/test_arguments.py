@@ -307,6 +307,13 @@ def test_layer_graphs_of_sharded_experts_alone_are_refused() -> None:
         check_graphs(applied("--expert-etp-size", "2", num_experts=4, cuda_graph_impl="local"))
 
 
+def test_delayed_gradients_of_sharded_experts_are_refused() -> None:
+    settings = {"num_experts": 4, "overlap_dispatch_backward_with_experts_wgrad": True}
+    with pytest.raises(UnsupportedConfigurationError, match="--overlap-dispatch-backward-with-experts-wgrad"):
+        check(applied("--expert-etp-size", "2", **settings))
+    check(applied("--etp-size", "2", **settings))
+
+
 @pytest.mark.parametrize("implementation", ["none", "local", "full_iteration"])
 def test_what_can_be_captured_is_not_refused(implementation: str) -> None:
     check_graphs(applied("--etp-size", "2", cuda_graph_impl=implementation))
@@ -327,6 +334,7 @@ def test_the_refused_flags_are_megatrons() -> None:
         "ckpt_format",
         "ckpt_convert_format",
         "mla_down_proj_fusion",
+        "overlap_dispatch_backward_with_experts_wgrad",
         "inprocess_restart",
         "non_persistent_ckpt_type",
         "distrib_optim_fully_reshardable_mem_efficient",
