@@ -45,6 +45,16 @@ def _has_sparse_attention(args: argparse.Namespace) -> bool:
     return any("D" in str(_get(args, name) or "") for name in patterns)
 
 
+def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
+    """Whether a layer with sharded weights runs under fine-grained offloading's hooks on saved tensors."""
+    dense = ("qkv_linear", "attn_proj") if args.etp_size > 1 else ()
+    experts = ("expert_fc1",) if args.expert_etp_size > 1 else ()
+    offloaded: list[str] = getattr(args, "offload_modules", None) or []
+    return bool(_get(args, "fine_grained_activation_offloading")) and any(
+        name in offloaded for name in (*dense, *experts)
+    )
+
+
 REFUSALS = (
     Refusal(
         "--delay-wgrad-compute",
@@ -80,6 +90,16 @@ REFUSALS = (
         "--use-transformer-engine-op-fuser",
         _is_set("use_transformer_engine_op_fuser"),
         "drop it: fused operations read weights that nobody has gathered",
+    ),
+    Refusal(
+        "--cpu-offloading-num-layers",
+        _is_set("cpu_offloading_num_layers"),
+        "use --recompute-granularity: offloading replaces the shards that layers save for backward by plain tensors",
+    ),
+    Refusal(
+        "--offload-modules with sharded weights (qkv_linear, attn_proj, and expert_fc1 with --expert-etp-size)",
+        _offloads_sharded_layers,
+        "drop those modules: offloading replaces the shards that they save for backward by plain tensors",
     ),
     Refusal(
         "--use-grouped-gemm-for-shared-expert",

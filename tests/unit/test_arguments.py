@@ -218,6 +218,11 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
+        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading-num-layers"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "attn_proj"]},
+            "--offload-modules with sharded weights (qkv_linear, attn_proj, and expert_fc1 with --expert-etp-size)",
+        ),
         ({"moe_use_upcycling": True}, "--moe-use-upcycling"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
@@ -274,6 +279,11 @@ def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], 
         {"hybrid_layer_pattern": "MG*-E/M"},
         {"ckpt_convert_format": "torch_dist"},
         {"num_distributed_optimizer_instances": 1},
+        {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["core_attn", "moe_act", "attn_norm", "mlp_norm", "expert_fc1"],
+        },
+        {"cpu_offloading_num_layers": 0, "offload_modules": ["qkv_linear"]},
     ],
 )
 def test_what_works_is_not_refused(settings: dict[str, object]) -> None:
@@ -307,6 +317,12 @@ def test_layer_graphs_of_sharded_experts_alone_are_refused() -> None:
         check_graphs(applied("--expert-etp-size", "2", num_experts=4, cuda_graph_impl="local"))
 
 
+def test_offloading_what_sharded_experts_save_is_refused() -> None:
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"], "num_experts": 4}
+    with pytest.raises(UnsupportedConfigurationError, match="--offload-modules with sharded weights"):
+        check(applied("--expert-etp-size", "2", **settings))
+
+
 def test_delayed_gradients_of_sharded_experts_are_refused() -> None:
     settings = {"num_experts": 4, "overlap_dispatch_backward_with_experts_wgrad": True}
     with pytest.raises(UnsupportedConfigurationError, match="--overlap-dispatch-backward-with-experts-wgrad"):
@@ -334,6 +350,9 @@ def test_the_refused_flags_are_megatrons() -> None:
         "ckpt_format",
         "ckpt_convert_format",
         "mla_down_proj_fusion",
+        "cpu_offloading_num_layers",
+        "fine_grained_activation_offloading",
+        "offload_modules",
         "overlap_dispatch_backward_with_experts_wgrad",
         "inprocess_restart",
         "non_persistent_ckpt_type",
