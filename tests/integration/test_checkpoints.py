@@ -282,6 +282,16 @@ def _damage(folder: Path, what: str) -> str:
     return "the directory is missing"
 
 
+@pytest.mark.cpu_only("the format is looked at before a device is used")
+def test_a_checkpoint_in_the_old_format_is_refused(megatron: MegatronPool, tmp_path: Path) -> None:
+    _save(megatron, tmp_path, LLAMA, "--ckpt-format torch", ranks=2)
+    arguments = f"{SCHEDULE} {LLAMA} --etp-size 2 --load {tmp_path} --ckpt-step {SAVED_STEP} --no-load-optim"
+    for message, unchanged in megatron.run(checkpoint_runs.run_refused, 2, 280.0, (tuple(arguments.split()),)):
+        assert f"{tmp_path}/iter_{SAVED_STEP:07d}" in message
+        assert "--ckpt-convert-format torch_dist" in message
+        assert unchanged
+
+
 @pytest.mark.cpu_only("files are compared before a device is used")
 @pytest.mark.timeout(900)
 def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(megatron: MegatronPool, tmp_path: Path) -> None:
