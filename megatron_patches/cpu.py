@@ -388,14 +388,19 @@ def required_arguments() -> dict[str, object]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what needs CUDA and would fail in the middle of the first step.
+    """Refuse what needs CUDA and would fail, or wait for ever, once the training is under way.
 
     Raises:
-        UnsupportedConfigurationError: for CUDA graphs.
+        UnsupportedConfigurationError: for CUDA graphs, and for checkpoints that another process writes.
     """
     if args.cuda_graph_impl != "none":
         raise UnsupportedConfigurationError(
             f"--cuda-graph-impl {args.cuda_graph_impl} needs CUDA, which this machine does not have; use none"
+        )
+    if args.async_save:
+        raise UnsupportedConfigurationError(
+            "--async-save needs CUDA, which this machine does not have: the process that writes looks for its GPU, and "
+            "the training waits for it; drop it"
         )
 
 

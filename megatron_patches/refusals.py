@@ -45,6 +45,16 @@ def _has_sparse_attention(args: argparse.Namespace) -> bool:
     return any("D" in str(_get(args, name) or "") for name in patterns)
 
 
+def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
+    """Whether a layer with sharded weights runs under fine-grained offloading's hooks on saved tensors."""
+    dense = ("qkv_linear", "attn_proj") if args.etp_size > 1 else ()
+    experts = ("expert_fc1",) if args.expert_etp_size > 1 else ()
+    offloaded: list[str] = getattr(args, "offload_modules", None) or []
+    return bool(_get(args, "fine_grained_activation_offloading")) and any(
+        name in offloaded for name in (*dense, *experts)
+    )
+
+
 REFUSALS = (
     Refusal(
         "--delay-wgrad-compute",
@@ -55,6 +65,11 @@ REFUSALS = (
         "--defer-embedding-wgrad-compute",
         _is_set("defer_embedding_wgrad_compute"),
         "drop it: the weight gradient must exist when its reduce-scatter starts",
+    ),
+    Refusal(
+        "--overlap-dispatch-backward-with-experts-wgrad and sharded experts",
+        lambda args: bool(_get(args, "overlap_dispatch_backward_with_experts_wgrad")) and args.expert_etp_size > 1,
+        "drop it, or --expert-etp-size: the weight gradient must exist when its reduce-scatter starts",
     ),
     Refusal(
         "--overlap-moe-expert-parallel-comm and --overlap-grad-reduce",
@@ -75,6 +90,16 @@ REFUSALS = (
         "--use-transformer-engine-op-fuser",
         _is_set("use_transformer_engine_op_fuser"),
         "drop it: fused operations read weights that nobody has gathered",
+    ),
+    Refusal(
+        "--cpu-offloading-num-layers",
+        _is_set("cpu_offloading_num_layers"),
+        "use --recompute-granularity: offloading replaces the shards that layers save for backward by plain tensors",
+    ),
+    Refusal(
+        "--offload-modules with sharded weights (qkv_linear, attn_proj, and expert_fc1 with --expert-etp-size)",
+        _offloads_sharded_layers,
+        "drop those modules: offloading replaces the shards that they save for backward by plain tensors",
     ),
     Refusal(
         "--use-grouped-gemm-for-shared-expert",
@@ -107,6 +132,11 @@ REFUSALS = (
         "drop it: it scales the rows of a shard as if they were those of the whole weight",
     ),
     Refusal(
+        "--mla-down-proj-fusion",
+        _is_set("mla_down_proj_fusion"),
+        "drop it: its checkpoints divide the rows of a shard as if they were those of the whole weight",
+    ),
+    Refusal(
         "--moe-use-upcycling",
         _is_set("moe_use_upcycling"),
         "convert the checkpoint in a run without it first: experts are cut otherwise than the dense weights they copy",
@@ -125,6 +155,12 @@ REFUSALS = (
         "--ckpt-format other than torch_dist",
         lambda args: args.ckpt_format != "torch_dist",
         "use --ckpt-format torch_dist, which records where each shard lies",
+    ),
+    Refusal(
+        "--ckpt-convert-format torch",
+        lambda args: _get(args, "ckpt_convert_format") == "torch",
+        "convert in a run with --etp-size 1, which loads the same checkpoint: that format would keep one shard of each "
+        "weight only",
     ),
     Refusal(
         "--non-persistent-ckpt-type local",
@@ -186,6 +222,12 @@ REFUSALS = (
         "--yaml-cfg",
         _is_set("yaml_cfg"),
         "give the settings as flags: a YAML file replaces the parsed command line, --etp-size included",
+    ),
+    Refusal(
+        "--inprocess-restart",
+        _is_set("inprocess_restart"),
+        "restart the processes, with torchrun --max-restarts: the model of before the fault outlives it in a process, "
+        "and the next iteration would wait for its collectives",
     ),
     Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
     Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),

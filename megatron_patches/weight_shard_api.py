@@ -22,6 +22,7 @@ import torch.distributed as dist
 from etp import GradReduction, ShardLayout
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
+from etp.te import refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter, wrap_shard
 from megatron_patches.symmetric_parameters import move_into_symmetric_memory
@@ -124,9 +125,15 @@ class WeightShardApi:
         group: dist.ProcessGroup,
         is_grouped: bool | None = None,
     ) -> None:
-        """Cut the full weights of a layer that was just built, in place."""
+        """Cut the full weights of a layer that was just built, in place.
+
+        Raises:
+            ValueError: if it is one of Transformer Engine's whose sharded form would be wrong, for example because its
+                weight gradients are delayed.
+        """
         if dist.get_world_size(group) == 1:
             return
+        refuse_unsupported_te(type(module).__name__, module)
         shards: list[MegatronShardedParam] = []
         for name in weight_names:
             param = getattr(module, name, None)

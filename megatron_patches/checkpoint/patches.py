@@ -87,9 +87,15 @@ def _state_records() -> tuple[PatchRecord, ...]:
         ),
         PatchRecord(
             target="megatron.core.ssm.mamba_mixer:MambaMixer.sharded_state_dict",
-            replace=_deferred("mamba_state", "wrap_mixer_state"),
+            replace=_deferred("projection_state", "wrap_mixer_state"),
             reason="gathers the shards of the input projection, and stores them with their padding",
             sha256="d61464b38e785466",
+        ),
+        PatchRecord(
+            target="megatron.core.ssm.gated_delta_net.common:_GDNBase.sharded_state_dict",
+            replace=_deferred("projection_state", "wrap_delta_rule_state"),
+            reason="fails where a rank has a shard of the input projection",
+            sha256="741903d81bf93924",
         ),
         PatchRecord(
             target=f"{_OPTIMIZER}.sharded_state_dict",

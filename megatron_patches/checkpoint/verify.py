@@ -25,6 +25,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 _INDEX = ".metadata"
 _WAY_OUT = "copy the checkpoint again, or load another iteration with --ckpt-step"
+_OLD_FORMAT = (
+    "it has the format torch, which cannot be loaded into shards; convert it in a run with --etp-size 1 "
+    "--auto-detect-ckpt-format --ckpt-convert-format torch_dist --ckpt-convert-save DIRECTORY"
+)
 # What reading a truncated pickle or a truncated archive raises.
 _UNREADABLE = (
     OSError,
@@ -179,7 +183,8 @@ def wrap_load_common_state_dict(original: Callable[..., Any]) -> Callable[..., A
 def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``megatron.training.checkpointing._get_checkpoint_format``.
 
-    Without ``metadata.json`` Megatron takes the checkpoint for one of another format.
+    Without ``metadata.json`` Megatron takes the checkpoint for one of another format. In its old format, files hold
+    whole weights.
     """
 
     @functools.wraps(original)
@@ -187,9 +192,15 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
         if args.ckpt_format == "torch_dist" and not MultiStorageClientFeature.is_enabled():
             root = Path(checkpoint_name)
             legacy = root.is_dir() and any(entry.name.startswith("mp_rank_") for entry in root.iterdir())
+            if legacy and _is_sharded(args):
+                raise CheckpointingException(f"checkpoint {root}: {_OLD_FORMAT}")
             problem = None if legacy else find_format_problem(root)
             if problem:
                 raise IncompleteCheckpointError(problem)
         return original(checkpoint_name, args)
 
     return get_checkpoint_format
+
+
+def _is_sharded(args: Any) -> bool:
+    return bool(getattr(args, "etp_size", 1) > 1 or getattr(args, "expert_etp_size", 1) > 1)

@@ -14,6 +14,7 @@ from megatron_patches.fixes import (
     expert_groups,
     frozen,
     fused_accumulation,
+    parameter_norm,
     te_construction,
     zeros_in_gradients,
 )
@@ -31,6 +32,7 @@ def records() -> tuple[PatchRecord, ...]:
         aligned_grad_sync.RECORD,
         frozen.RECORD,
         fused_accumulation.RECORD,
+        parameter_norm.RECORD,
         te_construction.RECORD,
         *zeros_in_gradients.RECORDS,
     )

@@ -44,6 +44,7 @@ SCHEDULE = (
 GPU = "--bf16 --transformer-impl transformer_engine --attention-backend unfused --num-workers 0"
 UNFUSED_ACCUMULATION = "--no-gradient-accumulation-fusion"
 COUNT_ZEROS = "--log-num-zeros-in-grad"
+LOG_NORM = "--log-params-norm"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
 # What large models of experts have on top.
 ROUTING = (
@@ -242,6 +243,16 @@ CASES = (
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
     Case("moe_etp4_expert_etp2", 4, "--etp-size 4 --expert-etp-size 2", common=f"{MOE} --expert-model-parallel-size 2"),
     Case("moe_expert_etp4", 4, "--expert-etp-size 4", common=f"{MOE} {COUNT_ZEROS} --moe-ffn-hidden-size 50"),
+    # Experts' biases are replicated over the ranks that share an expert's weights.
+    Case(
+        "moe_biases",
+        4,
+        "--etp-size 4 --expert-etp-size 2",
+        model=GPT2,
+        common=f"{MOE.replace('--moe-router-topk 2', '--moe-router-topk 1')} --moe-router-pre-softmax {LOG_NORM} "
+        "--expert-model-parallel-size 2",
+        cpu_only="the norm is computed by the same code on a GPU",
+    ),
     Case(
         "moe_per_token_loss",
         4,

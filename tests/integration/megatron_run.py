@@ -33,6 +33,7 @@ T = TypeVar("T")
 PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
 PRETRAIN_FROZEN = Path(__file__).with_name("pretrain_frozen.py")
 PRETRAIN_LATENT = Path(__file__).with_name("pretrain_latent.py")
+PRETRAIN_DELTA_RULE = Path(__file__).with_name("pretrain_delta_rule.py")
 
 
 DATA_VARIABLE = "ETP_TESTS_DATA"
@@ -47,6 +48,7 @@ class Trajectory:
         losses: loss of each step, over all data; on the last pipeline stage only, else empty.
         grad_norms: gradient norm of each step, before clipping; -1 of one that was skipped.
         zeros: elements of the gradient that are zero, of each step; 0 without ``--log-num-zeros-in-grad``.
+        parameter_norms: norm of all parameters after each step; none without ``--log-params-norm``.
         evaluations: loss of each evaluation, over all data; on the last pipeline stage only.
         parameter_bytes: bytes of the model's parameters on this rank.
         log: what the rank printed.
@@ -55,6 +57,7 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     zeros: list[float] = field(default_factory=list)
+    parameter_norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     parameter_bytes: int = 0
     log: str = ""
@@ -196,10 +199,11 @@ def _arguments(arguments: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _recorded(trajectory: Trajectory, chunks: list[Any]) -> Iterator[None]:
-    """Note what ``train_step`` and ``evaluate`` return while ``pretrain`` runs, and the model chunks that it builds."""
+    """Note what Megatron's steps, evaluations and norms return while ``pretrain`` runs, and its model chunks."""
     from megatron.training import training
 
     train_step, evaluate, setup = training.train_step, training.evaluate, training.setup_model_and_optimizer
+    parameter_norm = training.calc_params_l2_norm
 
     def recording_step(*args: Any, **kwargs: Any) -> Any:
         result = train_step(*args, **kwargs)
@@ -221,13 +225,19 @@ def _recorded(trajectory: Trajectory, chunks: list[Any]) -> Iterator[None]:
         trajectory.parameter_bytes = sum(parameter.nbytes for parameter in parameters)
         return result
 
+    def recording_norm(*args: Any, **kwargs: Any) -> Any:
+        trajectory.parameter_norms.append(parameter_norm(*args, **kwargs))
+        return trajectory.parameter_norms[-1]
+
     training.train_step = recording_step
+    training.calc_params_l2_norm = recording_norm
     training.evaluate = recording_evaluation
     training.setup_model_and_optimizer = recording_setup
     try:
         yield
     finally:
         training.train_step, training.evaluate, training.setup_model_and_optimizer = train_step, evaluate, setup
+        training.calc_params_l2_norm = parameter_norm
 
 
 def _take_down(chunks: list[Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.integration import checkpoint_runs
 from tests.integration.cases import GPU, UNFUSED_ACCUMULATION
 from tests.integration.checkpoint_runs import Run
-from tests.integration.megatron_run import MegatronPool
+from tests.integration.megatron_run import PRETRAIN_DELTA_RULE, MegatronPool
 from tests.integration.whole_state import as_stored
 from tests.support.launch import on_gpus
 
@@ -31,6 +31,11 @@ LLAMA = (
     "--num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --vocab-size 100 "
     "--make-vocab-size-divisible-by 2 --attention-dropout 0 --hidden-dropout 0"
+)
+# In each layer the first weight is six matrices on top of each other, 72 rows over two shards of 40.
+DELTA_RULE = (
+    f"{LLAMA} --experimental-attention-variant gated_delta_net --linear-attention-freq [1]*4 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-conv-kernel-dim 3"
 )
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights ", "")
 MOE = (
@@ -199,6 +204,21 @@ def test_a_sharded_checkpoint_has_the_tensors_of_a_stock_one(megatron: MegatronP
     )
 
 
+@pytest.mark.skipif(on_gpus(), reason="its script is for a CPU")
+def test_layers_of_the_gated_delta_rule_are_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path) -> None:
+    def losses(*flags: str) -> list[float]:
+        arguments = tuple(f"{SCHEDULE} {DELTA_RULE} {' '.join(flags)}".split())
+        return megatron.train(2, arguments, PRETRAIN_DELTA_RULE)[-1].losses
+
+    sharded = "--etp-size 2 --etp-pad-for-alignment 8"
+    for name, saved, loaded in (("stock", TP2, sharded), ("sharded", sharded, TP2)):
+        folder = tmp_path / name
+        before = losses(saved, f"--save {folder} --save-interval {SAVED_STEP}")
+        assert len(before) == STEPS
+        after = losses(loaded, f"--load {folder} --ckpt-step {SAVED_STEP}")
+        assert after == pytest.approx(before[SAVED_STEP:], rel=FP32_TOLERANCE, abs=0.0), name
+
+
 def test_a_vocabulary_padded_by_megatron_changes_its_padding(megatron: MegatronPool, tmp_path: Path) -> None:
     """101 words make 102 rows without tensor parallelism and 104 with 2 ranks of it; Megatron's rows, not shards'."""
     model = LLAMA.replace("--vocab-size 100", "--vocab-size 101")
@@ -260,6 +280,16 @@ def _damage(folder: Path, what: str) -> str:
         return ".metadata cannot be read"
     step.rename(step.with_name("gone"))
     return "the directory is missing"
+
+
+@pytest.mark.cpu_only("the format is looked at before a device is used")
+def test_a_checkpoint_in_the_old_format_is_refused(megatron: MegatronPool, tmp_path: Path) -> None:
+    _save(megatron, tmp_path, LLAMA, "--ckpt-format torch", ranks=2)
+    arguments = f"{SCHEDULE} {LLAMA} --etp-size 2 --load {tmp_path} --ckpt-step {SAVED_STEP} --no-load-optim"
+    for message, unchanged in megatron.run(checkpoint_runs.run_refused, 2, 280.0, (tuple(arguments.split()),)):
+        assert f"{tmp_path}/iter_{SAVED_STEP:07d}" in message
+        assert "--ckpt-convert-format torch_dist" in message
+        assert unchanged
 
 
 @pytest.mark.cpu_only("files are compared before a device is used")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cases import CASES, COUNT_ZEROS, Case
+from tests.integration.cases import CASES, COUNT_ZEROS, LOG_NORM, Case
 from tests.integration.megatron_run import MegatronPool, Trajectory
 from tests.support.launch import on_gpus
 
@@ -38,6 +38,8 @@ def test_sharded_training_follows_stock(megatron: MegatronPool, case: Case, tran
         _check(f"loss on rank {rank}", found.losses, expected.losses, case.loss_tolerance)
         _check(f"evaluation on rank {rank}", found.evaluations, expected.evaluations, case.loss_tolerance)
         _check(f"gradient norm on rank {rank}", found.grad_norms, expected.grad_norms, case.norm_tolerance)
+        _check(f"norm of weights on rank {rank}", found.parameter_norms, expected.parameter_norms, case.loss_tolerance)
+        assert bool(expected.parameter_norms) == (LOG_NORM in case.common)
         _check_zeros(case, found.zeros, expected.zeros)
 
 

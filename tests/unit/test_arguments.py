@@ -217,11 +217,18 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"mtp_hybrid_override_pattern": "D"}, "layers of DeepSeek sparse attention (D) in --hybrid-layer-pattern"),
         ({"mtp_detach_heads": True}, "--mtp-detach-heads"),
         ({"qk_clip": True}, "--qk-clip"),
+        ({"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
+        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading-num-layers"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "attn_proj"]},
+            "--offload-modules with sharded weights (qkv_linear, attn_proj, and expert_fc1 with --expert-etp-size)",
+        ),
         ({"moe_use_upcycling": True}, "--moe-use-upcycling"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"ckpt_format": "torch"}, "--ckpt-format other than torch_dist"),
         ({"ckpt_format": "fsdp_dtensor"}, "--ckpt-format other than torch_dist"),
+        ({"ckpt_convert_format": "torch"}, "--ckpt-convert-format torch"),
         ({"non_persistent_ckpt_type": "local"}, "--non-persistent-ckpt-type local"),
         (
             {"distrib_optim_fully_reshardable_mem_efficient": True},
@@ -239,6 +246,7 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         ({"use_cpu_initialization": True}, "--use-cpu-initialization with --transformer-impl transformer_engine"),
         ({"yaml_cfg": "model.yaml"}, "--yaml-cfg"),
+        ({"inprocess_restart": True}, "--inprocess-restart"),
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"fp4": "e2m1"}, "--fp4-format"),
         ({"te_precision_config_file": "precision.yaml"}, "--te-precision-config-file"),
@@ -269,7 +277,13 @@ def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], 
         {"use_tp_pp_dp_mapping": True, "pipeline_model_parallel_size": 2, "num_experts": 4, "expert_etp_size": 2},
         {"experimental_attention_variant": "gated_delta_net"},
         {"hybrid_layer_pattern": "MG*-E/M"},
+        {"ckpt_convert_format": "torch_dist"},
         {"num_distributed_optimizer_instances": 1},
+        {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["core_attn", "moe_act", "attn_norm", "mlp_norm", "expert_fc1"],
+        },
+        {"cpu_offloading_num_layers": 0, "offload_modules": ["qkv_linear"]},
     ],
 )
 def test_what_works_is_not_refused(settings: dict[str, object]) -> None:
@@ -303,6 +317,19 @@ def test_layer_graphs_of_sharded_experts_alone_are_refused() -> None:
         check_graphs(applied("--expert-etp-size", "2", num_experts=4, cuda_graph_impl="local"))
 
 
+def test_offloading_what_sharded_experts_save_is_refused() -> None:
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"], "num_experts": 4}
+    with pytest.raises(UnsupportedConfigurationError, match="--offload-modules with sharded weights"):
+        check(applied("--expert-etp-size", "2", **settings))
+
+
+def test_delayed_gradients_of_sharded_experts_are_refused() -> None:
+    settings = {"num_experts": 4, "overlap_dispatch_backward_with_experts_wgrad": True}
+    with pytest.raises(UnsupportedConfigurationError, match="--overlap-dispatch-backward-with-experts-wgrad"):
+        check(applied("--expert-etp-size", "2", **settings))
+    check(applied("--etp-size", "2", **settings))
+
+
 @pytest.mark.parametrize("implementation", ["none", "local", "full_iteration"])
 def test_what_can_be_captured_is_not_refused(implementation: str) -> None:
     check_graphs(applied("--etp-size", "2", cuda_graph_impl=implementation))
@@ -321,6 +348,13 @@ def test_the_refused_flags_are_megatrons() -> None:
         "use_megatron_fsdp",
         "use_torch_fsdp2",
         "ckpt_format",
+        "ckpt_convert_format",
+        "mla_down_proj_fusion",
+        "cpu_offloading_num_layers",
+        "fine_grained_activation_offloading",
+        "offload_modules",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "inprocess_restart",
         "non_persistent_ckpt_type",
         "distrib_optim_fully_reshardable_mem_efficient",
         "ddp_average_in_collective",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_patches import cpu
+from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 
 RECORDS = {record.target: record for record in cpu.records()}
@@ -139,6 +140,17 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu.needed()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cpu.needed()
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"), ({"async_save": True}, "--async-save")],
+)
+def test_what_needs_cuda_is_refused(settings: dict[str, object], flag: str) -> None:
+    plain = {"cuda_graph_impl": "none", "async_save": False}
+    cpu.check(argparse.Namespace(**plain))
+    with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} needs CUDA, which this machine does not have"):
+        cpu.check(argparse.Namespace(**plain | settings))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")

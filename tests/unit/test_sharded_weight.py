@@ -10,7 +10,10 @@ import torch.distributed as dist
 
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
+from megatron_patches.arguments import MegatronEtpConfig
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam
+from megatron_patches.weight_shard_api import WeightShardApi
+from tests.support.fake_group import fake_group
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,22 @@ def test_an_embeddings_gradient_survives_hooks_on_saved_tensors(
     assert shard.grad is not None
     assert torch.equal(shard.grad[:10], table.grad)
     assert not shard.grad[10:].any()
+
+
+def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:
+    """They would be reduced before they are computed, whatever asked for the delay."""
+
+    class Delaying:
+        def delay_wgrad_compute(self) -> bool:
+            return True
+
+    grouped = type("GroupedLinear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.grouped"})
+    layer = grouped()
+    layer.weight0 = torch.nn.Parameter(torch.randn(8, 4))
+    layer.wgrad_store = Delaying()
+    with (
+        fake_group(0, 2) as group,
+        pytest.raises(ValueError, match="GroupedLinear: delay_wgrad_compute computes gradients after"),
+    ):
+        WeightShardApi(MegatronEtpConfig()).wrap_module(layer, ["weight0"], group, is_grouped=True)
+    assert layer.weight0.shape == (8, 4)

@@ -1,7 +1,8 @@
-"""Sharded state dict entries of a Mamba mixer's sharded input projection.
+"""Sharded state dict entries of input projections that Megatron stores as several tensors.
 
-Megatron stores the projection as five tensors, each cut by tensor parallelism by itself, and gathers the shards of its
-own kind for it. Here each rank stores the rows that it has.
+The projections of Mamba's mixers and of layers of the gated delta rule are several matrices on top of each other, and
+each is a tensor of its own in a checkpoint, cut by tensor parallelism by itself. Megatron gathers the shards of its own
+kind for a mixer, and finds too few rows in those of a gated delta rule. Here each rank stores the rows that it has.
 """
 
 from __future__ import annotations
@@ -16,22 +17,36 @@ from megatron_patches.checkpoint.model_state import is_sharded
 from megatron_patches.checkpoint.pieces import Part
 
 Offsets = Iterable[tuple[int, int, int]]
+StateDict = Callable[..., dict[str, Any]]
 
 
-def wrap_mixer_state(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def wrap_mixer_state(original: StateDict) -> StateDict:
     """For ``megatron.core.ssm.mamba_mixer.MambaMixer.sharded_state_dict``."""
+    return _wrap(original, _parts_of_mixer)
+
+
+def wrap_delta_rule_state(original: StateDict) -> StateDict:
+    """For ``megatron.core.ssm.gated_delta_net.common._GDNBase.sharded_state_dict``."""
+    return _wrap(original, _parts_of_delta_rule)
+
+
+def _wrap(original: StateDict, parts_of: Callable[[Any], tuple[Part, ...]]) -> StateDict:
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
 
     @functools.wraps(original)
     def sharded_state_dict(
-        self: Any, prefix: str = "", sharded_offsets: Offsets = (), metadata: Mapping[str, Any] | None = None
+        self: Any,
+        prefix: str = "",
+        sharded_offsets: Offsets = (),
+        metadata: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         projection = self.in_proj
         if not is_sharded(projection.weight):
-            return original(self, prefix, sharded_offsets, metadata)
+            return original(self, prefix, sharded_offsets, metadata, **kwargs)
         self.in_proj = _Unsharded(projection.weight.layout.rows)
         try:
-            entries = original(self, prefix, sharded_offsets, metadata)
+            entries = original(self, prefix, sharded_offsets, metadata, **kwargs)
         finally:
             self.in_proj = projection
         del entries[f"{prefix}in_proj.weight"]
@@ -40,21 +55,27 @@ def wrap_mixer_state(original: Callable[..., dict[str, Any]]) -> Callable[..., d
             f"{prefix}in_proj.",
             sharded_offsets,
             ensure_metadata_has_dp_cp_group(metadata),
-            tp_group=self.tp_group,
+            tp_group=kwargs.get("tp_group") or self.tp_group,
         )
         weight = f"{prefix}in_proj.weight"
-        entries[weight] = entries[weight].with_parts(_parts(self))
+        entries[weight] = entries[weight].with_parts(parts_of(self))
         return entries
 
     return sharded_state_dict
 
 
-def _parts(mixer: Any) -> tuple[Part, ...]:
+def _parts_of_mixer(mixer: Any) -> tuple[Part, ...]:
     """Gate, input, keys, queries and time steps: rows on this tensor-parallel rank, and Megatron's names for them."""
     states = mixer.ngroups_local_tp * mixer.d_state
     rows = {"z": mixer.d_inner_local_tp, "x": mixer.d_inner_local_tp, "B": states, "C": states}
     rows["dt"] = mixer.nheads_local_tp
     return tuple(Part(count, f".{name}") for name, count in rows.items())
+
+
+def _parts_of_delta_rule(layer: Any) -> tuple[Part, ...]:
+    """Queries, keys, values, gate and what decays: rows on this tensor-parallel rank, and Megatron's names for them."""
+    named = zip(layer.in_proj_split_sections, layer.in_proj_split_names, strict=True)
+    return tuple(Part(count, f".{name}") for count, name in named)
 
 
 class _Unsharded(torch.nn.Module):
