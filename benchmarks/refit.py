@@ -41,7 +41,7 @@ QWEN3_8B: Mapping[str, object] = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
-QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 18.9 GB
+QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 18.7 GB
     "architectures": ["Qwen3MoeForCausalLM"],
     "torch_dtype": "bfloat16",
     "num_hidden_layers": 14,

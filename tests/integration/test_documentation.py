@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from etp import EtpConfig
 from megatron_patches import refit_training
 from megatron_patches.arguments import add_arguments
+from megatron_patches.refit.__main__ import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FLAG = re.compile(r"^\| `(--[a-z0-9-]+)", re.MULTILINE)
 
 
@@ -84,7 +88,34 @@ def test_refit_flags_that_are_documented_are_the_flags() -> None:
     assert {flag for flag in documented if "refit" in flag} == options
 
 
+@pytest.mark.parametrize("command", ["export", "push", "plan", "verify"])
+def test_flags_of_refit_commands_are_documented(command: str) -> None:
+    pages = (
+        ("export.md",)
+        if command == "export"
+        else ("refit.md",)
+        if command != "push"
+        else ("export.md", "live_refit.md")
+    )
+    text = "".join((ROOT / "docs" / page).read_text() for page in pages)
+    (commands,) = build_parser()._subparsers._group_actions
+    options = {option for action in commands.choices[command]._actions for option in action.option_strings}
+    assert {option for option in options if not re.search(rf"{option}\b(?!-)", text)} <= {"-h", "--help"}
+
+
+def test_options_of_the_engine_are_documented() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [field.name for field in dataclasses.fields(EtpConfig) if f"`{field.name}" not in text] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+    for path, anchor in LINK.findall(page.read_text()):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.relative_to(ROOT)} links to {path}"
+        assert not anchor or anchor in _anchors(target), f"{page.relative_to(ROOT)} links to {path}#{anchor}"

@@ -1,0 +1,68 @@
+"""Tables and plots of docs/performance show what the benchmarks' reports beside them say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import refit_report, train_report
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "performance"
+# In the order in which the reports were given.
+TRAINING = {
+    "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
+    "h200x4": ("h200x4-etp", "h200x4-others", "h200x4-small"),
+    "h200x2": ("h200x2-etp", "h200x2-others"),
+    "h200x2-sizes": (
+        "h200x2-small-etp",
+        "h200x2-small-others",
+        *(f"h200x2-big/{name}" for name in ("etp_c10d", "etp_copy_engine", "fsdp2", "megatron_fsdp", "tp")),
+        "h200x2-big/upstream_gtp",
+        "h200x2-big/none",
+    ),
+}
+REFIT = (
+    *(f"refit-h200x2{name}" for name in ("", "-moe", "-moe-c10d")),
+    *(f"refit-vllm-qwen3-8b{name}" for name in ("", "-in-place", "-colocated", "-2to2", "-2to2-c10d")),
+    *(f"refit-vllm-qwen3-moe{name}" for name in ("-1to1", "")),
+)
+
+
+def _reports(names: tuple[str, ...]) -> list[dict[str, object]]:
+    return [json.loads((FOLDER / f"{name}.json").read_text()) for name in names]
+
+
+def _texts(plot: Path) -> list[str]:
+    """What is written in a plot: Matplotlib draws the letters as paths, each text after a comment that repeats it."""
+    return re.findall(r"<!-- (.*) -->", plot.read_text())
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_table_is_that_of_the_reports(name: str) -> None:
+    text = train_report.table(train_report.load([FOLDER / f"{report}.json" for report in TRAINING[name]]))
+    assert text.splitlines() == (FOLDER / f"{name}.md").read_text().splitlines()
+
+
+def test_refit_table_is_that_of_the_reports() -> None:
+    assert refit_report.table(refit_report.rows(_reports(REFIT))) == (FOLDER / "refit.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["h200x4", "h200x2"])
+def test_training_plot_is_that_of_the_reports(name: str, tmp_path: Path) -> None:
+    train_report.plot(_reports(TRAINING[name]), tmp_path / "plot.svg")
+    assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / f"{name}.svg") != []
+
+
+def test_refit_plot_is_that_of_the_reports(tmp_path: Path) -> None:
+    refit_report.plot(refit_report.rows(_reports(REFIT)), tmp_path / "plot.svg")
+    assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / "refit.svg") != []
+
+
+def test_every_report_is_in_a_table_or_named_by_a_page() -> None:
+    shown = {name for names in (*TRAINING.values(), REFIT) for name in names}
+    pages = "".join(page.read_text() for page in FOLDER.parent.rglob("*.md"))
+    reports = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.json")]
+    assert [name for name in reports if name not in shown and f"{name}.json" not in pages] == []
