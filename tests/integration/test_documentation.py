@@ -98,7 +98,7 @@ def test_flags_of_refit_commands_are_documented(command: str) -> None:
         else ("export.md", "live_refit.md")
     )
     text = "".join((ROOT / "docs" / page).read_text() for page in pages)
-    (commands,) = build_parser()._subparsers._group_actions
+    (commands,) = list(build_parser()._subparsers._group_actions)
     options = {option for action in commands.choices[command]._actions for option in action.option_strings}
     assert {option for option in options if not re.search(rf"{option}\b(?!-)", text)} <= {"-h", "--help"}
 
