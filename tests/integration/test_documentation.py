@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_flags_of_refit_commands_are_documented(command: str) -> None:
         else ("export.md", "live_refit.md")
     )
     text = "".join((ROOT / "docs" / page).read_text() for page in pages)
-    (commands,) = list(build_parser()._subparsers._group_actions)
+    commands: Any = build_parser()._subparsers._group_actions[0]
     options = {option for action in commands.choices[command]._actions for option in action.option_strings}
     assert {option for option in options if not re.search(rf"{option}\b(?!-)", text)} <= {"-h", "--help"}
 
