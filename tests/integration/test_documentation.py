@@ -72,6 +72,17 @@ def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
     assert (config["architectures"], config["num_hidden_layers"]) == (["LlamaForCausalLM"], 4)
 
 
+def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
+    (example,) = _fenced(ROOT / "docs" / "refit.md", "python")
+    sizes = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
+    sizes["max_position_embeddings"] = 64
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = example + "\nprint(len(sources), len(wanted), len(plan.transfers) == verdict.transfers > 0)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("16 4 True\n", "")
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/megatron.md"])
 def test_flags_that_are_documented_are_the_flags(page: str) -> None:
     parser = add_arguments(argparse.ArgumentParser())
