@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from etp import EtpConfig
-from megatron_patches import refit_training
+from megatron_patches import fixes, refit_training
 from megatron_patches.arguments import add_arguments
 from megatron_patches.refit.__main__ import build_parser
 
@@ -91,6 +91,12 @@ def test_flags_that_are_documented_are_the_flags(page: str) -> None:
     assert documented <= options
     # A flag with a negation is documented by the one that is not the default.
     assert {option.replace("--no-", "--") for option in documented} == {o.replace("--no-", "--") for o in options}
+
+
+def test_fixes_of_megatron_are_listed_with_their_upstream_numbers() -> None:
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    known = {number for record in fixes.records() for number in re.findall(r"#\d+", record.upstream)}
+    assert sorted(number for number in known if number not in page) == []
 
 
 def test_refit_flags_that_are_documented_are_the_flags() -> None:
