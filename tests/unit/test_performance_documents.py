@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from itertools import batched
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from matplotlib import rcParams
 
 from benchmarks import refit_report, train_report
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "performance"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "performance"
 # In the order in which the reports were given.
 TRAINING = {
     "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
@@ -58,6 +61,34 @@ def test_refit_plot_is_that_of_the_reports(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(rcParams, "svg.fonttype", "path")
     refit_report.plot(refit_report.rows(_reports(REFIT)), tmp_path / "plot.svg")
     assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / "refit.svg") != []
+
+
+def _cells(page: Path, gpus: int | None = None) -> Iterator[list[str]]:
+    """Rows of Markdown tables, without emphasis; those of one number of GPUs where the page has several."""
+    text = page.read_text()
+    if gpus is not None:
+        before, heading, after = text.partition("### 2 GPUs\n")
+        text = before if gpus == 4 else heading + after
+    for line in text.splitlines():
+        if line.startswith("| "):
+            yield [cell.strip().replace("*", "") for cell in line.strip("| ").split(" | ")]
+
+
+@pytest.mark.parametrize(("gpus", "name"), [(4, "h200x4"), (2, "h200x2")])
+def test_page_has_the_times_and_ratios_of_the_reports(gpus: int, name: str) -> None:
+    rows = [row for row in train_report.rows(_reports(TRAINING[name])) if row.model == "llama8b-8l"]
+    shown = {" ".join(cells) for cells in _cells(FOLDER.parent / "performance.md", gpus)}
+    for once, more in batched(rows, 2):
+        times = (f"{once.ms:.1f}", f"= {once.ratio:.3f}", f"{more.ms:.1f} = {more.ratio:.3f}", f"{once.held_gib:.2f}")
+        assert any(all(part in row for part in times) for row in shown), (once.system, times)
+
+
+def test_readme_has_the_ratios_of_the_reports() -> None:
+    rows = [row for row in train_report.rows(_reports(TRAINING["h200x4"])) if row.model == "llama8b-8l"]
+    known = {(f"{a.ratio:.3f}", f"{b.ratio:.3f}", f"{a.held_gib:.1f}") for a, b in batched(rows, 2)}
+    ratios = [tuple(cells[1:]) for cells in _cells(ROOT / "README.md") if re.fullmatch(r"1\.\d{3}", cells[1])]
+    assert len(ratios) == 7
+    assert set(ratios) <= known
 
 
 def test_every_report_is_in_a_table_or_named_by_a_page() -> None:
