@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
+from benchmarks.command_line import positive
 from etp.collectives.base import GradSink, Transport
 from etp.streams import Enqueued, InFlight
 
@@ -78,8 +79,8 @@ def microseconds(step: Callable[[], None], repeats: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print microseconds for each weight and microbatch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--layers", type=positive, default=32)
+    parser.add_argument("--repeats", type=positive, default=100)
     parser.add_argument("--profile", action="store_true", help="print where the time of the sharded steps goes")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -34,7 +34,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command_line import positive
 from benchmarks.long_run_ranks import ROOT, Training, TrainingFailedError
+from etp.config import TransportName
+from megatron_patches.weight_shard_api import GRAPH_IMPLEMENTATIONS
 
 STOCK = "stock"
 STOCK_BOUND = 0.02
@@ -212,14 +215,14 @@ class LongRuns:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--share-gpus", action="store_true", help="with more ranks than GPUs: several ranks on each")
-    parser.add_argument("--etp-size", type=int, default=2)
+    parser.add_argument("--etp-size", type=positive, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--variants", nargs="+", default=[STOCK, "copy_engine", "c10d"] if cuda else [STOCK, "c10d"])
     parser.add_argument("--kill", nargs="*", metavar="VARIANT", help="lose a rank of these (the first with shards)")
     parser.add_argument("--seed", type=int, default=0, help="of what is killed, and when")
-    parser.add_argument("--at-once", type=int, default=1, help="trainings that run at the same time")
+    parser.add_argument("--at-once", type=positive, default=1, help="trainings that run at the same time")
     parser.add_argument("--arguments", default="", help="more of Megatron's arguments, for all runs")
     parser.add_argument("--graph-arguments", default="", help="more of Megatron's arguments, for runs with CUDA graphs")
     parser.add_argument("--run-timeout", type=float, default=300.0, help="seconds for one training")
@@ -227,6 +230,15 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write verdicts and losses here")
     options = parser.parse_args(arguments)
     sharded = [variant for variant in options.variants if variant != STOCK]
+    for variant in options.variants:
+        transport, _, graphs = variant.partition("+")
+        if transport not in (STOCK, *TransportName) or graphs not in ("", *GRAPH_IMPLEMENTATIONS):
+            parser.error(
+                f"--variants {variant}: give {STOCK} or a transport ({', '.join(TransportName)}), and +"
+                f"{' or +'.join(name for name in GRAPH_IMPLEMENTATIONS if name != 'none')} for CUDA graphs"
+            )
+    if options.ranks % options.etp_size:
+        parser.error(f"--etp-size {options.etp_size} does not divide --ranks {options.ranks}")
     if options.kill is None:
         options.kill = sharded[:1]
     unknown = set(options.kill) - set(sharded)

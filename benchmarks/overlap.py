@@ -2,7 +2,7 @@
 
 ::
 
-    torchrun --nproc-per-node 4 benchmarks/overlap.py
+    torchrun --nproc-per-node 4 -m benchmarks.overlap
 
 The GEMMs are four bf16 products of 4096 x 4096 by 4096 x 14336; beside them one 117 MB weight is gathered, or a
 gradient of that size reduced. Columns: milliseconds of the movement alone, and milliseconds that it adds to the GEMMs.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command_line import require_gpus, require_torchrun
 from etp.collectives.base import GradSink
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
@@ -150,11 +151,15 @@ def _start(move: Callable[[], InFlight | None]) -> Sequence[Any]:
     return moving.beside
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print one row for each way to move a weight."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=22, help="of which the first two are not counted")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.repeats < 3:
+        parser.error(f"--repeats is {options.repeats}; at least 3, as the first two are not counted")
+    require_gpus(parser.error)
+    require_torchrun(parser.error, "benchmarks.overlap")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

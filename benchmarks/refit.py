@@ -26,8 +26,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
 from benchmarks.refit_ranks import Outcome, Task, run_rank
 from benchmarks.spawned import free_port, run_ranks
+from megatron_patches.refit.cluster import engine_mesh, trainer_mesh
+from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.transports.base import TransportName
 
 QWEN3_8B: Mapping[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,7 +45,7 @@ QWEN3_8B: Mapping[str, object] = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
-QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 18.9 GB
+QWEN3_MOE: Mapping[str, object] = {  # Qwen3-30B-A3B with 14 of its 48 layers: 18.7 GB
     "architectures": ["Qwen3MoeForCausalLM"],
     "torch_dtype": "bfloat16",
     "num_hidden_layers": 14,
@@ -74,17 +78,44 @@ TRANSPORTS = {"cuda": ("c10d", "cuda_ipc", "nixl", "shm"), "cpu": ("shm", "tcp",
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="qwen3-8b", help="qwen3-8b, qwen3-moe, tiny, or a config.json")
-    parser.add_argument("--from", dest="trainer", help="mesh of the trainer, as `plan --from` takes it")
-    parser.add_argument("--to", dest="engine", default="tp=2", help="mesh of the engine, as `plan --to` takes it")
+    parser.add_argument(
+        "--model",
+        type=checked(_model, *MODELS),
+        default="qwen3-8b",
+        help="qwen3-8b, qwen3-moe, tiny, or a config.json",
+    )
+    parser.add_argument(
+        "--from", dest="trainer", type=checked(trainer_mesh), help="mesh of the trainer, as `plan --from` takes it"
+    )
+    parser.add_argument(
+        "--to",
+        dest="engine",
+        type=checked(engine_mesh),
+        default="tp=2",
+        help="mesh of the engine, as `plan --to` takes it",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--transports", nargs="*", help="default: all that the device has")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--staging-mib", type=int, default=256)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may stand still")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that all ways together may take")
+    parser.add_argument(
+        "--transports",
+        nargs="*",
+        choices=[name.value for name in TransportName],
+        help="default: all that the device has",
+    )
+    parser.add_argument("--repeats", type=positive, default=10)
+    parser.add_argument("--staging-mib", type=positive, default=256)
+    parser.add_argument("--timeout", type=positive_seconds, default=300.0, help="seconds that one run may stand still")
+    parser.add_argument(
+        "--limit", type=positive_seconds, default=1800.0, help="seconds that all ways together may take"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers here")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        require_gpus(parser.error, sum(make_task(options).sizes))
+    return options
+
+
+def _model(path: str) -> None:
+    family_from_config(read_config(Path(path)))
 
 
 def make_task(options: argparse.Namespace) -> Task:

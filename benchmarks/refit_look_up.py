@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
+from benchmarks.command_line import positive
 from benchmarks.refit import QWEN3_MOE
 from benchmarks.refit_vllm_model import TrainerModel
 from benchmarks.spawned import free_port
@@ -38,9 +39,9 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints both ways, in milliseconds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=14)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--layers", type=positive, default=14)
+    parser.add_argument("--experts", type=positive, default=128)
+    parser.add_argument("--repeats", type=positive, default=10)
     options = parser.parse_args(arguments)
     config = {**QWEN3_MOE, **SMALL, "num_hidden_layers": options.layers, "num_experts": options.experts}
     config |= {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import existing_file, require_matplotlib
+
 PARTS = ("move", "verify", "commit")
 """What a push into a server consists of, as far as it is told apart; the rest is talk."""
 
@@ -156,11 +158,14 @@ def plot(found: Sequence[Row], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads reports, writes what was asked for; the table goes to the standard output as well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--links", type=Path, nargs="*", default=[], help="reports of benchmarks.refit")
-    parser.add_argument("--servers", type=Path, nargs="*", default=[], help="reports of benchmarks.refit_vllm")
+    parser.add_argument("--links", type=existing_file, nargs="*", default=[], help="reports of benchmarks.refit")
+    parser.add_argument("--servers", type=existing_file, nargs="*", default=[], help="reports of benchmarks.refit_vllm")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
+    if not (options.links or options.servers):
+        parser.error("name reports: --links, --servers, or both")
+    require_matplotlib(parser.error, options.plot)
     found = rows([json.loads(path.read_text(encoding="utf-8")) for path in (*options.links, *options.servers)])
     text = table(found)
     print(text, end="")

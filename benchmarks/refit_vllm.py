@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import checked, positive, positive_seconds, require_gpus
 from benchmarks.refit import MODELS
 from benchmarks.refit_vllm_peers import PEERS
 from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank, way_of
@@ -45,20 +46,37 @@ PARTS = ("prepare", "push", "send", "look_up", "move", "verify", "commit", "paus
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(MODELS)}, or a config.json")
-    parser.add_argument("--from", dest="trainer", default="tp=1", help="mesh of the trainer, as `plan --from` takes it")
+    parser.add_argument(
+        "--model",
+        type=checked(_model, *MODELS),
+        default="qwen3-8b",
+        help=f"{', '.join(MODELS)}, or a config.json",
+    )
+    parser.add_argument(
+        "--from",
+        dest="trainer",
+        type=checked(trainer_mesh),
+        default="tp=1",
+        help="mesh of the trainer, as `plan --from` takes it",
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--trainer-gpus", type=int, nargs="+", default=[0], help="one for each rank of the trainer")
     parser.add_argument("--engine-gpus", type=int, nargs="+", default=[1], help="one for each worker of the engine")
-    parser.add_argument("--ways", nargs="+", default=["cuda_ipc", "c10d", "cuda_ipc+in_place", "nccl"])
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--staging-mib", type=int, default=256)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one step may take")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for all ways of one server")
+    parser.add_argument(
+        "--ways", nargs="+", type=checked(way_of, *PEERS), default=["cuda_ipc", "c10d", "cuda_ipc+in_place", "nccl"]
+    )
+    parser.add_argument("--repeats", type=positive, default=10)
+    parser.add_argument("--staging-mib", type=positive, default=256)
+    parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
+    parser.add_argument("--limit", type=positive_seconds, default=1800.0, help="seconds for all ways of one server")
     parser.add_argument("--engine-arguments", default="", help="further arguments of vLLM's server")
     parser.add_argument("--folder", type=Path, help="keep the model's folder and the servers' logs here")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args(arguments)
+
+
+def _model(path: str) -> None:
+    family_from_config(read_config(Path(path)))
 
 
 @dataclass(frozen=True)
@@ -180,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = MODELS[options.model][0] if options.model in MODELS else read_config(Path(options.model))
     mesh = trainer_mesh(options.trainer)
     servers(options, mesh.size)  # refuse mistakes before the table begins
+    if options.device == "cuda":
+        require_gpus(sys.exit, 1 + max(*options.trainer_gpus, *options.engine_gpus))
     print(f"{HEADINGS[0]:17} {' '.join(f'{heading:>9}' for heading in HEADINGS[1:])}", flush=True)
     found: list[Outcome] = []
 

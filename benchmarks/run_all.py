@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import positive, positive_seconds
 from benchmarks.spawned import free_port
 from benchmarks.train_report import load, plot, table
 
@@ -32,6 +33,7 @@ _START_S = 25.0
 _END_S = 10.0
 # Less time than this is not worth a start.
 _SHORTEST_S = 45.0
+_KINDS = ("ours", "theirs", "small", "big")
 _OURS = ("none", "etp_copy_engine", "etp_c10d", "none_graph", "etp_copy_engine_graph", "etp_c10d_graph")
 _THEIRS = ("none", "dp", "upstream_gtp", "tp", "fsdp2", "megatron_fsdp")
 # One after the other: two of them do not fit side by side.
@@ -242,14 +244,17 @@ def obstacle(gpus: int) -> str:
     return "" if found >= gpus else f"it needs {gpus} GPUs and PyTorch sees {found}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the jobs, then make table and plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--gpus", type=positive, default=4)
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for all that is written")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="time limit for everything")
-    parser.add_argument("--jobs", default="ours,theirs,small,big", help="comma-separated: ours, theirs, small, big")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=positive_seconds, default=1800.0, help="time limit for everything")
+    parser.add_argument("--jobs", default=",".join(_KINDS), help=f"comma-separated: {', '.join(_KINDS)}")
+    options = parser.parse_args(arguments)
+    unknown = [kind for kind in options.jobs.split(",") if kind not in _KINDS]
+    if unknown:
+        parser.error(f"--jobs {unknown[0]}: there is no such job; choose from {', '.join(_KINDS)}")
     begun = time.monotonic()
     reason = obstacle(options.gpus)
     if reason:
@@ -278,7 +283,7 @@ def _is_of(name: str, path: Path) -> bool:
 
 
 def _importance(path: Path) -> tuple[int, str]:
-    names = [job.name for job in jobs(("ours", "theirs", "small", "big"))]
+    names = [job.name for job in jobs(_KINDS)]
     known = [index for index, name in enumerate(names) if _is_of(name, path)]
     return (known[0] if known else len(names), path.stem)
 

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import existing_file, positive
+
 _GPU_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 SUMS, PEER_COPIES, OWN_COPIES = "sums of received gradients", "copies from and to peers", "copies within the GPU"
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -88,8 +90,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="+", help="as torch.profiler exports them")
-    parser.add_argument("--passes", type=int, required=True, help="microbatches that each trace spans")
+    parser.add_argument("traces", type=existing_file, nargs="+", help="as torch.profiler exports them")
+    parser.add_argument("--passes", type=positive, required=True, help="microbatches that each trace spans")
     options = parser.parse_args(arguments)
     for path in options.traces:
         times, gaps = times_by_kind(read_events(path), options.passes)

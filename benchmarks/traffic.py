@@ -237,6 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("--width", type=int, help="columns of the tables; the terminal's if not given")
     arguments = parser.parse_args(argv)
+    for name in ("ranks", "layers", "hidden", "ffn", "vocabulary", "microbatches"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
     if "RANK" in os.environ:
         one_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, arguments)
         return 0

@@ -17,7 +17,6 @@ import contextlib
 import gc
 import importlib
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command_line import positive, require_gpus, require_torchrun
 from benchmarks.train_measure import Stepper, initialize
 from benchmarks.train_shapes import SHAPES
 from benchmarks.train_systems import BuildOptions, build
@@ -207,14 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b-8l")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--microbatches", type=positive, default=4)
+    parser.add_argument("--rounds", type=positive, default=4)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("this measures GPUs, and there is none")
-    if "LOCAL_RANK" not in os.environ:
-        parser.error("start it with torchrun: torchrun --nproc-per-node 4 -m benchmarks.traffic_cost")
+    require_gpus(parser.error)
+    require_torchrun(parser.error, "benchmarks.traffic_cost")
     import megatron_patches
 
     megatron_patches.apply()

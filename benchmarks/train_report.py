@@ -154,7 +154,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    mark = "~" if row.calculated else ""
+    mark = "~" if row.calculated and row.eager_ratio is not None else ""
     share = row.held_gib / row.closed_form_gib if row.held_gib and row.closed_form_gib else None
     return [
         SYSTEMS.get(row.system, row.system), row.model, str(row.gpus), str(row.microbatches), f"{row.ms:.1f}",

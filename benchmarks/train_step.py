@@ -3,7 +3,7 @@
 ::
 
     torchrun --nproc-per-node 4 -m benchmarks.train_step --systems none,etp_c10d,etp_copy_engine --json ours.json
-    torchrun --nproc-per-node 4 -m benchmarks.train_step --systems none,dp,tp,upstream_gtp,fsdp2 --json theirs.json
+    torchrun --nproc-per-node 4 -m benchmarks.train_step --systems none,dp,upstream_gtp,tp,fsdp2 --json theirs.json
     python -m benchmarks.train_step --merge ours.json theirs.json --table table.md --plot plot.svg
 
 from the repository's root; `make bench-train` does all of it. The systems of a run live in one process group and are
@@ -17,34 +17,26 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command_line import (
+    existing_file,
+    positive,
+    positive_seconds,
+    require_gpus,
+    require_matplotlib,
+    require_torchrun,
+)
 from benchmarks.train_report import load, plot, table
 from benchmarks.train_shapes import SHAPES, SYSTEMS
 
 _EAGER = "none,etp_copy_engine,etp_c10d"
 
 
-def main() -> None:
-    """Parse the command line; run under torchrun, or merge what earlier runs wrote."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", default=_EAGER, help="comma-separated, in the order in which they are built")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b-8l")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="steps in a row that one measurement averages")
-    parser.add_argument("--longest", type=float, default=1.0, help="fewer steps, if they took more seconds than this")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps before each measurement")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of measurements")
-    parser.add_argument("--prefetch-depth", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="leave out rounds and traces to end by then")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
-    parser.add_argument("--merge", type=Path, nargs="+", help="make table and plot of these results, and end")
-    parser.add_argument("--table", type=Path, help="write the table here too")
-    parser.add_argument("--plot", type=Path, help="draw a plot; the suffix says the format")
-    options = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run under torchrun, or merge what earlier runs wrote."""
+    options = _parsed(arguments)
     reports = load(options.merge) if options.merge else [_run(options)]
     if not reports[0]:
         return
@@ -56,6 +48,40 @@ def main() -> None:
         plot(reports, options.plot)
 
 
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", default=_EAGER, help="comma-separated, in the order in which they are built")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b-8l")
+    parser.add_argument("--microbatches", type=positive, nargs="+", default=[1, 4])
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, default=5, help="steps in a row that one measurement averages")
+    parser.add_argument("--longest", type=float, default=1.0, help="fewer steps, if they took more seconds than this")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before each measurement")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of measurements")
+    parser.add_argument("--prefetch-depth", type=int, default=1)
+    parser.add_argument(
+        "--seconds", type=positive_seconds, default=math.inf, help="leave out rounds and traces to end by then"
+    )
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
+    parser.add_argument("--merge", type=existing_file, nargs="+", help="make table and plot of these results, and end")
+    parser.add_argument("--table", type=Path, help="write the table here too")
+    parser.add_argument("--plot", type=Path, help="draw a plot; the suffix says the format")
+    options = parser.parse_args(arguments)
+    require_matplotlib(parser.error, options.plot)
+    if options.merge:
+        return options
+    names = options.systems.split(",")
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        parser.error(f"--systems {unknown[0]}: there is no such system; choose from {', '.join(SYSTEMS)}")
+    if "upstream_gtp" in names and any(name.startswith("etp") for name in names):
+        parser.error("upstream_gtp needs an unpatched Megatron; measure it in a run without ETP")
+    require_gpus(parser.error)
+    require_torchrun(parser.error, "benchmarks.train_step")
+    return options
+
+
 def _run(options: argparse.Namespace) -> dict[str, object]:
     """Measure; the report on rank 0, nothing on the others."""
     import torch.distributed as dist
@@ -63,12 +89,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
     from benchmarks.train_measure import Run, RunOptions, initialize, write_json
 
     names = tuple(options.systems.split(","))
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown:
-        sys.exit(f"--systems {unknown[0]}: there is no such system; choose from {', '.join(SYSTEMS)}")
     if any(name.startswith("etp") for name in names):
-        if "upstream_gtp" in names:
-            sys.exit("upstream_gtp needs an unpatched Megatron; measure it in a run without ETP")
         import megatron_patches
 
         megatron_patches.apply()

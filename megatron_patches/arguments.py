@@ -115,7 +115,7 @@ def _add_reducing(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=EtpConfig().fp32_accumulation,
         help="Sum the ranks' gradients in fp32 and in rank order; otherwise in the gradients' own type, by the "
-        "backend's reduce-scatter.",
+        "backend's reduce-scatter. copy_engine sums those of shards in fp32 anyway. Default: in fp32.",
     )
 
 

@@ -77,8 +77,8 @@ class Outcome:
     """
 
     architecture: str
-    trainer: Mapping[str, object]
-    engine: Mapping[str, object]
+    trainer: Mapping[str, int]
+    engine: Mapping[str, int]
     cluster: Cluster
     plan: Plan
     traffic: Traffic
@@ -233,7 +233,7 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{outcome.architecture}, {len(plan.tensors)} tensors, {model}"),
         ("from", f"{_axes(outcome.trainer)}: {trainer} ranks"),
-        ("to", f"{_axes(outcome.engine)}: {engine} ranks"),
+        ("to", f"{_axes(_as_given(outcome.engine))}: {engine} ranks"),
         ("part", "all of the plan" if plan.part is None else str(plan.part.of)),
         ("moved", f"{_size(plan.nbytes)} in {len(plan.transfers)} transfers and {plan.rounds} rounds"),
         ("within hosts", _size(traffic.bytes_within_hosts)),
@@ -252,10 +252,15 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
     return rows
 
 
-def _axes(mesh: Mapping[str, object]) -> str:
-    plain: Mapping[str, object] = {**asdict(TrainerMesh()), **asdict(EngineMesh())}
-    named = [name if value is True else f"{name}={value}" for name, value in mesh.items() if value != plain[name]]
-    return ", ".join(named) or "one rank"
+def _as_given(engine: Mapping[str, int]) -> dict[str, int]:
+    """The axes of an :class:`EngineMesh` as ``--to`` takes them."""
+    sizes = {name: engine[name] for name in ("tp", "pp", "dp")}
+    return sizes | {"ep": sizes["tp"] * sizes["dp"] if engine["expert_parallel"] else 1}
+
+
+def _axes(mesh: Mapping[str, int]) -> str:
+    plain = {**asdict(TrainerMesh()), **_as_given(asdict(EngineMesh()))}
+    return ", ".join(f"{name}={value}" for name, value in mesh.items() if value != plain[name]) or "one rank"
 
 
 def _size(nbytes: int) -> str:

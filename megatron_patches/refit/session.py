@@ -71,7 +71,7 @@ class PushReport:
     """The result of a push.
 
     Attributes:
-        version: number of the weights that now serve.
+        version: number of the weights that were pushed; they serve if the push waited for it.
         nbytes: bytes that all destinations together were sent.
         staged_bytes: the most memory that packets took at a time in any process, of either side; at most the
             option ``staging_bytes``.
@@ -180,6 +180,7 @@ class RefitSession:
         Raises:
             RefitError: on every rank, if any rank or engine failed. Every engine serves the old weights or, where
                 its own commit had succeeded, the new ones; none a mixture.
+            ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
             return self._push(version, wait=wait)

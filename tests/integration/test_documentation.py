@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_patches import refit_training
+from etp import EtpConfig
+from megatron_patches import fixes, refit_training
 from megatron_patches.arguments import add_arguments
+from megatron_patches.refit.__main__ import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FLAG = re.compile(r"^\| `(--[a-z0-9-]+)", re.MULTILINE)
 
 
@@ -67,14 +72,30 @@ def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
     assert (config["architectures"], config["num_hidden_layers"]) == (["LlamaForCausalLM"], 4)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/megatron.md"])
-def test_flags_that_are_documented_are_the_flags(page: str) -> None:
+def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
+    (example,) = _fenced(ROOT / "docs" / "refit.md", "python")
+    sizes = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
+    sizes["max_position_embeddings"] = 64
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = example + "\nprint(len(sources), len(wanted), len(plan.transfers) == verdict.transfers > 0)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("16 4 True\n", "")
+
+
+def test_flags_that_are_documented_are_the_flags() -> None:
     parser = add_arguments(argparse.ArgumentParser())
     options = {option for action in parser._actions for option in action.option_strings if "etp" in option}
-    documented = set(FLAG.findall((ROOT / page).read_text()))
+    documented = set(FLAG.findall((ROOT / "README.md").read_text()))
     assert documented <= options
     # A flag with a negation is documented by the one that is not the default.
     assert {option.replace("--no-", "--") for option in documented} == {o.replace("--no-", "--") for o in options}
+
+
+def test_fixes_of_megatron_are_listed_with_their_upstream_numbers() -> None:
+    page = (ROOT / "docs" / "megatron.md").read_text()
+    known = {number for record in fixes.records() for number in re.findall(r"#\d+", record.upstream)}
+    assert sorted(number for number in known if number not in page) == []
 
 
 def test_refit_flags_that_are_documented_are_the_flags() -> None:
@@ -84,7 +105,34 @@ def test_refit_flags_that_are_documented_are_the_flags() -> None:
     assert {flag for flag in documented if "refit" in flag} == options
 
 
+@pytest.mark.parametrize("command", ["export", "push", "plan", "verify"])
+def test_flags_of_refit_commands_are_documented(command: str) -> None:
+    pages = (
+        ("export.md",)
+        if command == "export"
+        else ("refit.md",)
+        if command != "push"
+        else ("export.md", "live_refit.md")
+    )
+    text = "".join((ROOT / "docs" / page).read_text() for page in pages)
+    commands: Any = build_parser()._subparsers._group_actions[0]
+    options = {option for action in commands.choices[command]._actions for option in action.option_strings}
+    assert {option for option in options if not re.search(rf"{option}\b(?!-)", text)} <= {"-h", "--help"}
+
+
+def test_options_of_the_engine_are_documented() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [field.name for field in dataclasses.fields(EtpConfig) if f"`{field.name}" not in text] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+    for path, anchor in LINK.findall(page.read_text()):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.relative_to(ROOT)} links to {path}"
+        assert not anchor or anchor in _anchors(target), f"{page.relative_to(ROOT)} links to {path}#{anchor}"

@@ -51,14 +51,13 @@ def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ways", "pigeon"], "pigeon"),
         (["--from", "etp=2"], "names 1 GPUs; --from has 2 ranks"),
         (["--ways", "checkpoint_engine"], "the same where it shares them"),
         (["--device", "cpu"], "nccl needs GPUs"),
     ],
 )
 def test_a_server_benchmark_that_cannot_run_says_so_before_it_starts_one(arguments: list[str], message: str) -> None:
-    with pytest.raises((ValueError, SystemExit), match=message):
+    with pytest.raises(SystemExit, match=message):
         main_vllm(arguments)
 
 

@@ -134,12 +134,12 @@ def test_a_plot_is_drawn(tmp_path: Path, kind: str) -> None:
     assert content.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
 
 
-def test_a_bar_far_longer_than_the_others_is_cut_and_says_so(tmp_path: Path) -> None:
+def test_a_bar_far_longer_than_the_others_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert longest_bar([0.0, 0.1, 0.2, 2.0]) == pytest.approx(0.6)
     assert longest_bar([0.0, 0.0]) == longest_bar([]) == 0.0
     slow = result("tp", 1, 300.0)
     others = [result("none", 1, 100.0), result("dp", 1, 110.0), result("fsdp2", 1, 120.0)]
-    rcParams["svg.fonttype"] = "none"
+    monkeypatch.setitem(rcParams, "svg.fonttype", "none")
     plot([report(*others, slow)], tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert "3.000 (cut)" in drawn

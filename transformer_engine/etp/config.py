@@ -41,7 +41,7 @@ class EtpConfig:
         pad_for_alignment: a shard's rows are a multiple of this; 0 forbids padding.
         grad_reduction: mean or sum over the shard group.
         fp32_accumulation: sum the ranks' gradients in fp32, in rank order, rounding once; otherwise in the
-            gradient's own dtype by the backend's reduce-scatter.
+            gradient's own dtype by the backend's reduce-scatter. ``copy_engine`` sums those of shards in fp32 anyway.
         reduce_once_per_iteration: add the microbatches' weight gradients locally (at full size) and reduce-scatter
             once, when :func:`etp.wait_async_comms` is called. Calling ``zero_grad()`` before that, with either value
             of ``set_to_none``, discards the sums.

@@ -71,7 +71,7 @@ class _ShardedModule(nn.Module):
 
 
 class Linear(_ShardedModule):
-    """``y = x @ weight.T + bias`` with ``weight`` sharded over ``etp_group``.
+    """``y = x @ weight.T + bias`` with ``weight`` sharded over ``etp_group``. Construction is collective.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -81,6 +81,9 @@ class Linear(_ShardedModule):
         params_dtype: dtype of the parameters; torch's default if None.
         device: where they live; the current CUDA device with TE, else the CPU, if None.
         config: engine options.
+
+    Raises:
+        ValueError: if this rank is not in ``etp_group``, or ``config`` forbids padding and the rows do not divide.
     """
 
     weight: nn.Parameter
@@ -121,8 +124,11 @@ class LayerNormLinear(_ShardedModule):
         normalization: "LayerNorm" (with weight and bias) or "RMSNorm" (with weight).
         etp_group: the ranks to shard over.
         params_dtype: dtype of the parameters; torch's default if None.
-        device: where they live.
+        device: where they live; see :class:`Linear`.
         config: engine options.
+
+    Raises:
+        ValueError: as :class:`Linear` does, and for another ``normalization``.
     """
 
     weight: nn.Parameter
@@ -181,10 +187,13 @@ class GroupedLinear(_ShardedModule):
         bias: whether each has a bias.
         etp_group: the ranks to shard over.
         params_dtype: dtype of the parameters; torch's default if None.
-        device: where they live.
+        device: where they live; see :class:`Linear`.
         config: engine options.
 
     The weights are the parameters ``weight0`` to ``weight{num_gemms - 1}``, the biases ``bias0`` and so on.
+
+    Raises:
+        ValueError: as :class:`Linear` does, and if ``num_gemms`` is below 1.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ part in it, the oldest first. A commit happens between ``/sleep`` at level 0, or
 pass through here. A request that came during the pause waits for its end. One that came before and is not answered when
 the engine has committed may have reached the engine after the pause, may go on after it (with ``keep``, or once vLLM
 had taken it off the batch), so it gets both versions. The header of a streamed answer goes with its first part, and
-knows nothing of commits after that. A server with several API processes (``--api-server-count``) gives no header after
-a commit.
+knows nothing of commits after that. A server with several API processes (``--api-server-count``) gives no header:
+only one of them hears of a commit.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class WeightsVersionHeader:
         self._version: int | None = 0
         self._open: list[_Request] = []
         self._holds = False  # whether a request that comes now is answered only after the pause
+        self._warned = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass one request on, and add the header to its answer."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or self._is_one_of_several(scope):
             await self._app(scope, receive, send)
             return
         route = scope["path"].rpartition("/")[2] if scope["method"] == "POST" else ""
@@ -93,6 +94,14 @@ class WeightsVersionHeader:
         finally:
             self._open.remove(request)
 
+    def _is_one_of_several(self, scope: Message) -> bool:
+        arguments = getattr(scope["app"].state, "args", None)
+        several = (getattr(arguments, "api_server_count", None) or 1) > 1
+        if several and not self._warned:
+            self._warned = True
+            logger.error("no x-weights-version: of several API servers one hears of a commit; use --api-server-count 1")
+        return several
+
     def _with_header(self, start: Message, request: _Request) -> Message:
         """The beginning of an answer, once the first part of it is there."""
         if None in request.versions:
@@ -115,11 +124,7 @@ class WeightsVersionHeader:
     async def _ask(self, scope: Message) -> int | None:
         """The version that all workers serve; None, and no header, if they cannot say or do not agree."""
         try:
-            state = scope["app"].state
-            if (getattr(state.args, "api_server_count", None) or 1) > 1:
-                logger.error("with several API servers only one hears of a commit: use --api-server-count 1")
-                return None
-            client = state.engine_client
+            client = scope["app"].state.engine_client
             versions = set(await client.collective_rpc("weights_version", timeout=RPC_TIMEOUT_S))
         except Exception:
             logger.exception(

@@ -124,7 +124,7 @@ def test_tables(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for words in (
         "tp=2, etp=2, pp=2, ep=2, dp=2: 16 ranks",
-        "tp=4, expert_parallel: 4 ranks",
+        "tp=4, ep=4: 4 ranks",
         "boxes are each written exactly once",
         "elements equal those of the dense model",
         "bytes by link",

@@ -1,0 +1,70 @@
+"""Checks of the benchmarks' command lines: a mistake is told before any work starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+
+def positive(text: str) -> int:
+    """An argument type: an integer above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    """An argument type: a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
+    return value
+
+
+def existing_file(text: str) -> Path:
+    """An argument type: the path of a file that is there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    return Path(text)
+
+
+def checked(check: Callable[[str], object], *names: str) -> Callable[[str], str]:
+    """An argument type: text as it was given, if it is one of ``names`` or ``check`` does not raise for it."""
+
+    def text_itself(text: str) -> str:
+        if text not in names:
+            try:
+                check(text)
+            except (RuntimeError, ValueError) as error:
+                raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    return text_itself
+
+
+def require_gpus(fail: Callable[[str], NoReturn], count: int = 1) -> None:
+    """End the process by ``fail``, such as a parser's ``error``, if PyTorch sees fewer GPUs."""
+    import torch  # here: tables are made where there may be none
+
+    found = torch.cuda.device_count()
+    if not found:
+        fail("this measures GPUs, and there is none")
+    if found < count:
+        fail(f"this needs {count} GPUs, and there are {found}")
+
+
+def require_torchrun(fail: Callable[[str], NoReturn], module: str) -> None:
+    """The same unless torchrun has started this process."""
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it with torchrun: torchrun --nproc-per-node 4 -m {module}")
+
+
+def require_matplotlib(fail: Callable[[str], NoReturn], plot: Path | None) -> None:
+    """The same if a plot is asked for and cannot be drawn."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        fail("--plot needs matplotlib: pip install matplotlib")

@@ -1,0 +1,72 @@
+"""Benchmarks tell a mistake of their command line before they start any work."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+ON_CPU = ("--model", "tiny", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "message"),
+    [
+        ("train_step", ["--systems", "none,pigeon"], "--systems pigeon: there is no such system"),
+        ("train_step", ["--systems", "none,upstream_gtp,etp_c10d"], "needs an unpatched Megatron"),
+        ("train_step", ["--rounds", "0"], "--rounds: 0 is not above 0"),
+        ("train_step", ["--merge", "/nonexistent.json"], "/nonexistent.json is not a file"),
+        ("run_all", ["--jobs", "ours,pigeon"], "--jobs pigeon: there is no such job"),
+        ("run_all", ["--seconds", "-1"], "--seconds: -1 is not above 0"),
+        ("refit", [*ON_CPU, "--from", "pigeon=2"], "'pigeon=2' is not an axis and its size"),
+        ("refit", [*ON_CPU, "--to", "tp=2,ep=3"], "ep is 3"),
+        ("refit", [*ON_CPU, "--transports", "pigeon"], "invalid choice: 'pigeon'"),
+        ("refit", [*ON_CPU, "--repeats", "0"], "--repeats: 0 is not above 0"),
+        ("refit", ["--model", "pigeon", "--device", "cpu"], "cannot read pigeon"),
+        ("refit_vllm", ["--model", "pigeon", "--device", "cpu"], "cannot read pigeon"),
+        ("refit_vllm", [*ON_CPU, "--ways", "pigeon"], "'pigeon' is not a valid TransportName"),
+        ("refit_vllm", [*ON_CPU, "--from", "pigeon=2"], "'pigeon=2' is not an axis and its size"),
+        ("refit_report", [], "name reports"),
+        ("refit_report", ["--links", "/nonexistent.json"], "/nonexistent.json is not a file"),
+        ("long_run", ["--variants", "stock", "pigeon"], "--variants pigeon: give stock or a transport"),
+        ("long_run", ["--variants", "c10d+pigeon"], "--variants c10d+pigeon: give stock"),
+        ("long_run", ["--etp-size", "3"], "--etp-size 3 does not divide --ranks 2"),
+        ("traffic", ["--microbatches", "0"], "--microbatches is 0; it must be at least 1"),
+        ("overlap", ["--repeats", "2"], "at least 3"),
+        ("trace_kinds", ["/nonexistent.json", "--passes", "2"], "/nonexistent.json is not a file"),
+        ("host_work", ["--repeats", "0"], "--repeats: 0 is not above 0"),
+        pytest.param("train_step", [], "this measures GPUs, and there is none", marks=NO_GPU),
+        pytest.param("traffic_cost", [], "this measures GPUs, and there is none", marks=NO_GPU),
+        pytest.param("overlap", [], "this measures GPUs, and there is none", marks=NO_GPU),
+        pytest.param("refit", [], "this measures GPUs, and there is none", marks=NO_GPU),
+    ],
+)
+def test_mistakes_are_told_first(
+    benchmark: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{benchmark}").main(arguments)
+    said = capsys.readouterr()
+    assert message in said.err
+    assert (stopped.value.code, said.out) == (2, "")
+
+
+@NO_GPU
+def test_a_server_is_not_started_where_it_has_no_gpu(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="this measures GPUs, and there is none"):
+        importlib.import_module("benchmarks.refit_vllm").main(["--folder", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_benchmarks_ask_for_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for benchmark in ("train_step", "traffic_cost", "overlap"):
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"benchmarks.{benchmark}").main([])
+        assert f"torchrun --nproc-per-node 4 -m benchmarks.{benchmark}" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""Tables and plots of docs/performance show what the benchmarks' reports beside them say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import batched
+from pathlib import Path
+
+import pytest
+from matplotlib import rcParams
+
+from benchmarks import refit_report, train_report
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "performance"
+# In the order in which the reports were given.
+TRAINING = {
+    "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
+    "h200x4": ("h200x4-etp", "h200x4-others", "h200x4-small"),
+    "h200x2": ("h200x2-etp", "h200x2-others"),
+    "h200x2-sizes": (
+        "h200x2-small-etp",
+        "h200x2-small-others",
+        *(f"h200x2-big/{name}" for name in ("etp_c10d", "etp_copy_engine", "fsdp2", "megatron_fsdp", "tp")),
+        "h200x2-big/upstream_gtp",
+        "h200x2-big/none",
+    ),
+}
+REFIT = (
+    *(f"refit-h200x2{name}" for name in ("", "-moe", "-moe-c10d")),
+    *(f"refit-vllm-qwen3-8b{name}" for name in ("", "-in-place", "-colocated", "-2to2", "-2to2-c10d")),
+    *(f"refit-vllm-qwen3-moe{name}" for name in ("-1to1", "")),
+)
+
+
+def _reports(names: tuple[str, ...]) -> list[dict[str, object]]:
+    return [json.loads((FOLDER / f"{name}.json").read_text()) for name in names]
+
+
+def _texts(plot: Path) -> list[str]:
+    """What is written in a plot whose letters are drawn as paths, after a comment that repeats each text."""
+    return re.findall(r"<!-- (.*) -->", plot.read_text())
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_table_is_that_of_the_reports(name: str) -> None:
+    text = train_report.table(train_report.load([FOLDER / f"{report}.json" for report in TRAINING[name]]))
+    assert text.splitlines() == (FOLDER / f"{name}.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["h200x4", "h200x2"])
+def test_training_plot_is_that_of_the_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rcParams, "svg.fonttype", "path")
+    train_report.plot(_reports(TRAINING[name]), tmp_path / "plot.svg")
+    assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / f"{name}.svg") != []
+
+
+def test_refit_plot_is_that_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rcParams, "svg.fonttype", "path")
+    refit_report.plot(refit_report.rows(_reports(REFIT)), tmp_path / "plot.svg")
+    assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / "refit.svg") != []
+
+
+def _cells(page: Path, gpus: int | None = None) -> Iterator[list[str]]:
+    """Rows of Markdown tables, without emphasis; those of one number of GPUs where the page has several."""
+    text = page.read_text()
+    if gpus is not None:
+        before, heading, after = text.partition("### 2 GPUs\n")
+        text = before if gpus == 4 else heading + after
+    for line in text.splitlines():
+        if line.startswith("| "):
+            yield [cell.strip().replace("*", "") for cell in line.strip("| ").split(" | ")]
+
+
+@pytest.mark.parametrize(("gpus", "name"), [(4, "h200x4"), (2, "h200x2")])
+def test_page_has_the_times_and_ratios_of_the_reports(gpus: int, name: str) -> None:
+    rows = [row for row in train_report.rows(_reports(TRAINING[name])) if row.model == "llama8b-8l"]
+    shown = {" ".join(cells) for cells in _cells(FOLDER.parent / "performance.md", gpus)}
+    for once, more in batched(rows, 2):
+        times = (f"{once.ms:.1f}", f"= {once.ratio:.3f}", f"{more.ms:.1f} = {more.ratio:.3f}", f"{once.held_gib:.2f}")
+        assert any(all(part in row for part in times) for row in shown), (once.system, times)
+
+
+def test_readme_has_the_ratios_of_the_reports() -> None:
+    rows = [row for row in train_report.rows(_reports(TRAINING["h200x4"])) if row.model == "llama8b-8l"]
+    known = {(f"{a.ratio:.3f}", f"{b.ratio:.3f}", f"{a.held_gib:.1f}") for a, b in batched(rows, 2)}
+    ratios = [tuple(cells[1:]) for cells in _cells(ROOT / "README.md") if re.fullmatch(r"1\.\d{3}", cells[1])]
+    assert len(ratios) == 7
+    assert set(ratios) <= known
+
+
+def test_every_report_is_in_a_table_or_named_by_a_page() -> None:
+    shown = {name for names in (*TRAINING.values(), REFIT) for name in names}
+    pages = "".join(page.read_text() for page in FOLDER.parent.rglob("*.md"))
+    reports = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.json")]
+    assert [name for name in reports if name not in shown and f"{name}.json" not in pages] == []
