@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None:
-    """Answer jobs until the session closes the connection.
+    """Answer jobs until the session closes the connection; a copy of a template ends with a body that fails.
 
     Args:
         descriptor: of the connection's socket.
@@ -37,6 +37,8 @@ def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None
 
     import torch
 
+    from tests.support.protocol import Failed
+
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -47,7 +49,14 @@ def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None
                 job = connection.recv()
             except EOFError:
                 return
-            connection.send(_answer(job))
+            answer = _answer(job)
+            if parent is None and isinstance(answer, Failed):
+                # End as a training process does, which closes its connections. A collective that waits for a peer
+                # keeps the group, and with it them, until a time-out; the peer may be waiting for this rank.
+                connection.send(answer)
+                return
+            _leave_group()
+            connection.send(answer)
 
 
 def _end_with(parent: int) -> None:
@@ -69,7 +78,6 @@ def _answer(job: Job) -> Done | Failed:
         answer = Done(pickle.dumps(body(job.rank, job.world_size, *arguments)))
     except BaseException as error:  # noqa: BLE001 - what a body raises, SystemExit too, belongs to its test
         answer = Failed(type(error).__name__, traceback.format_exc(), time.monotonic())
-    _leave_group()
     return answer
 
 

@@ -38,6 +38,12 @@ def raise_on_rank(rank: int, world_size: int, culprit: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def raise_after_imports(rank: int, world_size: int, culprit: int) -> None:
+    import torch.distributed.nn  # noqa: F401 - the default group becomes a default argument, and lives on
+
+    raise_on_rank(rank, world_size, culprit)
+
+
 def exit_on_rank(rank: int, world_size: int, culprit: int) -> None:
     if rank == culprit:
         os._exit(7)
@@ -93,6 +99,12 @@ def test_an_exception_carries_the_rank_and_its_traceback() -> None:
     assert "rank 1 of 2 has had enough" in first.report
     assert "in raise_on_rank" in first.report
     assert run_distributed(process_id, 2), "the pool must work again after a failure"
+
+
+def test_ranks_that_wait_for_one_that_failed_end_whatever_its_body_has_imported() -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_distributed(raise_after_imports, 2, args=(1,), fresh=True)
+    assert [(f.rank, f.kind) for f in caught.value.failures] == [(1, "ValueError"), (0, "RuntimeError")]
 
 
 def test_a_process_that_dies_is_reported_with_its_exit_code() -> None:
