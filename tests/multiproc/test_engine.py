@@ -229,7 +229,7 @@ def test_a_peer_that_does_not_come_is_named_within_the_time_out(where: str, what
     assert message.startswith(f"{what} failed on rank 0 (shard group: ranks [0, 1])")
     assert "A peer did not come in time" in message
     assert "EtpConfig.timeout_s" in message
-    assert 1.0 < seconds < 5.0
+    assert 1.0 < seconds < 20.0  # EtpConfig.timeout_s is 2; the process group waits for 96
 
 
 @pytest.mark.cpu_only("on GPUs a time-out ends the process, as tests/gpu/test_lost_rank.py shows")

@@ -69,16 +69,14 @@ def _end_with(parent: int) -> None:
 def _answer(job: Job) -> Done | Failed:
     from tests.support.protocol import Done, Failed
 
-    answer: Done | Failed
     try:
         _join_group(job)
         body = job.body.load()
         _set_default_transport()
         arguments = pickle.loads(job.arguments)
-        answer = Done(pickle.dumps(body(job.rank, job.world_size, *arguments)))
+        return Done(pickle.dumps(body(job.rank, job.world_size, *arguments)))
     except BaseException as error:  # noqa: BLE001 - what a body raises, SystemExit too, belongs to its test
-        answer = Failed(type(error).__name__, traceback.format_exc(), time.monotonic())
-    return answer
+        return Failed(type(error).__name__, traceback.format_exc(), time.monotonic())
 
 
 def _join_group(job: Job) -> None:
