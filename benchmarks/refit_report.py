@@ -88,9 +88,9 @@ def _mib(nbytes: int | None) -> float | None:
 
 
 def _workers(options: Mapping[str, str]) -> str:
-    shared = options["engine_gpus"] == options["trainer_gpus"]
     count = len(json.loads(options["engine_gpus"]))
-    return f"vLLM TP {count}{', on the same GPUs' if shared else ''}"
+    shared = f", on the same GPU{'s' if count > 1 else ''}" if options["engine_gpus"] == options["trainer_gpus"] else ""
+    return f"vLLM TP {count}{shared}"
 
 
 HEADINGS = ("case", "way", "push ms", "moving", "verify", "commit", "paused", "GB/s", "of link", "KL")
@@ -138,15 +138,16 @@ def plot(found: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, case in zip(axes, cases, strict=True):
         here = [row for row in found if row.case == case]
-        names = [row.way for row in here]
+        places = range(len(here))  # not by way, of which a case may have several runs
         left = [0.0] * len(here)
         for part in PARTS:
             widths = [1e3 * row.seconds.get(part, 0.0) for row in here]
-            axis.barh(names, widths, left=left, label=part)
+            axis.barh(places, widths, left=left, label=part)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         rest = [max(0.0, 1e3 * row.seconds["push"] - begin) for row, begin in zip(here, left, strict=True)]
-        bars = axis.barh(names, rest, left=left, label="the rest", color="lightgray")
+        bars = axis.barh(places, rest, left=left, label="the rest", color="lightgray")
         axis.bar_label(bars, labels=[f"{1e3 * row.seconds['push']:.0f}" for row in here], fontsize=7, padding=2)
+        axis.set_yticks(places, [row.way for row in here])
         axis.invert_yaxis()
         axis.tick_params(labelsize=7)
         axis.set_xlim(0.0, 1.15e3 * max(row.seconds["push"] for row in here))

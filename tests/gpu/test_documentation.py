@@ -13,7 +13,7 @@ from tests.gpu.devices import needs_gpus
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cuda_graphs.md"
 
 
-@needs_gpus(2)
+@needs_gpus(2, shared=False)
 def test_the_graphed_step_of_the_documentation_learns(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "graphed.py").write_text(example)

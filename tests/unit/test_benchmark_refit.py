@@ -12,6 +12,7 @@ from benchmarks.refit import main
 from benchmarks.refit_parts import main as main_parts
 from benchmarks.refit_report import main as report
 from benchmarks.refit_vllm import main as main_vllm
+from tests.unit.test_performance_documents import REFIT
 
 
 @pytest.mark.timeout(240)
@@ -39,9 +40,8 @@ def test_a_way_that_fails_says_why_and_the_next_goes_on(capsys: pytest.CaptureFi
 
 def test_reports_become_a_table_and_a_plot(tmp_path: Path) -> None:
     kept = Path(__file__).parents[2] / "docs" / "performance"
-    links = [str(kept / name) for name in ("refit-h200x2.json", "refit-h200x2-moe.json", "refit-h200x2-moe-c10d.json")]
-    runs = ("8b", "8b-in-place", "8b-colocated", "8b-2to2", "8b-2to2-c10d", "moe-1to1", "moe")
-    servers = [str(kept / f"refit-vllm-qwen3-{run}.json") for run in runs]
+    links = [str(kept / f"{name}.json") for name in REFIT if "vllm" not in name]
+    servers = [str(kept / f"{name}.json") for name in REFIT if "vllm" in name]
     found, drawn = tmp_path / "table.md", tmp_path / "plot.svg"
     assert report(["--links", *links, "--servers", *servers, "--table", str(found), "--plot", str(drawn)]) == 0
     assert found.read_text() == (kept / "refit.md").read_text()

@@ -30,8 +30,9 @@ TRAINING = {
 }
 REFIT = (
     *(f"refit-h200x2{name}" for name in ("", "-moe", "-moe-c10d")),
-    *(f"refit-vllm-qwen3-8b{name}" for name in ("", "-in-place", "-colocated", "-2to2", "-2to2-c10d")),
-    *(f"refit-vllm-qwen3-moe{name}" for name in ("-1to1", "")),
+    *(f"refit-vllm-qwen3-8b{name}" for name in ("", "-in-place", "-colocated", "-one-gpu", "-one-gpu-nixl")),
+    *(f"refit-vllm-qwen3-8b{name}" for name in ("-2to2", "-2to2-c10d")),
+    *(f"refit-vllm-qwen3-moe{name}" for name in ("-1to1", "-one-gpu", "")),
 )
 
 
@@ -59,8 +60,11 @@ def test_training_plot_is_that_of_the_reports(name: str, tmp_path: Path, monkeyp
 
 def test_refit_plot_is_that_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rcParams, "svg.fonttype", "path")
-    refit_report.plot(refit_report.rows(_reports(REFIT)), tmp_path / "plot.svg")
-    assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / "refit.svg") != []
+    rows = refit_report.rows(_reports(REFIT))
+    refit_report.plot(rows, tmp_path / "plot.svg")
+    texts = _texts(tmp_path / "plot.svg")
+    assert texts == _texts(FOLDER / "refit.svg")
+    assert texts.count("nixl") == sum(row.way == "nixl" for row in rows) > 1, "a bar for each run"
 
 
 def _cells(page: Path, gpus: int | None = None) -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import secrets
 import time
 from collections import Counter
@@ -25,6 +26,9 @@ from megatron_patches.refit.ports import Bits, Payload
 
 # The package nixl takes the one that fits the machine's CUDA; alone, the others work without GPUs too.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+# Where UCX finds no NVLink, it does not read another process's GPU memory, even on the same GPU, but sends over TCP:
+# less than 1 GB/s. NIXL sets this itself after 1.5 (https://github.com/ai-dynamo/nixl/pull/2208).
+_READ_WITHOUT_NVLINK = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
 _POLL_S = 0.0002  # at least, between two looks: all links of a party ask for the same ones
 _DRAIN_S = 1.0  # for transfers that are under way when links end
 _PAUSE_S = 0.0001  # between looks while draining
@@ -105,6 +109,8 @@ class Peer(NamedTuple):
 class NixlAgent:
     """An agent.
 
+    One for a GPU sets ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on`` in the process's environment, unless it is set already.
+
     Args:
         party: number of the party, for the agent's name.
         device: device of the memory that it registers: ``cpu``, or torch's name of a GPU.
@@ -119,9 +125,11 @@ class NixlAgent:
 
     def __init__(self, party: int, device: str) -> None:
         api = load_api()
+        host = device == "cpu"
+        if not host:
+            os.environ.setdefault(*_READ_WITHOUT_NVLINK)  # UCX reads it when the agent is made
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = api.nixl_agent(f"refit-{party}-{secrets.token_hex(8)}", config)
-        host = device == "cpu"
         self.kind, self.device = ("DRAM", 0) if host else ("VRAM", int(device.partition(":")[2] or 0))
         self._registered: dict[Region, Any] = {}
         self._uses: Counter[Region] = Counter()

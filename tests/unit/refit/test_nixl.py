@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from typing import NamedTuple
 
@@ -158,3 +159,18 @@ def test_what_cannot_be_registered_says_how_to_go_on() -> None:
     ):
         agent.register(Region(4096, 64))
     agent.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("device", "before", "after"), [("cuda:0", None, "on"), ("cuda:0", "off", "off"), ("cpu", None, None)]
+)
+def test_gpus_are_read_where_there_is_no_nvlink(
+    device: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.setenv(variable, before or "")  # what is set here is undone after the test
+    if before is None:
+        monkeypatch.delenv(variable)
+    NixlAgent(0, device).close()
+    assert os.environ.get(variable) == after
