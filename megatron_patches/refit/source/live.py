@@ -20,11 +20,13 @@ from megatron_patches.refit.source.describe import (
     unwrapped,
 )
 from megatron_patches.refit.source.family import ModelFamily
-from megatron_patches.refit.source.shard import placements
+from megatron_patches.refit.source.shard import ParamShard, placements
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+_NAMED = 3  # parameters in a message
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class LiveMemory:
     def __init__(self, chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | None) -> None:
         self._chunks, self._tp_group = chunks, tp_group
         self._describe()
-        self._storages = self._described()
+        self._prepared = self._described()
 
     def look_up(self) -> Memory:
         """The storages of the description, by name; flat arrays on the CPU, else flat tensors on one device.
@@ -96,9 +98,12 @@ class LiveMemory:
             restore()
         if not self._same():
             self._describe()
-            if self._described() != self._storages:
+            if self._described() != self._prepared:
                 self._held.clear()  # or the next look would take it for the model that it was
-                raise RefitError("the model's parameters are others than at prepare(); call prepare() again")
+                changes = _changes(self._prepared, self._described())
+                raise RefitError(
+                    f"the model's parameters are others than at prepare(): {changes}; call prepare() again"
+                )
         arrays: dict[str, Bits] = {}
         tensors: dict[str, torch.Tensor] = {}
         for live in self._shards:
@@ -115,8 +120,8 @@ class LiveMemory:
         self._shards = list(describe_model(self._chunks, self._tp_group))
         self._held = [held_tensors(model) for model in models]
 
-    def _described(self) -> tuple[Storage, ...]:
-        return tuple(live.shard.as_storage() for live in self._shards)
+    def _described(self) -> tuple[ParamShard, ...]:
+        return tuple(live.shard for live in self._shards)
 
     def _same(self) -> bool:
         """Whether the description holds still."""
@@ -131,6 +136,23 @@ class LiveMemory:
             and live.tensor.is_contiguous()
             for live in self._shards
         )
+
+
+def _changes(before: Sequence[ParamShard], after: Sequence[ParamShard]) -> str:
+    """Which parameters are not what they were, for a message."""
+    old, new = ({shard.storage: shard for shard in shards} for shards in (before, after))
+    found = [f"{old[storage].name} is gone" for storage in old.keys() - new.keys()]
+    found += [f"{new[storage].name} is new" for storage in new.keys() - old.keys()]
+    both = [(old[storage], new[storage]) for storage in old.keys() & new.keys()]
+    found += [
+        f"{was.name} was {was.dtype} {was.held_shape} and is {now.dtype} {now.held_shape}"
+        for was, now in both
+        if was != now
+    ]
+    if not found:
+        return "they come in another order"
+    more = len(found) - _NAMED
+    return ", ".join(sorted(found)[:_NAMED]) + (f", and {more} more" if more > 0 else "")
 
 
 def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:

@@ -130,6 +130,11 @@ def _another_type(model: Model) -> None:
     model.first.linear.weight.data = torch.randn(4, 6)
 
 
+def _transposed(model: Model) -> None:
+    weight = model.first.linear.weight
+    weight.data = weight.data.t().contiguous()
+
+
 def _one_more(model: Model) -> None:
     model.first.register_parameter("added", nn.Parameter(torch.randn(3)))
 
@@ -138,14 +143,23 @@ def _one_less(model: Model) -> None:
     del model.first.bias
 
 
-@pytest.mark.parametrize("change", [_another_shape, _another_type, _one_more, _one_less])
-def test_another_model_is_refused(change: Callable[[Model], None]) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_another_shape, r"layers\.0\.linear\.weight was bfloat16 \(4, 6\) and is bfloat16 \(8, 6\)"),
+        (_another_type, r"layers\.0\.linear\.weight was bfloat16 \(4, 6\) and is float32 \(4, 6\)"),
+        (_transposed, r"layers\.0\.linear\.weight was bfloat16 \(4, 6\) and is bfloat16 \(6, 4\)"),
+        (_one_more, r"layers\.0\.added is new"),
+        (_one_less, r"layers\.0\.bias is gone"),
+    ],
+)
+def test_another_model_is_refused(change: Callable[[Model], None], said: str) -> None:
     model = Model()
     memory = LiveMemory([model], None)
     memory.look_up()
     change(model)
     for _ in range(2):
-        with pytest.raises(RefitError, match=r"others than at prepare\(\)"):
+        with pytest.raises(RefitError, match=rf"others than at prepare\(\): decoder\.{said}; call prepare\(\) again"):
             memory.look_up()
 
 
