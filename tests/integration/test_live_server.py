@@ -117,6 +117,18 @@ def test_a_trainer_killed_while_the_server_is_paused(served: Served, memory: Mem
     assert served.answers() == before
 
 
+@pytest.mark.parametrize("route", ["pause?mode=keep", "sleep?level=0"])
+def test_a_server_that_was_paused_runs_after_a_push(served: Served, route: str) -> None:
+    served.push(2, MemoryMode.BESIDE)
+    before = served.answers()
+    served.server.post(route)
+    served.push(1, MemoryMode.BESIDE)
+    after = served.answers()
+    assert after != before
+    served.push(2, MemoryMode.BESIDE)
+    assert served.answers() == before
+
+
 def test_requests_are_answered_while_a_version_arrives_beside(served: Served) -> None:
     """By the old weights, until the new ones serve, and while they are sent."""
     served.push(2, MemoryMode.BESIDE)

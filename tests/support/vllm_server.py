@@ -30,6 +30,12 @@ class VllmServer:
         """Of each prompt's tokens after the first; waits while the server is paused."""
         return [self._ask(list(prompt), timeout_s, replica) for prompt in prompts]
 
+    def post(self, route: str) -> None:
+        """Post to a route without a body; raises if it answers with an error."""
+        request = urllib.request.Request(f"{self.url}/{route}", b"", method="POST")  # noqa: S310 - as below
+        with urllib.request.urlopen(request, timeout=60.0):  # noqa: S310 - as below
+            pass
+
     def was_asked(self, route: str) -> int:
         """How many requests for a route it has answered."""
         return self._log.read_text().count(f'"POST /{route} ') + self._log.read_text().count(f'"POST /{route}?')
