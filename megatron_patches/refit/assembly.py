@@ -28,6 +28,7 @@ from megatron_patches.refit.rendezvous_messages import (
 )
 
 _GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
+_REFUSED_S = 2.0  # for a way to the rendezvous, which listens before anybody is invited, to come up
 _TOPICS = 16  # on which notices are kept for whoever collects them
 
 
@@ -44,7 +45,7 @@ class Assembly:
         name: for messages: "trainer rank 3 on host a".
 
     Raises:
-        PartyFailedError: if the server cannot be reached within the time-out.
+        PartyFailedError: if the server cannot be reached within the time-out, or nobody listens there.
     """
 
     def __init__(self, invitation: Invitation, party: int, name: str) -> None:
@@ -197,15 +198,23 @@ class Assembly:
 
 
 def _connect(invitation: Invitation) -> socket.socket:
-    deadline = time.monotonic() + invitation.timeout_s
+    """Connects to the rendezvous. Whoever asks may be an engine, which answers no request meanwhile.
+
+    Raises:
+        PartyFailedError: if it cannot be reached within the time-out; soon where nobody listens, as after its end.
+    """
+    began = time.monotonic()
     while True:
         try:
             return socket.create_connection((invitation.host, invitation.port), timeout=5.0)
         except OSError as error:
-            if time.monotonic() > deadline:
+            most_s = invitation.timeout_s
+            if isinstance(error, ConnectionRefusedError):
+                most_s = min(most_s, _REFUSED_S)
+            if time.monotonic() - began > most_s:
                 raise PartyFailedError(
                     f"cannot reach the rendezvous at {invitation.host}:{invitation.port} within "
-                    f"{invitation.timeout_s:.0f} s ({error.strerror or error}); the trainer's option host must be an "
-                    "address of its machine that engines reach"
+                    f"{most_s:.0f} s ({error.strerror or error}); the trainer's option host must be an "
+                    "address of its machine that engines reach, and the trainer must not have given up meanwhile"
                 ) from error
             time.sleep(TICK_S)

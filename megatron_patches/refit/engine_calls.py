@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_patches.refit.assembly import Assembly
@@ -25,12 +25,20 @@ class EngineCalls:
         self._threads: list[threading.Thread] = []
         self._failures: list[str] = []
 
-    def start(self, engine: EngineClient, call: Mapping[str, Any]) -> None:
-        """Starts one."""
+    def start(self, engine: EngineClient, call: Mapping[str, Any], check: Callable[[], None] | None = None) -> None:
+        """Starts one.
+
+        Args:
+            engine: that is called.
+            call: what it is told.
+            check: raises where the engine has answered, and has not done its part.
+        """
 
         def run() -> None:
             try:
                 engine.call(dict(call))
+                if check is not None:
+                    check()
             except Exception as error:  # noqa: BLE001 - carried to all parties
                 self._failures.append(f"{engine.name}: {describe_error(error)}")
                 self._report(self._failures[-1])

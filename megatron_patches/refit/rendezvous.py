@@ -16,11 +16,12 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 
 import msgspec
 
 from megatron_patches.refit import frames
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.outbox import Outbox
 from megatron_patches.refit.rendezvous_messages import (
@@ -76,6 +77,25 @@ class Rendezvous:
         self.invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16), parties, timeout_s)
         for target in (self._accept, self._watch):
             threading.Thread(target=target, name=f"refit-rendezvous-{target.__name__}", daemon=True).start()
+
+    def check_joined(self, parties: Iterable[int], who: str) -> None:
+        """Raises unless all of ``parties`` have joined, whatever has become of them since.
+
+        Args:
+            parties: their numbers.
+            who: they are, for the message.
+
+        Raises:
+            RefitError: naming the address that they must reach.
+        """
+        with self._lock:
+            absent = [party for party in parties if party not in self._names]
+        if absent:
+            raise RefitError(
+                f"{len(absent)} of the workers of {who} did not join; they must reach {self.invitation.host}:"
+                f"{self.invitation.port}, so the option host must be an address of this machine that engines reach; "
+                "the log there says what went wrong"
+            )
 
     def close(self) -> None:
         """Ends it, once parties have what they were told, or have had time to; those that still wait are told so."""

@@ -161,7 +161,8 @@ class RefitSession:
         calls = EngineCalls(self._assembly, "describing the trainer's weights")
         first = self._exchange.size
         for engine, size in zip(self._engines, sizes, strict=False):
-            calls.start(engine, {"call": "join", **asdict(invitation), "first_party": first, **self._joining()})
+            call = {"call": "join", **asdict(invitation), "first_party": first, **self._joining()}
+            calls.start(engine, call, self._check_joined(engine, range(first, first + size)))
             first += size
         self._party.prepare(self._describe)
         self._on_all(partial(calls.finish, self._options.timeout_s))
@@ -317,6 +318,12 @@ class RefitSession:
             "staging_bytes": self._options.staging_bytes,
             "memory": self._options.memory.value,
         }
+
+    def _check_joined(self, engine: EngineClient, parties: range) -> Callable[[], None] | None:
+        """What raises where an engine has answered that it joins, and its workers have not."""
+        if self._rendezvous is None:
+            return None
+        return partial(self._rendezvous.check_joined, parties, engine.name)
 
     def _make_commit(self, version: int, calls: EngineCalls) -> Commit:
         """The commit of a version that engines receive in ``calls``."""

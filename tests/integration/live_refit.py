@@ -281,14 +281,21 @@ class Unreachable(HttpEngine):
         return 1
 
 
-def unreachable_body(rank: int, world_size: int, case: Case) -> tuple[float, str]:
-    """Prepares for an engine that cannot be reached: seconds until it failed, and why."""
+class Deaf(Unreachable):
+    """A server whose workers cannot reach the trainer: it answers, as no call may raise there, and none has joined."""
+
+    def call(self, call: dict[str, Any]) -> None:
+        pass
+
+
+def unreachable_body(rank: int, world_size: int, case: Case, kind: type[Unreachable]) -> tuple[float, str]:
+    """Prepares for an engine that cannot be reached, or cannot reach the trainer: seconds until it failed, and why."""
     del world_size
     with socket.socket() as gone:
         # Nobody listens, and it is kept: one of the many ports that process groups listen on could be the same.
         gone.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
-        pushing = RefitSession(start(case), [Unreachable(url)] if rank == 0 else [], vocab_size=37)
+        pushing = RefitSession(start(case), [kind(url)] if rank == 0 else [], vocab_size=37)
         started = time.monotonic()
         with contextlib.closing(pushing):
             try:

@@ -14,6 +14,8 @@ from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import (
     PROMPTS,
+    Deaf,
+    Unreachable,
     export_body,
     failing_in_place_body,
     killed_body,
@@ -124,7 +126,13 @@ def test_a_push_in_place_that_fails_puts_the_version_back_that_was_pushed_before
     assert engine.state() == before
 
 
-def test_an_engine_that_cannot_be_reached_ends_the_preparation_of_all_ranks_at_once() -> None:
-    for seconds, reason in run_megatron(unreachable_body, 2, args=(CASE,), timeout_s=120):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Unreachable, "cannot reach http://127.0.0.1:"), (Deaf, "1 of the workers of http://127.0.0.1:")],
+)
+def test_an_engine_that_cannot_be_reached_ends_the_preparation_of_all_ranks_at_once(
+    kind: type[Unreachable], message: str
+) -> None:
+    for seconds, reason in run_megatron(unreachable_body, 2, args=(CASE, kind), timeout_s=120):
         assert seconds < 60  # the time-out of a step is 300
-        assert "cannot reach http://127.0.0.1:" in reason
+        assert message in reason

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_patches.refit.dtypes import ITEMSIZE
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.source.deepseek_v3 import DeepseekV3Family
 from megatron_patches.refit.source.family import ModelFamily
@@ -28,6 +29,16 @@ FAMILIES: Mapping[str, Callable[[ModelTraits], ModelFamily]] = MappingProxyType(
     }
 )
 """The architectures that a plan can be made for, by their class in ``transformers``."""
+
+
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+        "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+        "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
+    }
+)
+"""What transformers takes for a field that is left out, by architecture, where it does not follow from other fields."""
 
 
 def read_config(path: Path) -> Mapping[str, object]:
@@ -74,15 +85,20 @@ def dtype_of(config: Mapping[str, object]) -> str:
     """Element type of the weights: ``torch_dtype``, which later releases of transformers call ``dtype``.
 
     Raises:
-        UnsupportedModelError: if the configuration has neither.
+        UnsupportedModelError: if the configuration has neither, or what it has names no type, such as "auto".
     """
     value = config.get("torch_dtype") or config.get("dtype")
     if not isinstance(value, str):
         raise UnsupportedModelError("the configuration has neither torch_dtype nor dtype")
+    if value not in ITEMSIZE:
+        raise UnsupportedModelError(
+            f"the weights' type is {value!r} (torch_dtype or dtype); write one of torch's names, such as bfloat16"
+        )
     return value
 
 
 def _traits(architecture: str, config: Mapping[str, object]) -> ModelTraits:
+    config = {**_LEFT_OUT.get(architecture, {}), **config}
     experts = architecture == "Qwen3MoeForCausalLM"
     if experts:
         _check_all_sparse(config)

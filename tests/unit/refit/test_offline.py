@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,12 +142,30 @@ def test_defaults_of_a_configuration() -> None:
     assert (traits.head_dim, traits.num_kv_heads, traits.num_experts, traits.qk_norm) == (4, 4, 0, False)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("is_null", [False, True])
+def test_defaults_are_those_of_transformers(architecture: str, is_null: bool) -> None:
+    """They differ between architectures; where ``null`` is written they follow from other fields."""
+    from transformers import AutoConfig
+
+    missing: dict[str, object] = {"num_key_value_heads": None} if is_null else {}
+    left_out = {*missing, "num_key_value_heads", *(() if is_null else ("head_dim",))}
+    config = {name: value for name, value in LLAMA.items() if name not in left_out}
+    config |= {"architectures": [architecture], **missing}
+    traits = family_from_config(config).traits
+    known: Any = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower(), **config)
+    head_dim = getattr(known, "head_dim", known.hidden_size // known.num_attention_heads)
+    assert (traits.num_kv_heads, traits.head_dim) == (known.num_key_value_heads, head_dim)
+
+
 def test_the_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     assert read_config(tmp_path) == read_config(tmp_path / "config.json") == EXPERTS
     assert dtype_of(EXPERTS) == dtype_of({"dtype": "bfloat16"}) == "bfloat16"
     with pytest.raises(UnsupportedModelError, match="neither torch_dtype nor dtype"):
         dtype_of({})
+    with pytest.raises(UnsupportedModelError, match=r"the weights' type is 'auto' .*, such as bfloat16"):
+        dtype_of({"torch_dtype": "auto"})
     with pytest.raises(UnsupportedModelError, match=r"cannot read .*missing: No such file"):
         read_config(tmp_path / "missing")
     for text, message in (("{", "is not JSON"), ("[]", "is not the configuration of a model")):

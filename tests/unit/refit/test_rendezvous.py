@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 import time
@@ -10,17 +11,42 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 
 from megatron_patches.refit import frames, rendezvous
 from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.engine_calls import EngineCalls
+from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.rendezvous import Rendezvous
 
 TIMEOUT_S = 3.0
+
+
+class Deaf:
+    """An engine that answers every call and does nothing."""
+
+    name = "an engine"
+
+    def world_size(self) -> int:
+        return 2
+
+    def call(self, call: dict[str, Any]) -> None:
+        pass
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        pass
+
+    def pause(self, mode: PauseMode) -> None:
+        pass
+
+    def resume(self, *, reset_cache: bool) -> None:
+        pass
 
 
 @contextmanager
@@ -405,6 +431,60 @@ def test_a_rendezvous_that_cannot_be_reached_names_the_way_out() -> None:
         Assembly(server.invitation, 0, "party 0")
     with pytest.raises(PartyFailedError, match=r"cannot listen on 192\.0\.2\.1 \(.*\); host must be an address"):
         Rendezvous(1, 1.0, host="192.0.2.1")
+
+
+def test_a_party_invited_by_somebody_who_has_given_up_does_not_wait_for_him() -> None:
+    """An engine answers no request meanwhile, nor the next invitation."""
+    server = Rendezvous(1, 300.0)
+    server.close()
+    began = time.monotonic()
+    with pytest.raises(PartyFailedError, match=r"within 2 s \(Connection refused\); .* must not have given up"):
+        Assembly(server.invitation, 0, "party 0")
+    assert time.monotonic() - began < 30
+
+
+def test_a_party_whose_rendezvous_can_be_reached_only_a_little_later_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, refusals = socket.create_connection, [ConnectionRefusedError(), ConnectionRefusedError()]
+
+    def connect(*args: Any, **kwargs: Any) -> socket.socket:
+        if refusals:
+            raise refusals.pop()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with meeting(1) as (_, members):
+        assert members[0].gather("meet", int, lambda: 7) == [7]
+    assert not refusals
+
+
+def test_an_engine_that_answers_without_having_joined_fails_the_step_at_once() -> None:
+    with meeting(2, 60.0) as (joined, members):
+        on_all(members, lambda member: member.gather("meet", int, lambda: 0))
+        joined.check_joined(range(2), "the engine")
+    server = Rendezvous(3, 60.0)
+    members = [Assembly(server.invitation, party, f"party {party}") for party in range(2)]
+    calls = EngineCalls(members[0], "meet")
+
+    def work(member: Assembly) -> list[int]:
+        def wait() -> int:
+            work_until_failed(member, 40)
+            return 0
+
+        return member.gather("meet", int, wait)
+
+    began = time.monotonic()
+    calls.start(Deaf(), {}, partial(server.check_joined, range(1, 3), Deaf.name))
+    here = f"127.0.0.1:{server.invitation.port}"
+    reason = f"1 of the workers of an engine did not join; they must reach {here}, .*option host must be an address"
+    for found in on_all(members, work):
+        assert isinstance(found, PartyFailedError)
+        assert re.search(reason, str(found))
+    assert time.monotonic() - began < 30
+    with pytest.raises(RefitError, match=reason):
+        calls.finish(10.0)
+    for member in members:
+        member.close()
+    server.close()
 
 
 def test_a_party_that_never_joined_is_told_where_to() -> None:
