@@ -40,6 +40,23 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """What transformers takes for a field that is left out, by architecture, where it does not follow from other fields."""
 
+# Fields that shape tensors, where transformers takes the value of one large model: nobody leaves them out on purpose.
+_ASKED_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "DeepseekV3ForCausalLM": ("q_lora_rank", "first_k_dense_replace", "n_shared_experts"),
+        "NemotronHForCausalLM": ("num_key_value_heads",),
+    }
+)
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "norm_topk_prob",
+    "use_bias",
+    "use_conv_bias",
+    "mamba_proj_bias",
+)
+
 
 def read_config(path: Path) -> Mapping[str, object]:
     """The content of a ``config.json``.
@@ -68,17 +85,26 @@ def family_from_config(config: Mapping[str, object]) -> ModelFamily:
     Rotary scaling other than none is not read: it has no bearing on any tensor of the checkpoint.
 
     Raises:
-        UnsupportedModelError: if the architecture is unknown, a field is missing, or layers differ in kind.
+        UnsupportedModelError: if the architecture is unknown, a field is missing or has no sense, or layers differ in
+            kind.
     """
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "not given"
     if name not in FAMILIES:
         raise UnsupportedModelError(f"the architecture is {name}; known are {', '.join(FAMILIES)}")
+    _check_fields(name, config)
     if name == "DeepseekV3ForCausalLM":
-        return DeepseekV3Family(_deepseek_traits(config))
-    if name == "NemotronHForCausalLM":
-        return NemotronHFamily(_nemotron_traits(config))
-    return FAMILIES[name](_traits(name, config))
+        traits = _deepseek_traits(config)
+    elif name == "NemotronHForCausalLM":
+        traits = _nemotron_traits(config)
+    else:
+        traits = _traits(name, config)
+    if traits.num_heads % traits.num_kv_heads:
+        raise UnsupportedModelError(
+            f"num_key_value_heads is {traits.num_kv_heads} and num_attention_heads is {traits.num_heads} in the "
+            "configuration; the first must divide the second"
+        )
+    return FAMILIES[name](traits)
 
 
 def dtype_of(config: Mapping[str, object]) -> str:
@@ -95,6 +121,18 @@ def dtype_of(config: Mapping[str, object]) -> str:
             f"the weights' type is {value!r} (torch_dtype or dtype); write one of torch's names, such as bfloat16"
         )
     return value
+
+
+def _check_fields(architecture: str, config: Mapping[str, object]) -> None:
+    missing = [field for field in _ASKED_FOR.get(architecture, ()) if field not in config]
+    if missing:
+        raise UnsupportedModelError(
+            f"the configuration of this {architecture} does not say {', '.join(missing)}, for which transformers has "
+            "values of its own; write down what the model has"
+        )
+    for field in _FLAGS:
+        if not isinstance(config.get(field), bool | None):
+            raise UnsupportedModelError(f"{field} is {config[field]!r} in the configuration; it must be true or false")
 
 
 def _traits(architecture: str, config: Mapping[str, object]) -> ModelTraits:
@@ -261,7 +299,7 @@ def _count(config: Mapping[str, object], name: str) -> int:
     """A number that may be 0, or missing, which counts as 0."""
     value = config.get(name) or 0
     if not isinstance(value, int) or value < 0:
-        raise UnsupportedModelError(f"{name} is {value} in the configuration; it must be 0 or a positive integer")
+        raise UnsupportedModelError(f"{name} is {value!r} in the configuration; it must be 0 or a positive integer")
     return value
 
 
@@ -278,7 +316,7 @@ def _integer(config: Mapping[str, object], name: str, default: int | None = None
     if value is None:
         value = default
     if not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(f"{name} is {value} in the configuration; it must be a positive integer")
+        raise UnsupportedModelError(f"{name} is {value!r} in the configuration; it must be a positive integer")
     return value
 
 
@@ -286,5 +324,5 @@ def _number(config: Mapping[str, object], name: str, default: float) -> float:
     nested = config.get("rope_parameters")  # where releases of transformers from 5.0 on keep what is rotary
     value = config.get(name, nested.get(name, default) if isinstance(nested, Mapping) else default)
     if not isinstance(value, int | float):
-        raise UnsupportedModelError(f"{name} is {value} in the configuration; it must be a number")
+        raise UnsupportedModelError(f"{name} is {value!r} in the configuration; it must be a number")
     return float(value)

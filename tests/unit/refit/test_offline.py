@@ -124,16 +124,32 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(
     [
         ({"architectures": ["MixtralForCausalLM"]}, "the architecture is MixtralForCausalLM; known are Llama"),
         ({"architectures": None}, "the architecture is not given"),
-        ({"hidden_size": "16"}, "hidden_size is 16 in the configuration; it must be a positive integer"),
+        ({"hidden_size": "16"}, "hidden_size is '16' in the configuration; it must be a positive integer"),
         ({"mlp_only_layers": [1]}, "only models with experts in every layer"),
         ({"decoder_sparse_step": 2}, "only models with experts in every layer"),
         ({"attention_bias": True}, "attention_bias is True and mlp_bias is False"),
-        ({"rope_theta": "big"}, "rope_theta is big"),
+        ({"rope_theta": "big"}, "rope_theta is 'big'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3 and num_attention_heads is 4"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no' in the configuration; it must be true or false"),
     ],
 )
 def test_a_configuration_that_is_not_understood_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         family_from_config(EXPERTS | changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        ("DeepseekV3ForCausalLM", "q_lora_rank, first_k_dense_replace, n_shared_experts"),
+        ("NemotronHForCausalLM", "num_key_value_heads"),
+    ],
+)
+def test_what_nobody_leaves_out_on_purpose_is_asked_for(architecture: str, missing: str) -> None:
+    """Anything else than transformers' own values would give a plan for other shapes than the engine's."""
+    config = {name: value for name, value in EXPERTS.items() if name != missing} | {"architectures": [architecture]}
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} does not say {missing}"):
+        family_from_config(config)
 
 
 def test_defaults_of_a_configuration() -> None:
@@ -151,7 +167,7 @@ def test_defaults_are_those_of_transformers(architecture: str, is_null: bool) ->
     missing: dict[str, object] = {"num_key_value_heads": None} if is_null else {}
     left_out = {*missing, "num_key_value_heads", *(() if is_null else ("head_dim",))}
     config = {name: value for name, value in LLAMA.items() if name not in left_out}
-    config |= {"architectures": [architecture], **missing}
+    config |= {"architectures": [architecture], "num_attention_heads": 64, "hidden_size": 256, **missing}
     traits = family_from_config(config).traits
     known: Any = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower(), **config)
     head_dim = getattr(known, "head_dim", known.hidden_size // known.num_attention_heads)
