@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+_LEAST_STAGING_BYTES = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class RefitOptions:
@@ -42,6 +44,7 @@ class RefitOptions:
         transport: how bytes travel; ``shm`` and ``cuda_ipc`` need trainer and engines on one host. None for the
             fastest that reaches all; see :func:`megatron_patches.refit.parties.choosing.choose`.
         staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
+            At least 4096; with buffers much smaller than the weights, preparation takes long.
         timeout_s: seconds that a step may take after its first party has finished.
         pause: what happens to requests in flight when the engines pause, which they do for the commit, or in place for
             the whole push.
@@ -60,8 +63,11 @@ class RefitOptions:
     allow_narrowing: bool = False
 
     def __post_init__(self) -> None:
-        if self.staging_bytes < 16:
-            raise ValueError(f"staging_bytes is {self.staging_bytes}; two buffers of 8 bytes must fit")
+        if self.staging_bytes < _LEAST_STAGING_BYTES:
+            raise ValueError(
+                f"staging_bytes is {self.staging_bytes}; with less than {_LEAST_STAGING_BYTES}, planning the packets "
+                "would take longer than any time-out"
+            )
         if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
 

@@ -68,7 +68,7 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--refit-staging-bytes 8", r"--refit-.*staging_bytes is 8"),
+        ("--refit-staging-bytes 4095", r"--refit-.*staging_bytes is 4095; with less than 4096"),
         ("--refit-timeout 0", r"--refit-.*timeout_s is 0"),
         ("--refit-timeout inf", r"--refit-.*timeout_s is inf"),
         ("--refit-interval 0", r"--refit-interval is 0"),
