@@ -72,6 +72,19 @@ def on_all[T](members: list[Assembly], work: Callable[[Assembly], T]) -> list[T 
         return list(pool.map(run, members))
 
 
+def wait_for_join(server: Rendezvous, party: int) -> None:
+    """A party sends its introduction and goes on; the server notes it a little later, in another thread."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            server.check_joined([party], f"party {party}")
+            return
+        except RefitError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
 def work_until_failed(member: Assembly, seconds: float) -> None:
     """What a party does that looks for failures of others meanwhile; it gives up late."""
     deadline = time.monotonic() + seconds
@@ -463,6 +476,7 @@ def test_an_engine_that_answers_without_having_joined_fails_the_step_at_once() -
         joined.check_joined(range(2), "the engine")
     server = Rendezvous(3, 60.0)
     members = [Assembly(server.invitation, party, f"party {party}") for party in range(2)]
+    wait_for_join(server, 1)
     calls = EngineCalls(members[0], "meet")
 
     def work(member: Assembly) -> list[int]:
