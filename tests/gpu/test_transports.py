@@ -28,7 +28,7 @@ def test_copy_engine_equals_c10d(world_size: int, dtype: torch.dtype, sink_dtype
     assert counts == [12 * 12] * world_size
 
 
-@needs_gpus(2)
+@needs_gpus(2, shared=False)
 def test_processes_that_see_one_gpu_each_copy_from_each_other() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -73,3 +73,31 @@ def test_ranks_of_which_one_gathers_more_end_with_a_layers_name(tmp_path: Path) 
     timed_out = r"of layers\.\d\.weight.* on rank \d .* did not finish within 5 s: .* left the common order"
     for rank in range(2):
         assert re.search(f"{told}|{timed_out}", (tmp_path / f"rank{rank}.txt").read_text())
+
+
+@needs_gpus(2)
+def test_ranks_that_train_other_replicated_parameters_are_told_when_the_next_pass_ends() -> None:
+    """Their gradients, of one size, were added up."""
+    arguments = ((bodies_order.SIDE, bodies_order.SIDE),)
+    for raised, right in run_distributed(bodies_order.replicated_that_differ, 2, "nccl", args=arguments):
+        assert "the all-reduce of own.0.weight's gradient on rank 0 and the all-reduce of own.1.weight's" in raised
+        assert right
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+def test_ranks_that_train_replicated_parameters_of_other_sizes_end_with_their_names(
+    tmp_path: Path, transport: str
+) -> None:
+    """The device may wait for ever for an all-reduce whose sizes differ."""
+    # With copy_engine no orders are compared, and the rank that sends more may be the only one that waits.
+    enough = {"c10d": all, "copy_engine": any}[transport]
+    arguments = transport, str(tmp_path)
+    with pytest.raises(RanksFailedError):
+        run_distributed(bodies_order.replicated_of_other_sizes, 2, "nccl", args=arguments, fresh=True)
+    told = r"the all-reduce of own\.0\.weight's gradient on rank 0 and the all-reduce of own\.1\."
+    timed_out = (
+        r"all-reduce of replicated gradients \(shared\.bias to own\.\d\.\w+\) on rank \d .* did not finish within 5 s"
+    )
+    said = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(2)]
+    assert enough(re.search(f"{told}|{timed_out}", text) for text in said), said

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shared_gpus import sharing_gpus
 from tests.integration.cases import LLAMA, ONE_MICROBATCH, SCHEDULE
 
 pytestmark = [
@@ -34,8 +35,14 @@ SURVIVOR = 0
 
 
 @contextlib.contextmanager
-def training(tmp_path: Path, *flags: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two ranks of one training, without torchrun, whose agent would end the survivor itself."""
+def training(tmp_path: Path, *flags: str, gpus: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two ranks of one training, without torchrun, whose agent would end the survivor itself.
+
+    Args:
+        tmp_path: folder for what they print, in ``rank0.txt`` and ``rank1.txt``.
+        flags: more flags of the training.
+        gpus: how many GPUs there are; with one, the ranks share it.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -48,7 +55,9 @@ def training(tmp_path: Path, *flags: str) -> Iterator[list[subprocess.Popen[byte
     try:
         for rank in range(2):
             with (tmp_path / f"rank{rank}.txt").open("wb") as output:
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % gpus)}
+                if gpus < 2:
+                    own |= sharing_gpus(rank, gpus)
                 environment = {**os.environ, **shared, **own}
                 ranks.append(
                     subprocess.Popen([*command, *flags], cwd=ROOT, env=environment, stdout=output, stderr=output)
@@ -61,13 +70,15 @@ def training(tmp_path: Path, *flags: str) -> Iterator[list[subprocess.Popen[byte
 
 
 def await_loss(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a process has ended or is stopped, and leave its status to be asked for again."""
+    """Wait until a signal has ended or stopped a process, and leave its status to be asked for again."""
     deadline = time.monotonic() + START_TIMEOUT_S
     asked = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-    while os.waitid(os.P_PID, process.pid, asked) is None:
+    while (found := os.waitid(os.P_PID, process.pid, asked)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no rank failed within {START_TIMEOUT_S:.0f} s")
         time.sleep(0.05)
+    if found.si_code == os.CLD_EXITED:
+        raise ChildProcessError(f"the rank that was to be lost has ended by itself, with status {found.si_status}")
 
 
 @pytest.mark.parametrize(

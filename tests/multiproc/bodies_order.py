@@ -206,3 +206,26 @@ def replicated_that_differ(rank: int, world_size: int, sizes: tuple[int, int]) -
         if not isinstance(param, etp.ETPShardedParam)
     )
     return raised, right
+
+
+def replicated_of_other_sizes(rank: int, world_size: int, transport: str, folder: str) -> None:
+    """Ranks train replicated parameters of other sizes, whose all-reduce may never end. Not for gloo.
+
+    Writes what was raised or logged to a file, and ends the process, whose device may be busy for ever.
+    """
+    said = logging.FileHandler(Path(folder) / f"rank{rank}.txt")
+    logging.getLogger("etp.collectives.watchdog").addHandler(said)
+    torch.manual_seed(3)
+    model = Domains([nn.PReLU(SIDE), nn.Linear(SIDE, 40_000)]).to(device())
+    config = etp.EtpConfig(transport=transport, timeout_s=5.0)
+    etp.shard_module(model, dist.group.WORLD, config=config, replicated_modules=[model.own])
+    x = torch.randn(3, SIDE, device=device())
+    raised = "no error"
+    try:
+        for kind in (0, 1, rank, 0, 0):
+            model(x, kind).square().sum().backward()
+    except etp.PeerMismatchError as error:
+        raised = str(error)
+    said.emit(logging.makeLogRecord({"msg": raised}))
+    time.sleep(10.0)  # the peer has until its timeout
+    os._exit(1)

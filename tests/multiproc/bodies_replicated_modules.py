@@ -17,7 +17,7 @@ import etp
 from tests.multiproc.bodies_clipping import WAYS
 from tests.multiproc.models import INNER, TOKENS, VOCAB, WIDTH, Tiny, batch, loss_of
 from tests.multiproc.oracle import Twins, poisoned, rows_of_shard
-from tests.support.launch import device
+from tests.support.launch import device, on_gpus
 
 ALIGNMENT = 16
 
@@ -196,6 +196,9 @@ def ranks_that_differ(rank: int, world_size: int) -> dict[str, str]:
     except etp.PeerMismatchError as error:
         answers["choice"] = str(error)
     assert not _names_of_shards(model)
+    if on_gpus():
+        # Gradients of other sizes may keep the device busy for ever: tests/gpu/test_transports.py.
+        return answers
     config = etp.EtpConfig(transport="c10d")
     etp.shard_module(model, dist.group.WORLD, config=config, replicated_modules=[model.blocks[1]])
     tokens, targets = batch(0, rank, device())

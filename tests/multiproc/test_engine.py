@@ -222,7 +222,7 @@ def test_the_chain_can_be_read() -> None:
 @pytest.mark.cpu_only("on GPUs a time-out ends the process, as tests/gpu/test_lost_rank.py shows")
 @pytest.mark.parametrize(
     ("where", "what"),
-    [("gather", "all-gather of 0.weight"), ("returned gradient", "all-reduce of replicated gradients")],
+    [("gather", "all-gather of 0.weight"), ("returned gradient", "all-reduce of replicated gradients (1.weight)")],
 )
 def test_a_peer_that_does_not_come_is_named_within_the_time_out(where: str, what: str) -> None:
     message, seconds = run_distributed(bodies.a_peer_does_not_come, 2, args=(where,))[0]

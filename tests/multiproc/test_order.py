@@ -76,7 +76,7 @@ def test_a_pass_takes_one_exchange_and_a_forward_pass_that_may_have_a_backward_n
 def test_ranks_that_train_other_replicated_parameters_are_told(sizes: tuple[int, int]) -> None:
     """One that was added up with another of its size would have a wrong gradient; gloo ends the process at another."""
     if on_gpus():
-        pytest.skip("the host reads the answer when the next pass ends, after the gradients were added up")
+        pytest.skip("the host reads the answer when the next pass ends: tests/gpu/test_transports.py")
     for raised, right in run_distributed(bodies.replicated_that_differ, 2, args=(sizes,)):
         assert "the all-reduce of own.0.weight's gradient on rank 0 and the all-reduce of own.1.weight's" in raised
         assert right

@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiproc import bodies_checkpoint as checkpoints
 from tests.multiproc import bodies_replicated_modules as bodies
-from tests.support.launch import run_distributed
+from tests.support.launch import on_gpus, run_distributed
 
 pytestmark = pytest.mark.multiproc
 
@@ -83,7 +83,7 @@ def test_ranks_that_differ_are_told() -> None:
     for answers in run_distributed(bodies.ranks_that_differ, 2):
         assert answers["choice"].startswith("shard_module: rank 1 has blocks.0.norm.weight [12] torch.float32, ")
         assert "blocks.0.up.weight (replicated) [29, 12] torch.float32" in answers["choice"]
-        assert "all-reduce of blocks.1." in answers["pass"]
+        assert on_gpus() or "all-reduce of blocks.1." in answers["pass"]
 
 
 def test_a_choice_that_cannot_be_is_refused_by_name() -> None:

@@ -48,7 +48,9 @@ class Model:
         self.groups = cast("list[WeightGroup]", [Group(), Group()])
         graphs = GraphModes(lambda: BufferCache(1, 0))
         self.reductions = Discards(config, Routes(config), TrafficCounters(), graphs)
-        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, lambda: False, lambda *_: None)
+        replicated = ReplicatedGrads(
+            config.grad_reduction, lambda: None, lambda: False, lambda *_: None, lambda *_: None
+        )
         self.weights = WeightVersions([], reuse_across_forwards=reuse)
         self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
 

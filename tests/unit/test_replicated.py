@@ -22,7 +22,7 @@ class Counting(ReplicatedGrads):
 
 def test_registering_looks_at_no_other_parameter(world: dist.ProcessGroup) -> None:
     """A model with thousands of experts has as many biases."""
-    grads = Counting(GradReduction.MEAN, lambda: None, lambda: False, lambda *_: None)
+    grads = Counting(GradReduction.MEAN, lambda: None, lambda: False, lambda *_: None, lambda *_: None)
     params = [nn.Parameter(torch.randn(3)) for _ in range(50)]
     for index, param in enumerate(params):
         grads.register(param, world, f"bias{index}")

@@ -34,6 +34,7 @@ class ReplicatedGrads:
         is_captured: whether the backward pass is being captured by graphed callables. Its gradients are then left to
             autograd, which delivers them again at every replay.
         note: called with the group and the name of each gradient before it is combined.
+        watch: called with the group and a description of each all-reduce once it is enqueued.
         timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
@@ -44,6 +45,7 @@ class ReplicatedGrads:
         on_collect: Callable[[], None],
         is_captured: Callable[[], bool],
         note: Callable[[dist.ProcessGroup, str], None],
+        watch: Callable[[dist.ProcessGroup, str], None],
         *,
         timeout_s: float | None = None,
         fp32_accumulation: bool = True,
@@ -53,6 +55,7 @@ class ReplicatedGrads:
         self._on_collect = on_collect
         self._is_captured = is_captured
         self._note = note
+        self._watch = watch
         self._timeout_s = timeout_s
         self._names: dict[nn.Parameter, str] = {}
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
@@ -123,7 +126,7 @@ class ReplicatedGrads:
         """``grad`` combined over the group right away. Collective."""
         self._note(self._groups[param], self._names[param])
         reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
-        self._all_reduce(reduced, self._groups[param])
+        self._all_reduce(reduced, self._groups[param], self._names[param])
         return reduced.to(grad.dtype)
 
     def announce(self) -> None:
@@ -143,7 +146,8 @@ class ReplicatedGrads:
         for (group, _, _), params in buckets.items():
             flat = torch.cat([collected[param].reshape(-1) for param in params])
             flat = flat.to(self._wide(flat.dtype))
-            self._all_reduce(flat, group)
+            names = [self._names[param] for param in params]
+            self._all_reduce(flat, group, names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
             for param, total in zip(params, flat.split([p.numel() for p in params]), strict=True):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -158,10 +162,12 @@ class ReplicatedGrads:
         """Drop what an abandoned backward pass collected."""
         self._collected.clear()
 
-    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-        with reported("all-reduce of replicated gradients", group):
+    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, names: str) -> None:
+        label = f"all-reduce of replicated gradients ({names})"
+        with reported(label, group):
             work = dist.all_reduce(flat, group=group, async_op=True)
             self._line.wait(work, self._timeout_s, keep=flat.device.type == "cpu")
+        self._watch(group, label)
         if self._reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
 

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives import select_transport
-from etp.collectives.base import GraphableTransport, InPlaceTransport, OrderedTransport, PublishingTransport, Transport
+from etp.collectives.base import (
+    GraphableTransport,
+    InPlaceTransport,
+    OrderedTransport,
+    PublishingTransport,
+    Transport,
+    WatchedTransport,
+)
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.streams import Lane, enqueue
@@ -131,6 +138,12 @@ class Routes:
         transport = self.transports.get(process_group)
         if isinstance(transport, OrderedTransport):
             transport.record(label)
+
+    def watch(self, process_group: dist.ProcessGroup, label: str) -> None:
+        """Expect a collective over ``process_group`` outside of its transport, enqueued just now, to end in time."""
+        transport = self.transports.get(process_group)
+        if isinstance(transport, WatchedTransport):
+            transport.watch(label)
 
     def compare_orders(self) -> None:
         """Find ranks that use other weights than their peers, now or, with streams, at the next call. Collective.

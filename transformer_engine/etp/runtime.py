@@ -54,19 +54,20 @@ class EtpRuntime:
         self.finish_with_backward = finish_with_backward
         self.in_forward = False
         self.groups: list[WeightGroup] = []
+        self._routes = Routes(self.config)
         self.replicated = ReplicatedGrads(
             self.config.grad_reduction,
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
             is_captured=lambda: self._graphs.is_part,
             note=lambda group, name: self._routes.note(group, f"all-reduce of {name}'s gradient"),
+            watch=self._routes.watch,
             timeout_s=self.config.timeout_s,
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
         self.counters = TrafficCounters()
-        self._routes = Routes(self.config)
         self._reductions = Reductions(self.config, self._routes, self.counters, self._graphs)
-        self._scalars = GroupScalars(self.config.timeout_s)
+        self._scalars = GroupScalars(self.config.timeout_s, self._routes.watch)
         self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
         self._passes = Passes(
             self.groups, self._reductions, self.replicated, self._weights, at_end=self._finish_backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ class GroupScalars:
 
     Args:
         timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+        watch: called with the group and a description of each collective once it is enqueued.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, watch: Callable[[dist.ProcessGroup, str], None]) -> None:
         self._timeout_s = timeout_s
+        self._watch = watch
         self._line = WorkLine()
 
     def norms(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, norm_type: float) -> list[torch.Tensor]:
@@ -52,6 +54,7 @@ class GroupScalars:
         with reported(label, group):
             work = dist.all_gather_into_tensor(everyone, own.contiguous(), group=group, async_op=True)
             self._line.wait(work, self._timeout_s, keep=own.device.type == "cpu")
+        self._watch(group, label)
         return everyone.view(size, own.numel())
 
     def spread(self, flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -60,7 +63,9 @@ class GroupScalars:
         The groups are reduced one after the other, so the flag also reaches ranks that are connected through two of
         them. Collective.
         """
+        label = "all-reduce of the overflow flag"
         for group in groups:
-            with reported("all-reduce of the overflow flag", group):
+            with reported(label, group):
                 work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
                 self._line.wait(work, self._timeout_s, keep=flag.device.type == "cpu")
+            self._watch(group, label)

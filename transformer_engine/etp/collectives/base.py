@@ -92,6 +92,14 @@ class OrderedTransport(Protocol):
 
 
 @runtime_checkable
+class WatchedTransport(Protocol):
+    """A transport that ends the process where a peer does not answer, for which the host does not wait."""
+
+    def watch(self, label: str) -> None:
+        """Watch that work enqueued so far on the calling stream, up to the collective ``label``, ends in time."""
+
+
+@runtime_checkable
 class GraphableTransport(Protocol):
     """A transport with its own streams and events, which differ inside and outside of a capture."""
 

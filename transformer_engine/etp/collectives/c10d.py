@@ -147,6 +147,11 @@ class C10dTransport:
         if self._watchdog is not None and not torch.cuda.is_current_stream_capturing():
             self._watchdog.expect(end, f"{label} {self._who}")
 
+    def watch(self, label: str) -> None:
+        """See :class:`etp.collectives.base.WatchedTransport`. NCCL watches where there is no timeout of our own."""
+        if self._watchdog is not None and self._gpu is not None:
+            self._watchdog.expect_stream(self._gpu, f"{label} {self._who}")
+
     # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
 
     def record(self, label: str) -> None:

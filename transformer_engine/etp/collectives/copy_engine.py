@@ -147,7 +147,7 @@ class CopyEngineTransport:
             return
         self._exchange(_Channel.READERS_DONE)
         self._exchange(_Channel.PUBLISHED)
-        self._watch("the end of peers' gathers")
+        self.watch("the end of peers' gathers")
 
     def publish(self, shards: Sequence[torch.Tensor]) -> None:
         """Let peers see these shards as they are now; enqueued on the calling stream. Collective.
@@ -160,7 +160,7 @@ class CopyEngineTransport:
         for destination, source, nbytes in copies:
             self._driver.copy(destination, source, nbytes, self._stream())
         self._exchange(_Channel.PUBLISHED)
-        self._watch("the publication of weights")
+        self.watch("the publication of weights")
 
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
@@ -280,14 +280,15 @@ class CopyEngineTransport:
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
         if self._captured:
-            self._watch("the replay of a CUDA graph")
+            self.watch("the replay of a CUDA graph")
 
     def _stream(self) -> int:
         stream: int = torch.cuda.current_stream(self._device).cuda_stream
         return stream
 
-    def _watch(self, what: str) -> None:
-        self._watchdog.expect_stream(self._device, f"{what} {self._who}")
+    def watch(self, label: str) -> None:
+        """See :class:`etp.collectives.base.WatchedTransport`."""
+        self._watchdog.expect_stream(self._device, f"{label} {self._who}")
 
     def expect(self, end: Any, label: str) -> None:
         """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
