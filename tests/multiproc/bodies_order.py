@@ -208,15 +208,16 @@ def replicated_that_differ(rank: int, world_size: int, sizes: tuple[int, int]) -
     return raised, right
 
 
-def replicated_of_other_sizes(rank: int, world_size: int, transport: str, folder: str) -> None:
-    """Ranks train replicated parameters of other sizes, whose all-reduce may never end. Not for gloo.
+def other_replicated(rank: int, world_size: int, transport: str, alike: bool, folder: str) -> None:
+    """Ranks train other replicated parameters, of one size or not, whose all-reduce may never end. Not for gloo.
 
     Writes what was raised or logged to a file, and ends the process, whose device may be busy for ever.
     """
     said = logging.FileHandler(Path(folder) / f"rank{rank}.txt")
     logging.getLogger("etp.collectives.watchdog").addHandler(said)
     torch.manual_seed(3)
-    model = Domains([nn.PReLU(SIDE), nn.Linear(SIDE, 40_000)]).to(device())
+    other = nn.PReLU(SIDE) if alike else nn.Linear(SIDE, 40_000)
+    model = Domains([nn.PReLU(SIDE), other]).to(device())
     config = etp.EtpConfig(transport=transport, timeout_s=5.0)
     etp.shard_module(model, dist.group.WORLD, config=config, replicated_modules=[model.own])
     x = torch.randn(3, SIDE, device=device())
@@ -224,6 +225,7 @@ def replicated_of_other_sizes(rank: int, world_size: int, transport: str, folder
     try:
         for kind in (0, 1, rank, 0, 0):
             model(x, kind).square().sum().backward()
+        torch.cuda.synchronize()
     except etp.PeerMismatchError as error:
         raised = str(error)
     said.emit(logging.makeLogRecord({"msg": raised}))

@@ -159,6 +159,8 @@ def _act(transport: CopyEngineTransport, action: str, size: int) -> None:
         transport.finish_reading()
     elif action == "publish":
         transport.publish([shard])
+    elif action == "pair":
+        transport.pair("all-reduce", ["a", "b"])
     else:
         transport.reduce_scatter([torch.zeros(2 * size, 4)], [GradSink(shard, accumulate=True)], size, "reduce")
 
@@ -193,7 +195,25 @@ def test_ranks_that_reduce_different_weights_wait_for_each_other(size: int, othe
         assert str(waiting.value).count("kind='take'") == size
 
 
-ACTIONS = st.lists(st.sampled_from(["step", "publish", "reduce"]), min_size=1, max_size=12)
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(2, 5), other=st.integers(0, 4), before=st.integers(0, 3), seed=st.integers(0, 2**32 - 1))
+def test_ranks_that_all_reduce_different_gradients_wait_for_each_other(
+    size: int, other: int, before: int, seed: int
+) -> None:
+    """Of which the first and the last, and the message, are the same."""
+    with machine_of(size) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            for _ in range(before):
+                _act(transport, "reduce", size)
+            middle = "c" if rank == other % size else "b"
+            transport.pair("all-reduce of a to d", ["a", middle, "d"])
+        with pytest.raises(AssertionError, match="all wait: ") as waiting:
+            machine.run(random.Random(seed))  # noqa: S311
+        assert str(waiting.value).count("kind='take'") == size
+
+
+ACTIONS = st.lists(st.sampled_from(["step", "publish", "reduce", "pair"]), min_size=1, max_size=12)
 
 
 @settings(max_examples=150, deadline=None)

@@ -47,10 +47,9 @@ class Model:
         config = etp.EtpConfig()
         self.groups = cast("list[WeightGroup]", [Group(), Group()])
         graphs = GraphModes(lambda: BufferCache(1, 0))
-        self.reductions = Discards(config, Routes(config), TrafficCounters(), graphs)
-        replicated = ReplicatedGrads(
-            config.grad_reduction, lambda: None, lambda: False, lambda *_: None, lambda *_: None
-        )
+        routes = Routes(config)
+        self.reductions = Discards(config, routes, TrafficCounters(), graphs)
+        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, lambda: False, routes)
         self.weights = WeightVersions([], reuse_across_forwards=reuse)
         self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
 

@@ -11,7 +11,7 @@ still, or with a hook that runs once the gradient is accumulated, is combined ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from etp.collectives.failures import reported
 from etp.collectives.sums import divide
 from etp.collectives.works import WorkLine, free_bytes
 from etp.config import GradReduction
+from etp.routes import Routes
 
 
 class ReplicatedGrads:
@@ -33,8 +34,7 @@ class ReplicatedGrads:
         on_collect: called at each collected gradient, inside the backward pass.
         is_captured: whether the backward pass is being captured by graphed callables. Its gradients are then left to
             autograd, which delivers them again at every replay.
-        note: called with the group and the name of each gradient before it is combined.
-        watch: called with the group and a description of each all-reduce once it is enqueued.
+        routes: told of each all-reduce.
         timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
@@ -44,8 +44,7 @@ class ReplicatedGrads:
         reduction: GradReduction,
         on_collect: Callable[[], None],
         is_captured: Callable[[], bool],
-        note: Callable[[dist.ProcessGroup, str], None],
-        watch: Callable[[dist.ProcessGroup, str], None],
+        routes: Routes,
         *,
         timeout_s: float | None = None,
         fp32_accumulation: bool = True,
@@ -54,8 +53,7 @@ class ReplicatedGrads:
         self._fp32_accumulation = fp32_accumulation
         self._on_collect = on_collect
         self._is_captured = is_captured
-        self._note = note
-        self._watch = watch
+        self._routes = routes
         self._timeout_s = timeout_s
         self._names: dict[nn.Parameter, str] = {}
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
@@ -124,16 +122,19 @@ class ReplicatedGrads:
 
     def _reduced(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """``grad`` combined over the group right away. Collective."""
-        self._note(self._groups[param], self._names[param])
+        self._announce(param)
         reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
-        self._all_reduce(reduced, self._groups[param], self._names[param])
+        self._all_reduce(reduced, self._groups[param], [self._names[param]])
         return reduced.to(grad.dtype)
 
     def announce(self) -> None:
         """Note the gradients that :meth:`reduce` combines next, in their order."""
-        for param, group in self._groups.items():
+        for param in self._groups:
             if param in self._collected:
-                self._note(group, self._names[param])
+                self._announce(param)
+
+    def _announce(self, param: nn.Parameter) -> None:
+        self._routes.note(self._groups[param], f"all-reduce of {self._names[param]}'s gradient")
 
     def reduce(self) -> None:
         """Combine what was collected and add it to each parameter's ``grad``."""
@@ -147,7 +148,7 @@ class ReplicatedGrads:
             flat = torch.cat([collected[param].reshape(-1) for param in params])
             flat = flat.to(self._wide(flat.dtype))
             names = [self._names[param] for param in params]
-            self._all_reduce(flat, group, names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
+            self._all_reduce(flat, group, names)
             for param, total in zip(params, flat.split([p.numel() for p in params]), strict=True):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -162,12 +163,14 @@ class ReplicatedGrads:
         """Drop what an abandoned backward pass collected."""
         self._collected.clear()
 
-    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, names: str) -> None:
-        label = f"all-reduce of replicated gradients ({names})"
+    def _all_reduce(self, flat: torch.Tensor, group: dist.ProcessGroup, names: Sequence[str]) -> None:
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        label = f"all-reduce of replicated gradients ({span})"
+        self._routes.pair(group, flat.device, label, names)
         with reported(label, group):
             work = dist.all_reduce(flat, group=group, async_op=True)
             self._line.wait(work, self._timeout_s, keep=flat.device.type == "cpu")
-        self._watch(group, label)
+        self._routes.watch(group, label)
         if self._reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
 

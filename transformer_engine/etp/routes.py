@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from etp.collectives.base import (
     GraphableTransport,
     InPlaceTransport,
     OrderedTransport,
+    PairingTransport,
     PublishingTransport,
     Transport,
     WatchedTransport,
@@ -72,12 +75,14 @@ class Routes:
         return route
 
     def _routed(self, group: WeightGroup, device: torch.device) -> Route:
-        key = (group.process_group, device)
-        if key not in self._routes:
-            transport = self._transport(group, device)
-            publisher = transport if isinstance(transport, PublishingTransport) else None
-            self._routes[key] = Route(transport, publisher, Lane(device), Lane(device), device)
-        return self._routes[key]
+        route = self._routes.get((group.process_group, device))
+        return route or self._new_route(group.process_group, self._transport(group, device), device)
+
+    def _new_route(self, process_group: dist.ProcessGroup, transport: Transport, device: torch.device) -> Route:
+        publisher = transport if isinstance(transport, PublishingTransport) else None
+        route = Route(transport, publisher, Lane(device), Lane(device), device)
+        self._routes[process_group, device] = route
+        return route
 
     def _transport(self, group: WeightGroup, device: torch.device) -> Transport:
         process_group = group.process_group
@@ -138,6 +143,21 @@ class Routes:
         transport = self.transports.get(process_group)
         if isinstance(transport, OrderedTransport):
             transport.record(label)
+
+    def pair(self, process_group: dist.ProcessGroup, device: torch.device, label: str, members: Sequence[str]) -> None:
+        """Hold the caller's stream until all ranks reach the same collective outside of their transport, if they can.
+
+        Args:
+            process_group: its ranks.
+            device: where it runs.
+            label: names it in messages.
+            members: the names of what it combines, in order.
+        """
+        transport = self.transports.get(process_group)
+        if isinstance(transport, PairingTransport):
+            route = self._routes.get((process_group, device)) or self._new_route(process_group, transport, device)
+            # Where reductions wait for peers, so that all of it follows one order.
+            route.reduce.start(partial(transport.pair, label, members)).wait()
 
     def watch(self, process_group: dist.ProcessGroup, label: str) -> None:
         """Expect a collective over ``process_group`` outside of its transport, enqueued just now, to end in time."""

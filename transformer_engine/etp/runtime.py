@@ -59,8 +59,7 @@ class EtpRuntime:
             self.config.grad_reduction,
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
             is_captured=lambda: self._graphs.is_part,
-            note=lambda group, name: self._routes.note(group, f"all-reduce of {name}'s gradient"),
-            watch=self._routes.watch,
+            routes=self._routes,
             timeout_s=self.config.timeout_s,
             fp32_accumulation=self.config.fp32_accumulation,
         )

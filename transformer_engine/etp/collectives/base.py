@@ -100,6 +100,19 @@ class WatchedTransport(Protocol):
 
 
 @runtime_checkable
+class PairingTransport(Protocol):
+    """A transport that can tell apart what other code starts over its group, before any of it is sent."""
+
+    def pair(self, label: str, members: Sequence[str]) -> InFlight:
+        """Come after all ranks have reached the same collective, which the caller starts next. Collective.
+
+        Args:
+            label: names it in messages.
+            members: the names of what it combines, in order.
+        """
+
+
+@runtime_checkable
 class GraphableTransport(Protocol):
     """A transport with its own streams and events, which differ inside and outside of a capture."""
 

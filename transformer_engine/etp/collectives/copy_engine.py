@@ -18,7 +18,8 @@ s - 1.
 
 [Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. ARRIVED of a place is raised again only behind
 that place's FREE, and the other way round. It is raised with a number of the weight: ranks that reduce different
-weights do not add one to the other, but wait until their timeout. (Gathers go by addresses and need no common order.)
+weights do not add one to the other, but wait until their timeout. (Gathers go by addresses and need no common order.
+An all-reduce of other code over the group is preceded by a reduction of nothing, with a number of what it combines.)
 READERS_DONE and PUBLISHED are exchanged by all ranks in turn: whoever raises one has seen all others raise the other
 since. All flags are down between two calls but those of free places. All of a reduction is on one stream, its sends
 before its waits, and what a wait needs from a peer comes after nothing but earlier reductions there; the exchanges
@@ -234,6 +235,16 @@ class CopyEngineTransport:
         self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
     ) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Sums in fp32 whatever the gradients' dtype."""
+        return self._reduce(wgrads, sinks, divisor, label, _purpose(label))
+
+    def pair(self, label: str, members: Sequence[str]) -> InFlight:
+        """See :class:`etp.collectives.base.PairingTransport`. Ranks that differ wait until their timeout."""
+        return self._reduce((), (), 1, label, _purpose("\n".join((label, *members))))
+
+    def _reduce(
+        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str, purpose: int
+    ) -> InFlight:
+        """The reduction ``label``, with peers whose ``purpose`` is the same."""
         chunks = [_nbytes(wgrad) // self._size for wgrad in wgrads]
         offsets = _running_offsets([_aligned((self._size - 1) * chunk) for chunk in chunks])
         ring, place, number = self._place_for(offsets[-1])
@@ -245,7 +256,6 @@ class CopyEngineTransport:
             for wgrad, chunk, offset in zip(wgrads, chunks, offsets[:-1], strict=True):
                 target = ring.addresses[peer] + place + offset + row * chunk
                 self._driver.copy(target, wgrad.data_ptr() + peer * chunk, chunk, stream)
-        purpose = _purpose(label)
         self._signals.send(_Channel.ARRIVED + number, stream, purpose)
         self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
         for wgrad, sink, offset in zip(wgrads, sinks, offsets[:-1], strict=True):
