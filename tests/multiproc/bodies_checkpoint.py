@@ -6,6 +6,7 @@ import copy
 import io
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import etp
+from tests.multiproc.bodies_modules import Mixture
 from tests.support.launch import device
 
 VOCABULARY, WIDTH, ROWS = 37, 8, 5
@@ -299,6 +301,66 @@ def run_the_documentation(rank: int, world_size: int, example: str) -> bool:
             param.fill_(float("nan"))
     exec(f"dcp.load{load}", names)  # noqa: S102
     return _bytes_of(etp.full_state_dict(model)) == before
+
+
+def _save_later(state: dict[str, Any], folder: str) -> None:
+    cast("Any", dcp.async_save(state, checkpoint_id=folder)).result()
+
+
+def experts_of_pairs(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """Answers to saving where two pairs of ranks have experts of their own, in weights or biases, or replicas."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    answers = {}
+
+    def attempt(name: str, save: Callable[[], Any]) -> None:
+        try:
+            save()
+            answers[name] = "saved"
+        except CheckpointException as error:
+            answers[name] = re.sub(r"\s+", " ", str(error))
+
+    for case, changed in (("weights", "weight1"), ("biases", "bias0"), ("replicas", "")):
+        torch.manual_seed(4)
+        model = Mixture(mine).to(device())
+        if changed:
+            with torch.no_grad():
+                model.experts.get_parameter(changed).add_(rank // 2)
+        etp.shard_module(model, dist.group.WORLD, expert_group=mine)
+        state = {"app": etp.ShardedCheckpoint(model)}
+        attempt(case, partial(dcp.save, state, checkpoint_id=f"{folder}/{case}"))
+        if case == "replicas":
+            before = _bytes_of(etp.full_state_dict(model))
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(rank)
+            # What ranks hold before they load need not agree.
+            dcp.load(state, checkpoint_id=f"{folder}/{case}")
+            assert _bytes_of(etp.full_state_dict(model)) == before
+        if case == "weights" and device().type == "cpu":
+            attempt("later", partial(_save_later, state, f"{folder}/later"))
+    return answers
+
+
+def one_of_unequal_replicas(rank: int, world_size: int, folder: str) -> tuple[str, dict[str, bytes], dict[str, bytes]]:
+    """Two pairs of ranks hold shards of other values. Returns what all are told, and what one pair saves and has."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    torch.manual_seed(rank // 2)
+    model: nn.Module = Small().to(device())
+    etp.shard_module(model, mine)
+    told = ""
+    try:
+        dcp.save({"app": etp.ShardedCheckpoint(model)}, checkpoint_id=f"{folder}/all")
+    except CheckpointException as error:
+        told = str(error)
+    saved = {"app": etp.ShardedCheckpoint(model, process_group=mine)}
+    dcp.save(saved, checkpoint_id=f"{folder}/{rank // 2}", process_group=mine)
+    own = _bytes_of({"model": etp.full_state_dict(model)})
+    whole: nn.Module = Small()
+    state = {"app": {"model": whole.state_dict()}}
+    dcp.load(state, checkpoint_id=f"{folder}/{rank // 2}", process_group=mine)
+    return told, own, _bytes_of(state["app"])
 
 
 def replicas_save_one(rank: int, world_size: int, folder: str) -> tuple[dict[str, bytes], dict[str, bytes]]:

@@ -100,6 +100,27 @@ def test_the_lines_of_the_documentation_save_and_load(tmp_path: Path) -> None:
     assert run_distributed(bodies.run_the_documentation, 2, args=(example,)) == [True, True]
 
 
+def test_experts_that_would_be_lost_are_not_saved(tmp_path: Path) -> None:
+    answers = run_distributed(bodies.experts_of_pairs, 4, args=(str(tmp_path),))
+    pairs = {"weights": "(2 than on rank 0|3 than on rank 1)", "biases": "2 than on rank 0"}
+    for answer in answers:
+        assert answer.pop("replicas") == "saved"
+        if not on_gpus():
+            assert answer.pop("later") == answer["weights"]
+        for case, name in (("weights", "weight1"), ("biases", "bias0")):
+            told = answer.pop(case)
+            assert re.search(rf"experts\.{name} has other values on rank {pairs[case]}, and a", told), told
+            assert "give these names of their own" in told
+        assert not answer
+
+
+def test_replicas_that_differ_are_saved_one_at_a_time(tmp_path: Path) -> None:
+    for told, own, whole in run_distributed(bodies.one_of_unequal_replicas, 4, args=(str(tmp_path),)):
+        assert "has other values on rank" in told
+        assert "pass its ranks as process_group" in told
+        assert own == whole
+
+
 def test_replicas_of_shards_save_one_checkpoint(tmp_path: Path) -> None:
     for full, whole in run_distributed(bodies.replicas_save_one, 4, args=(str(tmp_path / "a"),)):
         assert full.items() <= whole.items()

@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "chain",
             "streams",
             "digest",
+            "copies",
             "functional",
             "te",
             "scalars",

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from etp.errors import EtpStateError
+from etp.copies import Part, differing_copies
+from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
 from etp.param import ETPShardedParam
 from etp.shard_grad import plain
@@ -42,6 +44,8 @@ class CheckpointShard(torch.Tensor):
         rank: which shard it is.
     """
 
+    refusal: str = ""
+    """Why it must not be saved. It may be loaded into."""
     _rows: torch.Tensor
     _offset: int
 
@@ -53,8 +57,14 @@ class CheckpointShard(torch.Tensor):
         return whole
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
-        """What this rank writes: its rows, or nothing if it holds only padding."""
+        """What this rank writes: its rows, or nothing if it holds only padding.
+
+        Raises:
+            PeerMismatchError: if ranks hold different values that would be written as one.
+        """
         del value
+        if self.refusal:
+            raise PeerMismatchError(self.refusal)
         properties = TensorProperties.create_from_tensor(self._rows)
         return [
             WriteItem(
@@ -112,13 +122,21 @@ class ShardedCheckpoint:
     Args:
         module: a sharded module.
         optimizer: an optimizer of its parameters whose state is element-wise, as Adam's is; None leaves it out.
+        process_group: the ranks that save or load together, as given to ``torch.distributed.checkpoint``; all if None.
 
     Raises:
         ValueError: if the optimizer has a parameter that is not the module's, or is LBFGS.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._module = module
+        self._process_group = process_group
         self._optimizer = optimizer
         self._made: dict[torch.Tensor, dict[str, Any]] = {}
         self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
@@ -136,7 +154,9 @@ class ShardedCheckpoint:
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and what is loaded into: tensors that share memory with module and optimizer.
+        """What is saved, and what is loaded into: tensors that share memory with module and optimizer. Collective.
+
+        Saving it is refused if ranks hold parameters of equal names with different values.
 
         Raises:
             ValueError: naming state of the optimizer that is not element-wise, or a shard that is hidden by a hook.
@@ -148,7 +168,8 @@ class ShardedCheckpoint:
                     f"{name}: a hook of the module's state dict has put another tensor in the shard's place, which "
                     "would be taken for the whole weight; remove the hook"
                 )
-        found: dict[str, Any] = {"model": {name: _entry(value) for name, value in state.items()}}
+        refusal = self._refusal()
+        found: dict[str, Any] = {"model": {name: _entry(value, refusal) for name, value in state.items()}}
         if self._optimizer is not None:
             self._made = _missing_state(self._optimizer)
             found["optimizer"] = {
@@ -206,6 +227,26 @@ class ShardedCheckpoint:
             if values.get("step") == 0 and not isinstance(optimizer, torch.optim.Adagrad):
                 del optimizer.state[param]
 
+    def _refusal(self) -> str:
+        """Why the module cannot be saved; empty if it can. Collective."""
+        held: dict[tuple[str, Part], torch.Tensor] = {}
+        for name, param in self._module.named_parameters():
+            if isinstance(param, ETPShardedParam):
+                rows = param.layout.logical_rows(param.group_rank)
+                held[name, (param.group_rank, param.layout.num_shards)] = param.local_shard()[:rows]
+            elif not hasattr(param, "__create_write_items__"):
+                # Others, such as a DTensor, say themselves which part they are.
+                held[name, (0, 1)] = param
+        different = differing_copies(held, self._process_group)
+        if not different:
+            return ""
+        return (
+            f"{different}, and a checkpoint keeps one entry of each name, so the other's would be lost. Where ranks "
+            "have experts of their own, give these names of their own, or save state_dict() on every rank, each to a "
+            "file of its own. Of replicas that may differ, save one: pass its ranks as process_group to "
+            "etp.ShardedCheckpoint and to torch.distributed.checkpoint.save"
+        )
+
     def _param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         return [
             {**group, "params": [self._names[param] for param in group["params"]]} for group in optimizer.param_groups
@@ -223,9 +264,11 @@ class ShardedCheckpoint:
         return CheckpointShard(plain(value), param.layout, param.group_rank)
 
 
-def _entry(value: Any) -> Any:
+def _entry(value: Any, refusal: str) -> Any:
     if isinstance(value, ETPShardedParam):
-        return CheckpointShard(value.local_shard(), value.layout, value.group_rank)
+        shard = CheckpointShard(value.local_shard(), value.layout, value.group_rank)
+        shard.refusal = refusal
+        return shard
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,0 +1,71 @@
+"""Do ranks that hold parameters of equal names hold the same values? A checkpoint keeps one entry of each name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from etp.digest import tensor_digest
+
+Part = tuple[int, int]
+"""Which part of a parameter, of how many."""
+
+
+def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.ProcessGroup | None) -> str:
+    """Compare what the ranks hold of the same parts by checksum. Collective.
+
+    Ranks with equal lists of names, of one kind of part, are compared: those of pipeline stages that share only some
+    names are not.
+
+    Args:
+        held: this rank's parts, by name and place.
+        group: the ranks; all of them if None.
+
+    Returns:
+        which parameter differs on which ranks, the same on all of them; empty if none does.
+    """
+    by_part: dict[Part, dict[str, torch.Tensor]] = defaultdict(dict)
+    for (name, part), tensor in held.items():
+        by_part[part][name] = tensor
+    digests = {
+        _topic(part, tensors): {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        for part, tensors in by_part.items()
+    }
+    summaries = _gathered({topic: _hashed(repr(found)) for topic, found in digests.items()}, group)
+    values: dict[str, set[str]] = defaultdict(set)
+    for summary in summaries:
+        for topic, value in summary.items():
+            values[topic].add(value)
+    # The same on all ranks, so that all of them tell more, or none does.
+    unequal = [topic for topic in sorted(values) if len(values[topic]) > 1]
+    if not unequal:
+        return ""
+    return _description(_gathered(digests.get(unequal[0], {}), group), group)
+
+
+def _topic(part: Part, tensors: Mapping[str, torch.Tensor]) -> str:
+    return _hashed(repr((part, [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _gathered[Item](own: Item, group: dist.ProcessGroup | None) -> list[Item]:
+    everyone: list[Item] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def _description(everyone: Sequence[Mapping[str, int]], group: dist.ProcessGroup | None) -> str:
+    ranks = list(range(len(everyone))) if group is None else dist.get_process_group_ranks(group)
+    holders = [(rank, digests) for rank, digests in zip(ranks, everyone, strict=True) if digests]
+    first, reference = holders[0]
+    differing = [name for name in reference if any(digests[name] != reference[name] for _, digests in holders)]
+    other = next(rank for rank, digests in holders if digests[differing[0]] != reference[differing[0]])
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return f"{differing[0]}{more} has other values on rank {other} than on rank {first}"
