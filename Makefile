@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 # A Python 3.12 to build .venv with; empty means: look on PATH and in pyenv.
 PYTHON ?=
 PYTEST_ARGS ?=
+# How many tests run at a time, at most: each of those that train or serve starts several processes.
+TEST_WORKERS ?= 4
 QUICKSTART_ARGS ?=
 
 # For the benchmark: it runs with a Python that has PyTorch for GPUs and Transformer Engine, which .venv has not.
@@ -37,7 +39,8 @@ quickstart: $(READY)
 	@$(PY) -m examples.quickstart $(QUICKSTART_ARGS)
 
 test: $(READY)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadgroup \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 bench-train:
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/transformer_engine$${PYTHONPATH:+:$$PYTHONPATH}" \

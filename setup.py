@@ -46,6 +46,7 @@ setup(
             "onnxscript",  # Transformer Engine's Python layer, which some tests unpack, imports it
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "setuptools>=77,<82",  # builds the package without build isolation
             "transformers",  # loads what is exported, and compares

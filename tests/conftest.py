@@ -55,13 +55,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--device cuda``, skip what is only true of gloo on the CPU or of layers without Transformer Engine."""
+    """Skip what is not true with ``--device cuda``; without, choose what pytest-xdist keeps together."""
     for item in items:
+        if not on_gpus():
+            _keep_together(item)
         if item.get_closest_marker("plain_layers") is not None and on_gpus() and te_available():
             item.add_marker(pytest.mark.skip(reason="Transformer Engine's own layers: tests/gpu/test_te.py"))
         marker = item.get_closest_marker("cpu_only")
         if marker is not None and on_gpus():
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+def _keep_together(item: pytest.Item) -> None:
+    """Let one worker of pytest-xdist run what shares fixtures that take long: a file, or all of ``tests/packaging``."""
+    if item.get_closest_marker("xdist_group") is None:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "packaging" else item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)
