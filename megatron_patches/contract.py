@@ -123,6 +123,11 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "captures forward and backward passes and the end of their reductions in one graph",
     ),
     (
+        "megatron.core.full_cuda_graph:get_shared_capture_stream",
+        "77530b1eec2ca699",
+        "is the stream on which whole iterations are captured",
+    ),
+    (
         "megatron.core.transformer.cuda_graphs:_CudaGraphRunner",
         "6faf9f73643aa4c0",
         "calls wait_async_comms at the end of each graph, and asks shards for their neighbours",

@@ -55,6 +55,29 @@ def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
     )
 
 
+def _graph_modules(args: argparse.Namespace) -> set[str]:
+    """What ``--cuda-graph-modules`` names; Megatron turns the names into members of an enumeration."""
+    modules: list[object] = getattr(args, "cuda_graph_modules", None) or []
+    return {str(getattr(module, "name", module)) for module in modules}
+
+
+def _splits_layers(args: argparse.Namespace) -> bool:
+    """Whether attention, MLP and experts may be layers of their own: in hybrid models, or in a specification's."""
+    return bool(_get(args, "hybrid_layer_pattern")) or _get(args, "spec") is not None
+
+
+def _captures_any_number_of_tokens(args: argparse.Namespace) -> bool:
+    """Whether experts are captured whose number of tokens the host reads in each pass, which a capture forbids."""
+    if not args.num_experts or _get(args, "moe_token_dispatcher_type") not in ("allgather", "alltoall"):
+        return False
+    if _get(args, "moe_expert_capacity_factor") is not None and _get(args, "moe_pad_expert_input_to_capacity"):
+        return False
+    if args.cuda_graph_impl == "full_iteration":
+        return True
+    modules = _graph_modules(args)
+    return args.cuda_graph_impl == "local" and (not modules or ("attn" in modules and not _splits_layers(args)))
+
+
 REFUSALS = (
     Refusal(
         "--delay-wgrad-compute",
@@ -273,6 +296,21 @@ GRAPH_REFUSALS = (
         "--cuda-graph-impl local where only experts are sharded",
         lambda args: args.cuda_graph_impl == "local" and args.etp_size == 1,
         "use --cuda-graph-impl full_iteration, or shard the dense weights as well",
+    ),
+    Refusal(
+        "--cuda-graph-modules moe, moe_router or moe_preprocess outside of a hybrid model",
+        lambda args: (
+            args.cuda_graph_impl == "local"
+            and bool(_graph_modules(args) & {"moe", "moe_router", "moe_preprocess"})
+            and not _splits_layers(args)
+        ),
+        "drop them: megatron-core captures parts of a layer with experts only in models of --hybrid-layer-pattern",
+    ),
+    Refusal(
+        "CUDA graphs of experts that take any number of tokens",
+        _captures_any_number_of_tokens,
+        "set --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or capture none of the experts: "
+        "--cuda-graph-impl local with --cuda-graph-modules attn moe_router in a model of --hybrid-layer-pattern",
     ),
 )
 """Apart, because Megatron's own checks turn older flags into ``--cuda-graph-impl``."""

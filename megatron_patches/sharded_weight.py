@@ -67,9 +67,8 @@ class MegatronShardedParam(ETPShardedParam):
         group: WeightGroup | None = getattr(driver.chain, direction)(self.weight_group)
         return None if group is None else group.shards[0]
 
-    def prepare_for_layer_graphs(self) -> None:
-        """Show no neighbours, and belong to the current stream for autograd, from now on."""
-        self.shows_neighbours = False
+    def belong_to_current_stream(self) -> None:
+        """Belong to the current stream for autograd from now on."""
         if self.requires_grad:
             self._leaf = torch.autograd.graph.get_gradient_edge(self)
 

@@ -215,6 +215,8 @@ class WeightShardApi:
             runtime.adopt(_innermost(chunk), prefix)
             if cuda_graph_impl == "local":
                 _prepare_for_layer_graphs(runtime)
+            elif cuda_graph_impl == "full_iteration":
+                _prepare_for_whole_graphs(runtime)
             _gather_after_parameter_sync(chunk, runtime)
             move_into_symmetric_memory(chunk, runtime)
             if self.config.print_chains:
@@ -328,16 +330,34 @@ def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
     """Let Megatron capture the layers whose weights ``runtime`` drives one by one.
 
     Each graph finishes the gradients that it computes, so Megatron must look for none of them in a neighbour's graph.
-    A backward pass ends with waiting for the streams on which its leaves were first used, which in a capture must be
-    the capture's own; Megatron keeps warm-up passes alive, whose leaves would belong to another.
     """
     # Megatron calls wait_async_comms at the end of each graph.
     runtime.drained_after_parts = True
-    capture_stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
-    with torch.cuda.stream(capture_stream):
+    for group in runtime.groups:
+        for shard in group.shards:
+            shard.shows_neighbours = False  # type: ignore[attr-defined]
+    _capture_leaves_on(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream, runtime)
+
+
+def _prepare_for_whole_graphs(runtime: EtpRuntime) -> None:
+    """Let Megatron capture whole iterations of the model whose weights ``runtime`` drives."""
+    from megatron.core.full_cuda_graph import get_shared_capture_stream
+
+    _capture_leaves_on(get_shared_capture_stream(), runtime)
+
+
+def _capture_leaves_on(stream: torch.cuda.Stream | None, runtime: EtpRuntime) -> None:
+    """Tie the shards that ``runtime`` drives to the stream that Megatron captures on.
+
+    A backward pass ends with waiting for the streams on which its leaves were first used, which in a capture must be
+    the capture's own. Megatron keeps passes before it alive, whose leaves would belong to another: all those that layer
+    graphs warm up with, and what a layer with experts remembers of its last pass. Other leaves join the capture by
+    their gradients, which shards do not get from autograd.
+    """
+    with torch.cuda.stream(stream):
         for group in runtime.groups:
             for shard in group.shards:
-                shard.prepare_for_layer_graphs()  # type: ignore[attr-defined]
+                shard.belong_to_current_stream()  # type: ignore[attr-defined]
 
 
 def join_replays() -> None:

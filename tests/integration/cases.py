@@ -208,6 +208,13 @@ CASES = (
         common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
     ),
     Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2"),
+    Case(
+        "pp2_etp2_interleaved",
+        4,
+        "--etp-size 2",
+        model=LLAMA.replace("--num-layers 2", "--num-layers 4"),
+        common="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce",
+    ),
     # With two replicas: what comes too late for their reduction would differ on each.
     Case(
         "pp2_dp2_etp2_interleaved",

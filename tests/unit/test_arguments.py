@@ -335,6 +335,41 @@ def test_what_can_be_captured_is_not_refused(implementation: str) -> None:
     check_graphs(applied("--etp-size", "2", cuda_graph_impl=implementation))
 
 
+ANY_NUMBER = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+PADDED = {**ANY_NUMBER, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+HYBRID = {"hybrid_layer_pattern": "*E*E"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "culprit"),
+    [
+        ({"cuda_graph_modules": ["moe_router"], **ANY_NUMBER}, "outside of a hybrid model"),
+        ({"cuda_graph_modules": ["moe"], **PADDED}, "outside of a hybrid model"),
+        ({"cuda_graph_modules": ["attn", "moe_router"], **ANY_NUMBER}, "outside of a hybrid model"),
+        ({"cuda_graph_modules": ["attn"], **ANY_NUMBER}, "any number of tokens"),
+        ({"cuda_graph_modules": [], **ANY_NUMBER}, "any number of tokens"),
+        ({"cuda_graph_modules": [], **ANY_NUMBER, **HYBRID}, "any number of tokens"),
+        ({"cuda_graph_impl": "full_iteration", **ANY_NUMBER}, "any number of tokens"),
+        ({"cuda_graph_modules": ["attn", "moe_router"], **ANY_NUMBER, **HYBRID}, ""),
+        ({"cuda_graph_modules": ["attn"], **ANY_NUMBER, **HYBRID}, ""),
+        ({"cuda_graph_modules": ["attn"], **PADDED}, ""),
+        ({"cuda_graph_modules": ["moe"], **PADDED, **HYBRID}, ""),
+        ({"cuda_graph_impl": "full_iteration", **PADDED}, ""),
+        ({"cuda_graph_impl": "full_iteration", **ANY_NUMBER, "moe_token_dispatcher_type": "flex"}, ""),
+    ],
+)
+def test_experts_are_captured_where_megatron_can(settings: dict[str, object], culprit: str) -> None:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    named = [CudaGraphModule[str(name)] for name in settings.get("cuda_graph_modules", ())]  # type: ignore[attr-defined]
+    args = applied("--etp-size", "2", **{"cuda_graph_impl": "local", **settings, "cuda_graph_modules": named})
+    if not culprit:
+        check_graphs(args)
+        return
+    with pytest.raises(UnsupportedConfigurationError, match=culprit):
+        check_graphs(args)
+
+
 @pytest.mark.filterwarnings("ignore")  # Megatron warns of what is not installed
 def test_the_refused_flags_are_megatrons() -> None:
     """A flag that was renamed would never be refused."""
@@ -365,6 +400,11 @@ def test_the_refused_flags_are_megatrons() -> None:
         "fp8",
         "fp4",
         "cuda_graph_impl",
+        "cuda_graph_modules",
+        "spec",
+        "moe_token_dispatcher_type",
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
         "overlap_param_gather",
         "optimizer",
         "overlap_moe_expert_parallel_comm",

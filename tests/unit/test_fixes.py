@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import types
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from megatron_patches.fixes import (
     expert_groups,
     frozen,
     fused_accumulation,
+    graph_scopes,
     te_construction,
 )
 
@@ -380,3 +382,47 @@ class TestTransformerEngineConstruction:
         with te_construction.RECORD.replace(self.original)(object(), 64, group, {}) as output_size:
             assert output_size == 64
         assert wrapped == []
+
+
+class TestGraphScopes:
+    @pytest.mark.parametrize(
+        ("modules", "experts", "asked"),
+        [
+            (["mlp"], False, [False]),
+            (["mlp"], True, []),
+            (["attn", "mlp"], True, [True]),
+            (["attn"], False, ["not known"]),
+        ],
+    )
+    @pytest.mark.parametrize("old_specification", [False, True])
+    def test_a_layer_is_asked_for_experts_before_it_has_them(
+        self, modules: list[str], experts: bool, asked: list[object], old_specification: bool
+    ) -> None:
+        from megatron.core.transformer.enums import CudaGraphModule
+        from megatron.core.transformer.mlp import MLP
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        found: list[object] = []
+        replacement = graph_scopes.RECORD.replace(
+            lambda layer, _: found.append(vars(layer).get("is_moe_layer", "not known"))
+        )
+        config = types.SimpleNamespace(
+            gtp_weight_remat_size=2, cuda_graph_modules=[CudaGraphModule[name] for name in modules]
+        )
+        kind = MoELayer if experts else MLP
+        built = functools.partial(kind if experts else MLP.as_mlp_submodule)
+        mlp = ModuleSpec(module=kind) if old_specification else built
+        replacement(types.SimpleNamespace(submodules_config=types.SimpleNamespace(mlp=mlp)), config)
+        assert found == asked
+
+    def test_nothing_changes_without_shards(self) -> None:
+        from megatron.core.transformer.enums import CudaGraphModule
+
+        found: list[dict[str, object]] = []
+        replacement = graph_scopes.RECORD.replace(lambda layer, _: found.append(dict(vars(layer))))
+        replacement(
+            types.SimpleNamespace(),
+            types.SimpleNamespace(gtp_weight_remat_size=1, cuda_graph_modules=[CudaGraphModule.mlp]),
+        )
+        assert found == [{}]

@@ -1,0 +1,45 @@
+"""``--cuda-graph-impl local --cuda-graph-modules mlp`` ends with an AttributeError while the model is built.
+
+A layer decides what to capture in its base class's constructor, and asks there whether it has experts, which it only
+knows once its own constructor has built them. Here the specification that they are built from answers instead. A layer
+with experts has no dense MLP, so this scope captures nothing of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_patches.registry import PatchRecord
+
+
+def _replace(create: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    @functools.wraps(create)
+    def replacement(self: Any, config: Any) -> None:
+        modules = config.cuda_graph_modules
+        if config.gtp_weight_remat_size > 1 and CudaGraphModule.mlp in modules and not hasattr(self, "is_moe_layer"):
+            self.is_moe_layer = _has_experts(self.submodules_config.mlp)
+            if self.is_moe_layer and CudaGraphModule.attn not in modules:
+                return
+        create(self, config)
+
+    return replacement
+
+
+def _has_experts(mlp: Any) -> bool:
+    """Whether a layer's specification builds experts: it is a partial call, or an older ``ModuleSpec``."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    built = mlp.func if isinstance(mlp, functools.partial) else getattr(mlp, "module", mlp)
+    return isinstance(built, type) and issubclass(built, MoELayer)
+
+
+RECORD = PatchRecord(
+    target="megatron.core.transformer.transformer_layer:TransformerLayer.create_mcore_cudagraph_manager",
+    replace=_replace,
+    reason="it asks whether a layer has experts before they are built, where only MLPs are to be captured",
+    sha256="6eff778336bae558",
+)
