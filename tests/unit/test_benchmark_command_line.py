@@ -40,6 +40,8 @@ ON_CPU = ("--model", "tiny", "--device", "cpu")
         ("host_work", ["--repeats", "0"], "--repeats: 0 is not above 0"),
         pytest.param("train_step", [], "this measures GPUs, and there is none", marks=NO_GPU),
         pytest.param("traffic_cost", [], "this measures GPUs, and there is none", marks=NO_GPU),
+        ("signals", ["--trips", "0"], "--trips: 0 is not above 0"),
+        pytest.param("signals", [], "this measures GPUs, and there is none", marks=NO_GPU),
         pytest.param("overlap", [], "this measures GPUs, and there is none", marks=NO_GPU),
         pytest.param("refit", [], "this measures GPUs, and there is none", marks=NO_GPU),
     ],
