@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def _run(module: nn.Module, x: torch.Tensor, kind: str, recompute: bool) -> torc
     return out[0] if isinstance(out, tuple) else out
 
 
-def _build(kind: str, bias: bool, fuse: bool) -> nn.Module:
+def _build(kind: str, bias: bool, fuse: bool, seed: int = 7, **options: Any) -> nn.Module:
     import transformer_engine.pytorch as te
 
     common: dict[str, Any] = {
@@ -30,8 +31,9 @@ def _build(kind: str, bias: bool, fuse: bool) -> nn.Module:
         "params_dtype": torch.bfloat16,
         "device": "cuda",
         "fuse_wgrad_accumulation": fuse,
+        **options,
     }
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     if kind == "GroupedLinear":
         module: nn.Module = te.GroupedLinear(EXPERTS, IN, OUT, **common)
     else:
@@ -43,18 +45,58 @@ def te_module_equals_whole(
     rank: int, world_size: int, kind: str, transport: str, bias: bool, fuse: bool, recompute: bool
 ) -> float:
     """Returns the largest difference of any gradient from the mean of the whole module's; outputs must be equal."""
-    whole = _build(kind, bias, fuse)
-    sharded = _build(kind, bias, fuse)
+    whole, sharded = _build(kind, bias, fuse), _build(kind, bias, fuse)
+
+    def inputs(step: int) -> list[torch.Tensor]:
+        return [_random(ROWS, IN, seed=100 * step + peer) for peer in range(world_size)]
+
+    return _worst_difference(whole, sharded, dist.group.WORLD, inputs, kind, transport, fuse, recompute)
+
+
+def te_parallel_module_equals_whole(
+    rank: int, world_size: int, kind: str, transport: str, mode: str, sequence: bool, fuse: bool
+) -> float:
+    """The same where each weight is cut over two tensor-parallel ranks first, and then over two others."""
+    columns, rows = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    tensor = [dist.new_group(ranks) for ranks in columns][rank // 2]
+    shards = [dist.new_group(ranks) for ranks in rows][rank % 2]
+    options = {"parallel_mode": mode, "tp_group": tensor, "tp_size": 2, "sequence_parallel": sequence}
+    whole, sharded = (_build(kind, False, fuse, seed=7 + rank % 2, **options) for _ in "ab")
+    shape = (ROWS // 2 if sequence else ROWS, IN) if mode == "column" else (ROWS, IN // 2)
+
+    def inputs(step: int) -> list[torch.Tensor]:
+        # Ranks of one tensor-parallel group have the same data, or parts of it.
+        part = rank % 2 if sequence or mode == "row" else 0
+        return [_random(*shape, seed=100 * step + 10 * peer + part) for peer in range(2)]
+
+    return _worst_difference(whole, sharded, shards, inputs, kind, transport, fuse, False)
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def _worst_difference(
+    whole: nn.Module,
+    sharded: nn.Module,
+    group: dist.ProcessGroup,
+    inputs: Callable[[int], list[torch.Tensor]],
+    kind: str,
+    transport: str,
+    fuse: bool,
+    recompute: bool,
+) -> float:
+    """Three steps of ``sharded``, cut over ``group``, against ``whole`` on the ``inputs`` of all its ranks."""
+    rank = dist.get_rank(group)
     sharded.load_state_dict(whole.state_dict())
-    etp.shard_module(sharded, dist.group.WORLD, config=etp.EtpConfig(transport=transport))  # type: ignore[arg-type]
+    etp.shard_module(sharded, group, config=etp.EtpConfig(transport=transport))  # type: ignore[arg-type]
     weights = {name for name, p in sharded.named_parameters() if isinstance(p, etp.ETPShardedParam)}
     assert len(weights) == (EXPERTS if kind == "GroupedLinear" else 1)
     worst = 0.0
     for step in range(3):
-        seeds = [torch.Generator(device="cuda").manual_seed(100 * step + r) for r in range(world_size)]
-        inputs = [torch.randn(ROWS, IN, device="cuda", dtype=torch.bfloat16, generator=s) for s in seeds]
         expected: dict[str, list[torch.Tensor]] = {}
-        for index, data in enumerate(inputs):
+        for index, data in enumerate(inputs(step)):
             x = data.clone().requires_grad_()
             _reset(whole, weights, fuse)
             y = _run(whole, x, kind, recompute)
@@ -64,7 +106,7 @@ def te_module_equals_whole(
                 expected.setdefault(name, []).append(grad.float().clone())
             if index == rank:
                 y_whole, dx_whole = y.detach(), x.grad
-        x = inputs[rank].clone().requires_grad_()
+        x = inputs(step)[rank].requires_grad_()
         _reset(sharded, weights, fuse)
         y = _run(sharded, x, kind, recompute)
         assert torch.equal(y, y_whole), "output"
@@ -120,18 +162,32 @@ def constructed_is_te(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def frozen_weight(rank: int, world_size: int) -> bool:
-    """A frozen sharded weight passes the input's gradient on and gets none."""
-    whole, sharded = _build("Linear", bias=False, fuse=False), _build("Linear", bias=False, fuse=False)
+def frozen_weight(rank: int, world_size: int, kind: str) -> list[str]:
+    """A frozen sharded weight, of several experts the first, passes the input's gradient on and gets none.
+
+    Returns:
+        names of the parameters that have a gradient.
+    """
+    whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
     for module in (whole, sharded):
-        module.weight.requires_grad_(False)
+        getattr(module, "weight0" if kind == "GroupedLinear" else "weight").requires_grad_(False)
     etp.shard_module(sharded, dist.group.WORLD)
-    x = torch.randn(ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    x = _random(ROWS, IN, seed=rank)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    whole(a).float().sum().backward()
-    sharded(b).float().sum().backward()
-    assert sharded.weight.grad is None
-    return torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    _run(whole, a, kind, recompute=False).float().square().sum().backward()
+    _run(sharded, b, kind, recompute=False).float().square().sum().backward()
+    assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    for name, p in whole.named_parameters():
+        got = dict(sharded.named_parameters())[name]
+        assert (got.grad is None) == (p.grad is None), name
+        if isinstance(got, etp.ETPShardedParam) and p.grad is not None:
+            mean = p.grad.float()
+            dist.all_reduce(mean)
+            start, stop = got.layout.logical_range(rank)
+            torch.testing.assert_close(
+                got.grad[: stop - start].float(), (mean / world_size)[start:stop], rtol=2**-7, atol=1e-5
+            )
+    return [name for name, p in sharded.named_parameters() if p.grad is not None]
 
 
 def hooks_are_refused(rank: int, world_size: int, kind: str) -> str:

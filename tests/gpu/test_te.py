@@ -41,9 +41,25 @@ def test_layers_are_tes_own(world_size: int) -> None:
         assert all(name.startswith("transformer_engine.pytorch.module") for name in found)
 
 
+@needs_gpus(4)
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize(("kind", "mode"), [("Linear", "column"), ("Linear", "row"), ("LayerNormLinear", "column")])
+@pytest.mark.parametrize(("sequence", "fuse"), [(False, False), (True, True)])
+def test_sharded_equals_whole_under_tensor_parallelism(
+    kind: str, mode: str, transport: str, sequence: bool, fuse: bool
+) -> None:
+    arguments = (kind, transport, mode, sequence, fuse)
+    # Weights have two shards, whose gradients add up in one order; replicated ones are summed by Transformer Engine.
+    assert max(run_on_gpus(bodies.te_parallel_module_equals_whole, 4, args=arguments)) == 0.0
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_frozen_weight_passes_gradients_on(world_size: int) -> None:
-    assert all(run_on_gpus(bodies.frozen_weight, world_size))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_weight_passes_gradients_on(world_size: int, kind: str) -> None:
+    trained = {"Linear": [], "LayerNormLinear": ["layer_norm_bias", "layer_norm_weight"]}
+    expected = trained.get(kind, [f"weight{expert}" for expert in range(1, bodies.EXPERTS)])
+    for found in run_on_gpus(bodies.frozen_weight, world_size, args=(kind,)):
+        assert sorted(found) == expected
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
