@@ -20,7 +20,7 @@ BENCH_ARGS ?=
 
 help:
 	@echo 'make quickstart   train a small model on 4 processes, export it, generate text (no GPU needed)'
-	@echo 'make test         run the tests on the CPU; PYTEST_ARGS="-k layout" chooses some'
+	@echo 'make test         run the tests on the CPU; PYTEST_ARGS="-k layout" chooses some, TEST_WORKERS=4 at a time'
 	@echo 'make bench-train  time a training step on GPUs, into bench-out; GPUS=4 GPU_PYTHON=python3'
 	@echo 'make lint         check style (ruff)'
 	@echo 'make types        check types (mypy)'
