@@ -34,6 +34,7 @@ class Row:
         case: model and meshes.
         way: its name.
         seconds: by part; ``push`` is the whole.
+        prepare_s: once, before the first push; None for a way that prepares nothing.
         gb_per_s: into all workers while bytes moved.
         share: of what plain sends reach, in runs that measure it.
         trainer_mib: memory beyond the weights of the busiest trainer rank; None where it was not measured.
@@ -45,6 +46,7 @@ class Row:
     case: str
     way: str
     seconds: Mapping[str, float]
+    prepare_s: float | None
     gb_per_s: float
     share: float | None
     trainer_mib: float | None
@@ -72,6 +74,7 @@ def rows(reports: Sequence[dict[str, Any]]) -> list[Row]:
                     case=case,
                     way=WAYS.get(item["way"], item["way"]),
                     seconds=seconds,
+                    prepare_s=item["prepare_s" if has_server else "plan_s"] or None,
                     gb_per_s=item["nbytes"] / moved / 1e9 if has_server else item["gb_per_s"],
                     share=None if has_server else item["share_of_link"],
                     trainer_mib=_mib(item["trainer_bytes"] if measured else None),
@@ -93,12 +96,22 @@ def _workers(options: Mapping[str, str]) -> str:
     return f"vLLM TP {count}{shared}"
 
 
-HEADINGS = ("case", "way", "push ms", "moving", "verify", "commit", "paused", "GB/s", "of link", "KL")
+HEADINGS = ("case", "way", "prepare s", "push ms", "moving", "verify", "commit", "paused", "GB/s", "of link", "KL")
 MEMORY = ("trainer MiB", "engine MiB", "beside MiB")
+
+NOTES = """\
+Times are medians. prepare: once per session: exchanging manifests, planning and proving; with a server also meeting,
+and recording what the loader does, and in place allocating the copy on the host; for other engines their own set-up.
+push: the whole, with a server until the new weights serve, without one until all workers have verified. moving:
+packing, the wire and unpacking, which overlap, on the slowest worker. verify: reading back and comparing digests, on
+the slowest worker. commit: until all workers serve the new weights; without a server a copy, after the push. paused:
+how long no request is begun. GB/s: into all workers, while moving or else of the whole push. of link: compared with
+plain sends in the same run. KL: of generation, in nats per token. MiB: beyond the weights, of an engine only for the
+first way into its server; beside is the second copy of the weights, a part of it."""
 
 
 def table(found: Sequence[Row]) -> str:
-    """Markdown."""
+    """Markdown, then what the columns mean."""
     headings = (*HEADINGS, *MEMORY)
     lines = [_line(headings), _line(["---"] * len(headings))]
     for row in found:
@@ -107,8 +120,9 @@ def table(found: Sequence[Row]) -> str:
         share = "" if row.share is None else f"{row.share:.0%}"
         kl = "" if row.kl is None else f"{row.kl:.1e}"
         memory = ["" if mib is None else f"{mib:.0f}" for mib in (row.trainer_mib, row.engine_mib, row.beside_mib)]
-        lines.append(_line([row.case, row.way, *parts, paused, f"{row.gb_per_s:.0f}", share, kl, *memory]))
-    return "\n".join(lines) + "\n"
+        once = "" if row.prepare_s is None else f"{row.prepare_s:.1f}"
+        lines.append(_line([row.case, row.way, once, *parts, paused, f"{row.gb_per_s:.0f}", share, kl, *memory]))
+    return "\n".join([*lines, "", NOTES]) + "\n"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -10,13 +10,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from etp import EtpConfig
+from etp import errors as etp_errors
 from megatron_patches import fixes, refit_training
 from megatron_patches.arguments import add_arguments
+from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +126,14 @@ def test_flags_of_refit_commands_are_documented(command: str) -> None:
 def test_options_of_the_engine_are_documented() -> None:
     text = (ROOT / "README.md").read_text()
     assert [field.name for field in dataclasses.fields(EtpConfig) if f"`{field.name}" not in text] == []
+
+
+@pytest.mark.parametrize("errors", [etp_errors, refit_errors], ids=lambda module: module.__name__)
+def test_every_error_is_explained(errors: ModuleType) -> None:
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    known = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(known) > 4
+    assert [name for name in known if f"`{name}`" not in text] == []
 
 
 def _anchors(page: Path) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from itertools import batched
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from matplotlib import rcParams
 
-from benchmarks import refit_report, train_report
+from benchmarks import refit, refit_report, refit_vllm, train_report
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "performance"
@@ -93,6 +94,24 @@ def test_readme_has_the_ratios_of_the_reports() -> None:
     ratios = [tuple(cells[1:]) for cells in _cells(ROOT / "README.md") if re.fullmatch(r"1\.\d{3}", cells[1])]
     assert len(ratios) == 7
     assert set(ratios) <= known
+
+
+def test_commands_of_refits_would_write_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is run by a shell in which python only prints its arguments; they are those that its report has."""
+    monkeypatch.setattr("benchmarks.refit.require_gpus", lambda *_: None)
+    page = (FOLDER.parent / "performance.md").read_text()
+    (commands,) = [block for block in re.findall(r"(?ms)^```\n(.*?)^```", page) if "refit_vllm" in block]
+    script = 'python() { printf "%s\\t" "$@"; echo; }\n' + commands
+    done = subprocess.run(["/bin/bash", "-c", script], check=True, cwd=FOLDER, capture_output=True, text=True)
+    *runs, (_, _, *shown) = [line.split("\t")[:-1] for line in done.stdout.splitlines()]
+    for _, module, *given in runs:
+        options = vars((refit if module == "benchmarks.refit" else refit_vllm).parse(given))
+        kept = json.loads((FOLDER / options["json"]).read_text())["options"]
+        for name in kept.keys() - {"json", "timeout", "limit"}:
+            assert str(options[name]) == kept[name], (options["json"], name)
+    names = [Path(argument).stem for argument in shown if argument.endswith(".json")]
+    assert names == list(REFIT)
+    assert sorted(names) == sorted(Path(given[given.index("--json") + 1]).stem for given in runs)
 
 
 def test_every_report_is_in_a_table_or_named_by_a_page() -> None:
