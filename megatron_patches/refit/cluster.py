@@ -10,7 +10,7 @@ from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_part, make_plan
-from megatron_patches.refit.source.family import ModelFamily
+from megatron_patches.refit.source.family import PlannableFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
@@ -66,7 +66,7 @@ class Cluster:
 
 
 def describe_cluster(
-    family: ModelFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
+    family: PlannableFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
 ) -> Cluster:
     """Describes every rank of both sides.
 
