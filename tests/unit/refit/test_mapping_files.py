@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_patches.refit import source
+from megatron_patches.refit.cluster import Hosts, describe_cluster
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.export import export_checkpoint
 from megatron_patches.refit.manifest import agree_on_tensors
@@ -23,7 +24,8 @@ from megatron_patches.refit.source.config_traits import family_from_config, read
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.families import declared, family_of
 from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.source.offline import param_shards, trainer_manifest
+from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
+from megatron_patches.refit.target.vllm_layout import EngineMesh
 from megatron_patches.refit.transports.safetensors_layout import layout_checkpoint
 from tests.unit.refit.test_hf_config import fake_model
 
@@ -180,6 +182,8 @@ def test_a_mapping_file_is_enough_for_an_export_and_for_plans(mapping_file: Mapp
     plan = make_plan(specs, sources, wanted, options)
     prove(plan, sources, wanted, options)
     assert sum(1 for spec in plan.tensors if ".behind." in spec.name) == 2
+    with pytest.raises(UnsupportedModelError, match=r"no place for model\.layers\.0\.behind\.weight \(and 1 more"):
+        describe_cluster(family, mesh, EngineMesh(), TrainerOptions(), Hosts())
 
 
 def test_without_its_mapping_file_an_architecture_is_not_planned_for(mapping_file: MappingFile) -> None:
