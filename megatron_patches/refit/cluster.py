@@ -10,10 +10,10 @@ from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_part, make_plan
-from megatron_patches.refit.source.family import ModelFamily
+from megatron_patches.refit.source.family import PlannableFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
-from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
+from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest, is_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ class Cluster:
 
 
 def describe_cluster(
-    family: ModelFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
+    family: PlannableFamily, trainer: TrainerMesh, engine: EngineMesh, options: TrainerOptions, hosts: Hosts
 ) -> Cluster:
     """Describes every rank of both sides.
 
     Raises:
-        RefitError: if a mesh does not fit the model; names axis and size.
+        RefitError: if a mesh does not fit the model; names axis and size. If the engine's layout lacks a tensor.
     """
     sources = [
         trainer_manifest(family, trainer, rank, options, hosts.name("trainer", rank)) for rank in range(trainer.size)
@@ -83,6 +83,13 @@ def describe_cluster(
         for rank in range(engine.size)
     ]
     _check_dtypes(dtypes, destinations)
+    wanted = {placement.box.tensor for manifest in destinations for placement in manifest.placements}
+    missing = [name for name in dtypes if name not in wanted and not is_left_out(family.traits, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"the engine's layout has no place for {missing[0]} (and {len(missing) - 1} more tensors) of this "
+            f"{family.architecture}; add it to {engine_manifest.__module__}"
+        )
     return Cluster(tensors=tensors, sources=sources, destinations=destinations)
 
 

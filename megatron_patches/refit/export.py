@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.digest import combine
 from megatron_patches.refit.errors import ExportError, PlanMismatchError
 from megatron_patches.refit.exchange import Exchange, default_exchange, together
-from megatron_patches.refit.hf_config import build_config, family_for
+from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.progress import Progress, Quiet
 from megatron_patches.refit.proof import prove
+from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.live import describe_rank, finish_parameter_gather
 from megatron_patches.refit.source.traits import ModelTraits
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
@@ -157,16 +158,16 @@ class _Job:
         """Plans, writes, verifies and commits."""
         with self._phase("plan", 0):
             finish_parameter_gather(chunks)
-            held: list[tuple[ModelTraits, Manifest]] = self._together(
-                partial(self._describe, chunks, vocab_size, tp_group)
+            families: list[ModelFamily] = []  # this rank's
+            held: list[tuple[str, ModelTraits, Manifest]] = self._together(
+                partial(self._describe, chunks, vocab_size, tp_group, families.append)
             )
-            traits = held[0][0]
-            _check_traits([other for other, _ in held])
-            plan, layout = self._plan(traits, [manifest for _, manifest in held])
+            _check_same([(architecture, traits) for architecture, traits, _ in held])
+            (family,) = families
+            plan, layout = self._plan(family, [manifest for _, _, manifest in held])
             self._on_first(lambda: self._directory.allocate(layout))
         digests = self._write(plan, layout)
         self._verify(plan, layout, digests)
-        family = family_for(traits)
         with self._phase("commit", 0):
             widest = max(plan.tensors, key=lambda spec: spec.nbytes).dtype
             config = build_config(family, widest, self._options.bos_token_id, self._options.eos_token_id)
@@ -183,18 +184,23 @@ class _Job:
         )
 
     def _describe(
-        self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None
-    ) -> tuple[ModelTraits, Manifest]:
-        """What this rank holds; keeps the memory, returns what others need to know."""
+        self,
+        chunks: Sequence[torch.nn.Module],
+        vocab_size: int,
+        tp_group: ProcessGroup | None,
+        keep: Callable[[ModelFamily], None],
+    ) -> tuple[str, ModelTraits, Manifest]:
+        """What this rank holds; keeps the memory and the family, returns what others need to know."""
         held = describe_rank(chunks, vocab_size, self._exchange.rank, tp_group)
         self._memory = held.memory
-        return held.family.traits, held.manifest
+        keep(held.family)
+        return held.family.architecture, held.family.traits, held.manifest
 
-    def _plan(self, traits: ModelTraits, sources: Sequence[Manifest]) -> tuple[Plan, CheckpointLayout]:
+    def _plan(self, family: ModelFamily, sources: Sequence[Manifest]) -> tuple[Plan, CheckpointLayout]:
         """The plan and the files, proved and equal on all ranks. Every rank computes both alone."""
 
         def compute() -> tuple[Plan, CheckpointLayout]:
-            tensors = agree_on_tensors(family_for(traits).shapes(), sources)
+            tensors = agree_on_tensors(family.shapes(), sources)
             rules = frozenset[tuple[str, str]]()
             if self._options.dtype is not None:
                 target = self._options.dtype
@@ -260,16 +266,17 @@ class _Job:
         self._seconds[name] = time.perf_counter() - started
 
 
-def _check_traits(found: Sequence[ModelTraits]) -> None:
+def _check_same(found: Sequence[tuple[str, ModelTraits]]) -> None:
     """All ranks must describe one model.
 
     Raises:
         ExportError: naming the first rank and field that differ from rank 0's.
     """
-    for rank, traits in enumerate(found):
-        for item in fields(traits):
-            mine, first = getattr(traits, item.name), getattr(found[0], item.name)
-            if mine != first:
-                raise ExportError(
-                    f"rank {rank} describes another model than rank 0: {item.name} {mine} instead of {first}"
-                )
+    architecture, first = found[0]
+    for rank, (name, traits) in enumerate(found):
+        pairs = [("architecture", name, architecture)]
+        if name == architecture:
+            pairs = [(item.name, getattr(traits, item.name), getattr(first, item.name)) for item in fields(traits)]
+        for what, mine, other in pairs:
+            if mine != other:
+                raise ExportError(f"rank {rank} describes another model than rank 0: {what} {mine} instead of {other}")

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.errors import UnsupportedModelError
-
 if TYPE_CHECKING:
     import torch
-
-
-def refuse(clauses: Iterator[str]) -> None:
-    """Refuses a model with all that speaks against it.
-
-    Raises:
-        UnsupportedModelError: if there is any clause.
-    """
-    found = list(clauses)
-    if found:
-        raise UnsupportedModelError("cannot export this model: " + "; ".join(found))
 
 
 def vocabulary_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:

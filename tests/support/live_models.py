@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_patches.refit.hf_config import read_traits
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
+from megatron_patches.refit.source.families import family_of
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, param_shards, trainer_manifest
 from megatron_patches.refit.source.shard import ParamShard
@@ -97,10 +97,10 @@ def compare(case: Case) -> None:
     for rank in case.ranks:
         with live_chunks(case, rank) as chunks:
             if family.traits.latent is not None or family.traits.layer_kinds:
-                assert read_traits(chunks[0], family.traits.vocab_size) == family.traits
+                assert family_of(chunks[0], family.traits.vocab_size).traits == family.traits
             live = by_storage(item.shard for item in describe_model(chunks))
             sizes = {item.shard.storage: item.memory.numel() for item in describe_model(chunks)}
-        found = by_storage(param_shards(family.traits, case.mesh, rank, options))
+        found = by_storage(param_shards(family, case.mesh, rank, options))
         assert found == live
         manifest = trainer_manifest(family, case.mesh, rank, options)
         assert {storage.name: storage.numel for storage in manifest.storages} == sizes

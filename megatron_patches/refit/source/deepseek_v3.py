@@ -8,14 +8,35 @@ layer are the model's own, of which published checkpoints hold copies under the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_common import common_traits
+from megatron_patches.refit.hf_refusals import (
+    activation_name,
+    attention_refusals,
+    norm_refusals,
+    sigmoid_router_refusals,
+    vocabulary_refusals,
+)
 from megatron_patches.refit.source import rules
-from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
+from megatron_patches.refit.source.config_fields import check_given, count, flag, integer, number
+from megatron_patches.refit.source.experts import (
+    expert_pieces,
+    expert_shapes,
+    sigmoid_router,
+    sigmoid_router_from_config,
+)
+from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.llama import LlamaFamily, Rule, common_config, linear
+from megatron_patches.refit.source.params import Cut, Param, feed_forward_params
 from megatron_patches.refit.source.shard import ParamShard, Piece
-from megatron_patches.refit.source.traits import LatentTraits, RouterTraits
+from megatron_patches.refit.source.traits import LatentTraits, ModelTraits, RouterTraits
+
+if TYPE_CHECKING:
+    import torch
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)|mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)(.+)")
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.(enorm|hnorm|eh_proj|final_layernorm)\.weight")
@@ -98,6 +119,36 @@ class DeepseekV3Family(LlamaFamily):
         if found is None:
             raise self._unmapped(shard)
         return found
+
+    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
+        """Parameters of a layer, but for those of routed experts, by name within it."""
+        yield from self._latent_params(fused_norms)
+        yield from feed_forward_params(self.traits, fused_norms, experts=self.traits.has_experts(layer), gated=True)
+
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:
+        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+        if not fused_norms:
+            yield "rows of the compressed query", self._latent.q_rank
+            yield "rows of the compressed key and value", self._latent.kv_rank + self._latent.rope_dim
+
+    def _latent_params(self, fused: bool) -> Iterator[Param]:
+        t, latent, prefix = self.traits, self._latent, "self_attention."
+        query = t.num_heads * (latent.nope_dim + latent.rope_dim)
+        down = None if fused else 0  # Transformer Engine's layers have the down projections whole
+        yield Param("input_layernorm.weight", (t.hidden_size,))
+        if latent.q_rank:
+            norm = "linear_q_up_proj.layer_norm_weight" if fused else "q_layernorm.weight"
+            yield Param(prefix + "linear_q_down_proj.weight", (latent.q_rank, t.hidden_size), down)
+            yield Param(prefix + norm, (latent.q_rank,))
+            yield Param(prefix + "linear_q_up_proj.weight", (query, latent.q_rank), 0)
+        else:
+            yield Param(prefix + "linear_q_proj.weight", (query, t.hidden_size), 0)
+        norm = "linear_kv_up_proj.layer_norm_weight" if fused else "kv_layernorm.weight"
+        key_value = t.num_heads * (latent.nope_dim + latent.v_dim)
+        yield Param(prefix + "linear_kv_down_proj.weight", (latent.kv_rank + latent.rope_dim, t.hidden_size), down)
+        yield Param(prefix + norm, (latent.kv_rank,))
+        yield Param(prefix + "linear_kv_up_proj.weight", (key_value, latent.kv_rank), 0)
+        yield Param(prefix + "linear_proj.weight", (t.hidden_size, t.num_heads * latent.v_dim), 1)
 
     def _mtp_prefixes(self) -> Sequence[tuple[str, int]]:
         """Prefix and number of each multi-token prediction layer in the checkpoint."""
@@ -230,3 +281,135 @@ def _gated_rules(mine: str, theirs: str) -> Mapping[str, Rule]:
         mine + "linear_fc1.weight": partial(rules.gated, gate=gate, up=up),
         mine + "linear_fc2.weight": partial(rules.row_parallel, tensor=theirs + "down_proj.weight"),
     }
+
+
+def _claims(model: torch.nn.Module) -> bool:
+    config: Any = model.config
+    return not getattr(model, "hybrid_layer_pattern", None) and bool(config.multi_latent_attention)
+
+
+def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
+    from torch.nn import functional
+
+    config: Any = model.config
+    yield from norm_refusals(config)
+    yield from vocabulary_refusals(model, vocab_size)
+    if not config.gated_linear_unit or config.activation_func is not functional.silu:
+        yield f"its feed-forward is not a gated SiLU but {activation_name(config)}; train with --swiglu"
+    if not config.qk_layernorm:
+        yield "its compressed query and key have no norms; train with --qk-layernorm"
+    if config.rope_type != "rope" or float(config.rotary_percent) != 1.0:
+        yield (
+            f"its positions are {config.rope_type} over {config.rotary_percent} of a head's part; train with "
+            "--rope-type rope"
+        )
+    if config.mscale_all_dim and config.rotary_scaling_factor > 1:
+        yield f"it scales attention by --mscale-all-dim {config.mscale_all_dim}; train without"
+    if not config.num_moe_experts:
+        yield "it has no experts, and DeepSeek-V3 does (--num-experts)"
+        return
+    if _first_dense_layers(config) is None:
+        yield f"layers without experts follow others with (--moe-layer-freq {config.moe_layer_freq})"
+    if (config.moe_shared_expert_intermediate_size or 0) % config.moe_ffn_hidden_size:
+        yield (
+            f"its shared experts are {config.moe_shared_expert_intermediate_size} wide, no multiple of "
+            f"{config.moe_ffn_hidden_size}, the width of one (--moe-shared-expert-intermediate-size)"
+        )
+    if (config.mtp_num_layers or 0) > 1 and getattr(config, "mtp_use_repeated_layer", False):
+        yield "one layer predicts several tokens (--mtp-use-repeated-layer)"
+    yield from sigmoid_router_refusals(config)
+    yield from attention_refusals(config)
+
+
+def _read(model: torch.nn.Module, vocab_size: int) -> DeepseekV3Family:
+    config: Any = model.config
+    dense = _first_dense_layers(config)
+    traits = ModelTraits(
+        **common_traits(model, vocab_size),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_attention_heads,
+        head_dim=config.qk_head_dim + config.qk_pos_emb_head_dim,
+        qkv_bias=False,
+        linear_bias=False,
+        num_experts=config.num_moe_experts,
+        experts_per_token=config.moe_router_topk,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        first_dense_layers=dense if dense is not None else 0,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+        router_bias=True,
+        router=sigmoid_router(config),
+        latent=LatentTraits(
+            q_rank=config.q_lora_rank or 0,
+            kv_rank=config.kv_lora_rank,
+            nope_dim=config.qk_head_dim,
+            rope_dim=config.qk_pos_emb_head_dim,
+            v_dim=config.v_head_dim,
+        ),
+        mtp_layers=config.mtp_num_layers or 0,
+        norm_topk_prob=config.moe_router_topk > 1,
+        rope_base=float(config.rotary_base),
+    )
+    return DeepseekV3Family(traits)
+
+
+def _first_dense_layers(config: Any) -> int | None:
+    """Layers before the first with experts; None if others follow without."""
+    frequency = config.moe_layer_freq
+    if frequency == 1:
+        return 0
+    if not isinstance(frequency, list) or 1 not in frequency:
+        return None
+    first = frequency.index(1)
+    return first if all(value == 1 for value in frequency[first:]) else None
+
+
+def _from_config(config: Mapping[str, object]) -> DeepseekV3Family:
+    check_given(config, "DeepseekV3ForCausalLM", ("q_lora_rank", "first_k_dense_replace", "n_shared_experts"))
+    if flag(config, "attention_bias") or config.get("moe_layer_freq", 1) != 1:
+        raise UnsupportedModelError(
+            f"attention_bias is {config.get('attention_bias')} and moe_layer_freq is {config.get('moe_layer_freq')}; "
+            "only models without biases and with experts in every layer but the first are known"
+        )
+    nope, rope = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
+    heads, width = integer(config, "num_attention_heads"), integer(config, "moe_intermediate_size")
+    traits = ModelTraits(
+        num_layers=integer(config, "num_hidden_layers"),
+        hidden_size=integer(config, "hidden_size"),
+        ffn_hidden_size=integer(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=nope + rope,
+        vocab_size=integer(config, "vocab_size"),
+        max_positions=integer(config, "max_position_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+        qkv_bias=False,
+        linear_bias=False,
+        num_experts=integer(config, "n_routed_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        moe_ffn_hidden_size=width,
+        first_dense_layers=count(config, "first_k_dense_replace"),
+        shared_ffn_hidden_size=count(config, "n_shared_experts") * width,
+        router_bias=config.get("topk_method", "noaux_tc") == "noaux_tc",  # the only method of transformers' class
+        router=sigmoid_router_from_config(config),
+        latent=LatentTraits(
+            q_rank=count(config, "q_lora_rank"),
+            kv_rank=integer(config, "kv_lora_rank"),
+            nope_dim=nope,
+            rope_dim=rope,
+            v_dim=integer(config, "v_head_dim"),
+        ),
+        mtp_layers=count(config, "num_nextn_predict_layers"),
+        norm_topk_prob=flag(config, "norm_topk_prob", True),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope_base=number(config, "rope_theta", 10000.0),
+    )
+    return DeepseekV3Family(traits)
+
+
+FAMILY = Declaration(
+    architecture="DeepseekV3ForCausalLM",
+    claims=_claims,
+    refusals=_refusals,
+    read=_read,
+    from_config=_from_config,
+)

@@ -1,12 +1,15 @@
-"""How Megatron names and lays out routed experts, for every family that has them."""
+"""How Megatron names and lays out routed experts, and what their routers are, for every family that has them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.config_fields import integer, number
 from megatron_patches.refit.source.shard import ParamShard, Piece
+from megatron_patches.refit.source.traits import RouterTraits
 
 # One module an expert (SequentialMLP), or one weight an expert in a grouped module (TEGroupedMLP). The numbers are
 # those of the whole model.
@@ -45,3 +48,25 @@ def expert_pieces(shard: ParamShard, name: str, prefix: str, count: int, gated: 
     if gated:
         return rules.gated(shard, tensors + "gate_proj.weight", tensors + "up_proj.weight")
     return rules.column_parallel(shard, tensors + "up_proj.weight")
+
+
+def sigmoid_router(config: Any) -> RouterTraits:
+    """A router that scores by a sigmoid, from Megatron's configuration."""
+    return RouterTraits(
+        groups=config.moe_router_num_groups or 1,
+        groups_per_token=config.moe_router_group_topk or 1,
+        scaling=float(config.moe_router_topk_scaling_factor or 1.0),
+    )
+
+
+def sigmoid_router_from_config(config: Mapping[str, object]) -> RouterTraits:
+    """The same from a ``config.json``.
+
+    Raises:
+        UnsupportedModelError: if a field has no sense.
+    """
+    return RouterTraits(
+        groups=integer(config, "n_group", 1),
+        groups_per_token=integer(config, "topk_group", 1),
+        scaling=number(config, "routed_scaling_factor", 1.0),
+    )

@@ -1,12 +1,20 @@
-"""The protocol of a model family: everything needed to add a model, in one file each."""
+"""What a mapping file has: the mapping of one kind of model, and a declaration of what the mapping is for.
+
+Adding a model means adding one such file; :mod:`megatron_patches.refit.source.families` finds it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+from megatron_patches.refit.source.params import Cut, Param
 from megatron_patches.refit.source.shard import ParamShard, Piece
 from megatron_patches.refit.source.traits import ModelTraits
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ModelFamily(Protocol):
@@ -32,3 +40,52 @@ class ModelFamily(Protocol):
 
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
+
+
+class PlannableFamily(ModelFamily, Protocol):
+    """A family that can also say what Megatron's parameters would be, for plans without a trainer.
+
+    The embedding, the output layer, and what surrounds a layer that predicts further tokens follow from the traits.
+    """
+
+    @property
+    def final_norm(self) -> str:
+        """Megatron's name of the norm behind the last layer."""
+
+    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
+        """Parameters of a layer, but for those of routed experts, by name within it.
+
+        Args:
+            layer: which, from 0; layers that predict further tokens are counted behind the last.
+            fused_norms: whether layers are Transformer Engine's.
+        """
+
+    def expert_params(self) -> Sequence[Param]:
+        """Parameters of one routed expert, by name within it."""
+
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:
+        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """What a mapping file is for, as its constant ``FAMILY``.
+
+    Attributes:
+        architecture: name of the class in ``transformers``.
+        claims: whether a Megatron model (any pipeline stage, without wrappers) is of this kind. Where several families
+            claim a model, the one that refuses nothing in it is taken.
+        refusals: for a model that is claimed, and its number of tokens: one clause for each feature that the
+            architecture cannot express, with the flag that sets it. Such a model would load, and compute something
+            else without a word.
+        read: the mapping of a model in which nothing is refused, and of its number of tokens.
+        from_config: the mapping of the model of a ``config.json`` of this architecture; raises UnsupportedModelError
+            where fields are missing or say what Megatron cannot build. None for a family without plans from
+            configurations.
+    """
+
+    architecture: str
+    claims: Callable[[torch.nn.Module], bool]
+    refusals: Callable[[torch.nn.Module, int], Iterator[str]]
+    read: Callable[[torch.nn.Module, int], ModelFamily]
+    from_config: Callable[[Mapping[str, object]], PlannableFamily] | None = None

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.hf_config import family_for, read_traits
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.source.describe import (
@@ -19,6 +18,7 @@ from megatron_patches.refit.source.describe import (
     held_tensors,
     unwrapped,
 )
+from megatron_patches.refit.source.families import family_of
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.shard import ParamShard, placements
 
@@ -58,7 +58,7 @@ def describe_rank(
     Raises:
         RefitError: if the model has no Hugging Face form, or a parameter no counterpart in it.
     """
-    family = family_for(read_traits(unwrapped(chunks[0]), vocab_size))
+    family = family_of(unwrapped(chunks[0]), vocab_size)
     storages: list[Storage] = []
     held: list[Placement] = []
     memory: dict[str, torch.Tensor] = {}

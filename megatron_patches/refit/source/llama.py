@@ -7,13 +7,28 @@ linear layer that follows. Both map to the same tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.errors import UnmappedParameterError
+from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.config_fields import flag, integer, number
+from megatron_patches.refit.source.family import Declaration
+from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
+from megatron_patches.refit.source.params import (
+    Cut,
+    Param,
+    attention_cuts,
+    attention_params,
+    expert_params,
+    feed_forward_params,
+)
 from megatron_patches.refit.source.shard import ParamShard, Piece
 from megatron_patches.refit.source.traits import ModelTraits
+
+if TYPE_CHECKING:
+    import torch
 
 Rule = Callable[[ParamShard], Sequence[Piece]]
 
@@ -74,6 +89,24 @@ class LlamaFamily:
         if rule is None:
             raise self._unmapped(shard)
         return rule(shard)
+
+    @property
+    def final_norm(self) -> str:
+        """Megatron's name of the norm behind the last layer."""
+        return "decoder.final_layernorm.weight"
+
+    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
+        """Parameters of a layer, but for those of routed experts, by name within it."""
+        yield from attention_params(self.traits, fused_norms)
+        yield from feed_forward_params(self.traits, fused_norms, experts=self.traits.has_experts(layer), gated=True)
+
+    def expert_params(self) -> Sequence[Param]:
+        """Parameters of one routed expert, by name within it."""
+        return expert_params(self.traits, gated=True)
+
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - others have them whole
+        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+        yield from attention_cuts(self.traits)
 
     def _unmapped(self, shard: ParamShard) -> UnmappedParameterError:
         return UnmappedParameterError(
@@ -184,3 +217,53 @@ def common_config(traits: ModelTraits) -> Mapping[str, object]:
         "use_cache": True,
         "vocab_size": traits.vocab_size,
     }
+
+
+def traits_from_config(config: Mapping[str, object], mlp_bias: bool = False) -> ModelTraits:
+    """What a ``config.json`` says in fields that all dense Llama-like architectures share.
+
+    Args:
+        config: its content.
+        mlp_bias: whether the feed-forward has biases.
+
+    Raises:
+        UnsupportedModelError: if a field is missing or has no sense.
+    """
+    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+    attention_bias = flag(config, "attention_bias")
+    if attention_bias != mlp_bias:
+        raise UnsupportedModelError(
+            f"attention_bias is {attention_bias} and mlp_bias is {mlp_bias}: Megatron has a bias on all linear layers "
+            "of a layer, on none, or on query, key and value alone"
+        )
+    return ModelTraits(
+        num_layers=integer(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=integer(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=integer(config, "num_key_value_heads", heads),
+        head_dim=integer(config, "head_dim", hidden // heads),
+        vocab_size=integer(config, "vocab_size"),
+        max_positions=integer(config, "max_position_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+        qkv_bias=attention_bias,
+        linear_bias=mlp_bias,
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope_base=number(config, "rope_theta", 10000.0),
+    )
+
+
+def _claims(model: torch.nn.Module) -> bool:
+    """All that no other Llama-like family claims."""
+    config: Any = model.config
+    others = config.num_moe_experts or config.qk_layernorm or (config.add_qkv_bias and not config.add_bias_linear)
+    return may_be_gpt(model) and not others
+
+
+FAMILY = Declaration(
+    architecture="LlamaForCausalLM",
+    claims=_claims,
+    refusals=gpt_refusals,
+    read=lambda model, vocab_size: LlamaFamily(gpt_traits(model, vocab_size)),
+    from_config=lambda config: LlamaFamily(traits_from_config(config, flag(config, "mlp_bias"))),
+)

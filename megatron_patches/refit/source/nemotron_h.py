@@ -8,18 +8,62 @@ after another.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.errors import UnmappedParameterError
+from megatron_patches.refit.errors import UnmappedParameterError, UnsupportedModelError
+from megatron_patches.refit.hf_common import common_traits
+from megatron_patches.refit.hf_refusals import (
+    activation_name,
+    attention_refusals,
+    norm_refusals,
+    sigmoid_router_refusals,
+    vocabulary_refusals,
+)
 from megatron_patches.refit.source import rules
-from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
+from megatron_patches.refit.source.config_fields import check_given, count, flag, integer, number
+from megatron_patches.refit.source.experts import (
+    expert_pieces,
+    expert_shapes,
+    sigmoid_router,
+    sigmoid_router_from_config,
+)
+from megatron_patches.refit.source.family import Declaration
 from megatron_patches.refit.source.llama import Rule, linear
+from megatron_patches.refit.source.params import (
+    Cut,
+    Param,
+    attention_cuts,
+    attention_params,
+    expert_params,
+    feed_forward_params,
+)
 from megatron_patches.refit.source.shard import ParamShard, Piece
 from megatron_patches.refit.source.traits import MambaTraits, ModelTraits, RouterTraits
 
+if TYPE_CHECKING:
+    import torch
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_KINDS = {"mamba": "M", "attention": "*", "mlp": "-", "experts": "E"}
+# Kinds of layers by the letters of Megatron's hybrid patterns, in which "|" ends a pipeline stage, and of
+# hybrid_override_pattern.
+_KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"})
+# The same by their names in layers_block_type of several releases of transformers.
+_KINDS_BY_NAME: Mapping[str, str] = MappingProxyType(
+    {
+        **_KINDS,
+        "mamba": "mamba",
+        "attention": "attention",
+        "mlp": "mlp",
+        "moe": "experts",
+        "linear_attention": "mamba",
+        "full_attention": "attention",
+    }
+)
+# Constants of megatron.core.ssm.mamba_mixer.MambaMixer, which no flag sets.
+_MIXER_KERNEL, _MIXER_NORM_EPS = 4, 1e-5
 
 
 class NemotronHFamily:
@@ -40,10 +84,11 @@ class NemotronHFamily:
     def config(self) -> Mapping[str, object]:
         """Content of ``config.json``, without the dtype."""
         t, mamba, router = self.traits, self._mamba, self.traits.router or RouterTraits()
+        letters = {kind: letter for letter, kind in _KINDS.items()}
         return {
             "architectures": [self.architecture],
             "model_type": "nemotron_h",
-            "hybrid_override_pattern": "".join(_KINDS[kind] for kind in t.layer_kinds),
+            "hybrid_override_pattern": "".join(letters[kind] for kind in t.layer_kinds),
             "num_hidden_layers": t.num_layers,
             "hidden_size": t.hidden_size,
             "intermediate_size": t.ffn_hidden_size,
@@ -105,6 +150,42 @@ class NemotronHFamily:
                 f"{shard.shape}; add it to the family's mapping, or train without the feature that it belongs to"
             )
         return found
+
+    @property
+    def final_norm(self) -> str:
+        """Megatron's name of the norm behind the last layer."""
+        return "decoder.final_norm.weight"
+
+    def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
+        """Parameters of a layer, but for those of routed experts, by name within it."""
+        kind = self.traits.layer_kinds[layer]
+        if kind == "mamba":
+            yield from self._mamba_params(fused_norms)
+        elif kind == "attention":
+            yield from attention_params(self.traits, fused_norms)
+        else:
+            yield from feed_forward_params(self.traits, fused_norms, experts=kind == "experts", gated=False)
+
+    def expert_params(self) -> Sequence[Param]:
+        """Parameters of one routed expert, by name within it."""
+        return expert_params(self.traits, gated=False)
+
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - others have them whole
+        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+        yield from attention_cuts(self.traits)
+        yield "heads of a Mamba mixer", self._mamba.heads
+        yield "groups of a Mamba mixer", self._mamba.groups
+
+    def _mamba_params(self, fused_norms: bool) -> Iterator[Param]:
+        mamba, hidden = self._mamba, self.traits.hidden_size
+        yield Param("mixer.in_proj.layer_norm_weight" if fused_norms else "norm.weight", (hidden,))
+        yield Param("mixer.in_proj.weight", (mamba.inner + mamba.convolved + mamba.heads, hidden), 0)
+        yield Param("mixer.conv1d_weight", (mamba.convolved, 1, mamba.kernel), 0)
+        yield Param("mixer.conv1d_bias", (mamba.convolved,), 0)
+        for name in ("dt_bias", "A_log", "D"):
+            yield Param(f"mixer.{name}", (mamba.heads,), 0)
+        yield Param("mixer.norm.weight", (mamba.inner,), 0)
+        yield Param("mixer.out_proj.weight", (hidden, mamba.inner), 1)
 
     @property
     def _mamba(self) -> MambaTraits:
@@ -243,3 +324,135 @@ def _plain_rules(mine: str, theirs: str) -> Mapping[str, Rule]:
         mine + "linear_fc1.weight": partial(rules.column_parallel, tensor=theirs + "up_proj.weight"),
         mine + "linear_fc2.weight": partial(rules.row_parallel, tensor=theirs + "down_proj.weight"),
     }
+
+
+def _claims(model: torch.nn.Module) -> bool:
+    return bool(getattr(model, "hybrid_layer_pattern", None))
+
+
+def _pattern(model: torch.nn.Module) -> str:
+    """A letter for each layer of the whole model."""
+    return str(model.hybrid_layer_pattern).replace("|", "")
+
+
+def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
+    import torch
+
+    config: Any = model.config
+    pattern = _pattern(model)
+    yield from norm_refusals(config)
+    yield from vocabulary_refusals(model, vocab_size)
+    if any(letter not in _KINDS for letter in pattern):
+        yield f"its layers are {pattern} (--hybrid-layer-pattern), and only {', '.join(_KINDS)} are known"
+    if model.position_embedding_type != "none":
+        yield f"its positions are {model.position_embedding_type!r}; train with --position-embedding-type none"
+    probe = torch.tensor([-1.0, 2.0, 3.0])
+    if config.gated_linear_unit or config.activation_func(probe).tolist() != [0.0, 4.0, 9.0]:
+        yield f"its feed-forward is not a squared ReLU but {activation_name(config)}; train with --squared-relu"
+    if config.qk_layernorm:
+        yield "it has norms on query and key (--qk-layernorm)"
+    if "M" in pattern and config.layernorm_epsilon != _MIXER_NORM_EPS:
+        yield (
+            f"its norms have an epsilon of {config.layernorm_epsilon} (--norm-epsilon), and those of Mamba mixers have "
+            f"{_MIXER_NORM_EPS}; NemotronH has one for all"
+        )
+    if "E" in pattern:
+        yield from sigmoid_router_refusals(config)
+    yield from attention_refusals(config)
+
+
+def _read(model: torch.nn.Module, vocab_size: int) -> NemotronHFamily:
+    config: Any = model.config
+    pattern = _pattern(model)
+    experts = "E" in pattern
+    traits = ModelTraits(
+        **common_traits(model, vocab_size),
+        num_layers=len(pattern),
+        layer_kinds=tuple(_KINDS[letter] for letter in pattern),
+        num_kv_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        qkv_bias=False,
+        linear_bias=False,
+        num_experts=config.num_moe_experts if experts else 0,
+        experts_per_token=config.moe_router_topk if experts else 0,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
+        shared_ffn_hidden_size=(config.moe_shared_expert_intermediate_size or 0) if experts else 0,
+        router_bias=experts,
+        router=sigmoid_router(config) if experts else None,
+        mamba=MambaTraits(
+            heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
+            head_dim=config.mamba_head_dim,
+            groups=config.mamba_num_groups,
+            state=config.mamba_state_dim,
+            kernel=_MIXER_KERNEL,
+        ),
+        norm_topk_prob=config.moe_router_topk > 1 if experts else True,
+        rope_base=10000.0,  # it has no rotary positions
+    )
+    return NemotronHFamily(traits)
+
+
+def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
+    check_given(config, "NemotronHForCausalLM", ("num_key_value_heads",))
+    wrong = [name for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias") if flag(config, name)]
+    wrong += [name for name in ("moe_latent_size", "num_nextn_predict_layers") if config.get(name)]
+    if wrong or not flag(config, "use_conv_bias", True):
+        raise UnsupportedModelError(
+            f"the configuration sets {', '.join(wrong) or 'use_conv_bias to false'}; of NemotronH only "
+            "models are known with a bias on the convolution and nowhere else, without latent experts, and without "
+            "layers that predict further tokens"
+        )
+    layers = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    if not isinstance(layers, list | str) or any(item not in _KINDS_BY_NAME for item in layers):
+        raise UnsupportedModelError(
+            f"layers_block_type or hybrid_override_pattern is {layers}; known kinds are {', '.join(_KINDS_BY_NAME)}"
+        )
+    kinds = tuple(_KINDS_BY_NAME[item] for item in layers)
+    experts = "experts" in kinds
+    heads = integer(config, "num_attention_heads")
+    traits = ModelTraits(
+        num_layers=len(kinds),
+        layer_kinds=kinds,
+        hidden_size=integer(config, "hidden_size"),
+        ffn_hidden_size=integer(config, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=integer(config, "num_key_value_heads", heads),
+        head_dim=integer(config, "head_dim"),
+        vocab_size=integer(config, "vocab_size"),
+        max_positions=integer(config, "max_position_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+        qkv_bias=False,
+        linear_bias=False,
+        num_experts=integer(config, "n_routed_experts") if experts else 0,
+        experts_per_token=integer(config, "num_experts_per_tok") if experts else 0,
+        moe_ffn_hidden_size=integer(config, "moe_intermediate_size") if experts else 0,
+        shared_ffn_hidden_size=_shared_width(config) if experts else 0,
+        router_bias=experts,
+        router=sigmoid_router_from_config(config) if experts else None,
+        mamba=MambaTraits(
+            heads=integer(config, "mamba_num_heads"),
+            head_dim=integer(config, "mamba_head_dim"),
+            groups=integer(config, "n_groups"),
+            state=integer(config, "ssm_state_size"),
+            kernel=integer(config, "conv_kernel"),
+        ),
+        norm_topk_prob=flag(config, "norm_topk_prob", True),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        rope_base=10000.0,  # it has no rotary positions
+    )
+    return NemotronHFamily(traits)
+
+
+def _shared_width(config: Mapping[str, object]) -> int:
+    """Width of NemotronH's shared experts, all together."""
+    shared = count(config, "n_shared_experts")
+    return shared * integer(config, "moe_shared_expert_intermediate_size") if shared else 0
+
+
+FAMILY = Declaration(
+    architecture="NemotronHForCausalLM",
+    claims=_claims,
+    refusals=_refusals,
+    read=_read,
+    from_config=_from_config,
+)

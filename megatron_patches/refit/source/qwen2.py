@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.source.llama import LlamaFamily, common_config
+from megatron_patches.refit.source.family import Declaration
+from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
+from megatron_patches.refit.source.llama import LlamaFamily, common_config, traits_from_config
+
+if TYPE_CHECKING:
+    import torch
+
+# What transformers takes for a field that is left out, where it does not follow from other fields.
+_LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 32})
 
 
 class Qwen2Family(LlamaFamily):
@@ -23,3 +34,18 @@ class Qwen2Family(LlamaFamily):
             "use_sliding_window": False,
             **common_config(self.traits),
         }
+
+
+def _claims(model: torch.nn.Module) -> bool:
+    config: Any = model.config
+    others = config.num_moe_experts or config.qk_layernorm
+    return may_be_gpt(model) and not others and bool(config.add_qkv_bias) and not config.add_bias_linear
+
+
+FAMILY = Declaration(
+    architecture="Qwen2ForCausalLM",
+    claims=_claims,
+    refusals=gpt_refusals,
+    read=lambda model, vocab_size: Qwen2Family(gpt_traits(model, vocab_size)),
+    from_config=lambda config: Qwen2Family(replace(traits_from_config({**_LEFT_OUT, **config}), qkv_bias=True)),
+)

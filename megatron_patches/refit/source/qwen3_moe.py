@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_refusals import expert_refusals
 from megatron_patches.refit.source import rules
+from megatron_patches.refit.source.config_fields import flag, integer
 from megatron_patches.refit.source.experts import expert_pieces, expert_shapes
-from megatron_patches.refit.source.llama import Rule
-from megatron_patches.refit.source.qwen3 import Qwen3Family
+from megatron_patches.refit.source.family import Declaration
+from megatron_patches.refit.source.gpt import gpt_refusals, gpt_traits, may_be_gpt
+from megatron_patches.refit.source.llama import Rule, traits_from_config
+from megatron_patches.refit.source.qwen3 import Qwen3Family, bias_refusals
 from megatron_patches.refit.source.shard import ParamShard, Piece
 
+if TYPE_CHECKING:
+    import torch
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# What transformers takes for a field that is left out, where it does not follow from other fields.
+_LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 4})
 
 
 class Qwen3MoeFamily(Qwen3Family):
@@ -59,3 +72,67 @@ class Qwen3MoeFamily(Qwen3Family):
         dense = super()._layer_rules(prefix)
         router = {"mlp.router.weight": partial(rules.replicated, tensor=prefix + "mlp.gate.weight")}
         return {**{name: rule for name, rule in dense.items() if not name.startswith("mlp.")}, **router}
+
+
+def _claims(model: torch.nn.Module) -> bool:
+    config: Any = model.config
+    return may_be_gpt(model) and bool(config.num_moe_experts)
+
+
+def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
+    config: Any = model.config
+    if config.qk_layernorm:
+        yield from bias_refusals(config)
+    else:
+        yield (
+            f"no architecture has its {config.num_moe_experts} experts without norms on query and key; train with "
+            "--qk-layernorm"
+        )
+    yield from _router_refusals(config)
+    yield from gpt_refusals(model, vocab_size)
+
+
+def _router_refusals(config: Any) -> Iterator[str]:
+    """Experts are exported as Qwen3-MoE has them: in every layer, gated, chosen by a softmax, none shared."""
+    frequency = config.moe_layer_freq
+    if frequency != 1 and not (isinstance(frequency, list) and all(value == 1 for value in frequency)):
+        yield f"only some of its layers have experts (--moe-layer-freq {frequency})"
+    if config.moe_router_score_function != "softmax":
+        yield f"its router scores by {config.moe_router_score_function} (--moe-router-score-function)"
+    if config.moe_router_topk_scaling_factor not in {None, 1.0}:
+        yield f"it scales its experts (--moe-router-topk-scaling-factor {config.moe_router_topk_scaling_factor})"
+    if not isinstance(getattr(config, "moe_router_pre_softmax", None), bool):
+        yield "whether its experts' scores add up to one cannot be told (--moe-router-pre-softmax)"
+    if config.moe_shared_expert_intermediate_size:
+        yield f"it sets --moe-shared-expert-intermediate-size ({config.moe_shared_expert_intermediate_size})"
+    if config.moe_router_enable_expert_bias:
+        yield "it sets --moe-router-enable-expert-bias (True)"
+    if config.moe_router_num_groups:
+        yield f"it sets --moe-router-num-groups ({config.moe_router_num_groups})"
+    yield from expert_refusals(config)
+
+
+def _from_config(config: Mapping[str, object]) -> Qwen3MoeFamily:
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise UnsupportedModelError(
+            f"decoder_sparse_step is {config.get('decoder_sparse_step')} and mlp_only_layers is "
+            f"{config.get('mlp_only_layers')}; only models with experts in every layer are known"
+        )
+    traits = replace(
+        traits_from_config({**_LEFT_OUT, **config}),
+        qk_norm=True,
+        num_experts=integer(config, "num_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
+        norm_topk_prob=flag(config, "norm_topk_prob"),  # False is transformers' own
+    )
+    return Qwen3MoeFamily(traits)
+
+
+FAMILY = Declaration(
+    architecture="Qwen3MoeForCausalLM",
+    claims=_claims,
+    refusals=_refusals,
+    read=lambda model, vocab_size: Qwen3MoeFamily(gpt_traits(model, vocab_size)),
+    from_config=_from_config,
+)

@@ -1,4 +1,4 @@
-"""Properties of a model, in terms that Hugging Face configurations share. Read from a Megatron model by `hf_config`."""
+"""Properties of a model, in terms that Hugging Face configurations share. Each family reads its own."""
 
 from __future__ import annotations
 

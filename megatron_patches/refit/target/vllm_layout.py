@@ -32,6 +32,7 @@ stage.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,6 +120,12 @@ def engine_manifest(
         arrives_as = kept if isinstance(kept, str) else dtype
         storages.append(Storage(name, arrives_as, shape[0] * inner, end, rule))
     return Manifest(rank, host, tuple(storages), tuple(wanted))
+
+
+def is_left_out(traits: ModelTraits, tensor: str) -> bool:
+    """Whether the engine leaves a tensor of the checkpoint to the draft model: layers that predict further tokens."""
+    layer = re.match(r"model\.layers\.(\d+)\.", tensor)
+    return layer is not None and int(layer[1]) >= traits.num_layers
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:

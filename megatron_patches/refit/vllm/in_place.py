@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,14 +53,18 @@ class InPlace:
         self.begun = True
         return dict(self._serving)
 
-    def put_back(self) -> None:
+    def put_back(self, derive: Callable[[], None]) -> None:
         """Puts the version back that served last.
 
+        Args:
+            derive: computes anew what is derived from the weights and is not among the copies.
+
         Raises:
-            LostWeightsError: if that fails.
+            LostWeightsError: if that fails; it may be tried again.
         """
         try:
             self.backup.restore()
+            derive()
         except Exception as error:
             raise LostWeightsError(f"the weights that served cannot be put back: {error}") from error
         self.begun = False

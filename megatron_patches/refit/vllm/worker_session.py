@@ -203,8 +203,7 @@ class WorkerSession:
             raise LostWeightsError(self._lost)
         if self._in_place is not None and self._in_place.begun:
             self._staged = None
-            self._in_place.put_back()
-            refresh_attention(self._serving.model, self._serving.config)
+            self._in_place.put_back(lambda: refresh_attention(self._serving.model, self._serving.config))
             logger.info("refit: version %d has been put back", self.version)
 
     def _take(self, version: int, step: int, linked: bool) -> None:

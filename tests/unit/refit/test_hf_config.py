@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.hf_config import build_config, family_for, read_traits, rotary_frequencies
+from megatron_patches.refit.hf_config import build_config
+from megatron_patches.refit.source.families import family_of
+from megatron_patches.refit.source.gpt import rotary_frequencies
 
 
 def fake_model(**changes: Any) -> Any:
@@ -68,9 +70,10 @@ def fake_model(**changes: Any) -> Any:
 
 
 def test_a_plain_model_is_read() -> None:
-    traits = read_traits(fake_model(), 251)
+    family = family_of(fake_model(), 251)
+    traits = family.traits
     assert (traits.num_kv_heads, traits.head_dim, traits.vocab_size, traits.tied_embeddings) == (2, 128, 251, True)
-    config = build_config(family_for(traits), "bfloat16", eos_token_id=2)
+    config = build_config(family, "bfloat16", eos_token_id=2)
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["torch_dtype"] == "bfloat16"
     assert config["rms_norm_eps"] == 1e-6
@@ -99,12 +102,12 @@ def test_a_plain_model_is_read() -> None:
 )
 def test_what_llama_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        read_traits(fake_model(**changes), 251)
+        family_of(fake_model(**changes), 251)
 
 
 def test_every_refused_feature_is_listed() -> None:
     with pytest.raises(UnsupportedModelError, match=r"--mtp-num-layers.*; .*--qk-l2-norm"):
-        read_traits(fake_model(mtp_num_layers=1, qk_l2_norm=True), 251)
+        family_of(fake_model(mtp_num_layers=1, qk_l2_norm=True), 251)
 
 
 @pytest.mark.parametrize("pre_softmax", [False, True])
@@ -112,7 +115,7 @@ def test_whether_scores_add_up_to_one_is_the_models_own(pre_softmax: bool) -> No
     from transformers import Qwen3MoeConfig
 
     model = fake_model(num_moe_experts=8, qk_layernorm=True, moe_router_pre_softmax=pre_softmax)
-    config = build_config(family_for(read_traits(model, 251)), "bfloat16")
+    config = build_config(family_of(model, 251), "bfloat16")
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     read = Qwen3MoeConfig(**config)
     assert read.norm_topk_prob is not pre_softmax
@@ -120,9 +123,8 @@ def test_whether_scores_add_up_to_one_is_the_models_own(pre_softmax: bool) -> No
 
 
 def test_experts_without_norms_on_query_and_key_are_refused() -> None:
-    traits = read_traits(fake_model(num_moe_experts=8), 251)
     with pytest.raises(UnsupportedModelError, match=r"has its 8 experts without norms .* train with --qk-layernorm"):
-        family_for(traits)
+        family_of(fake_model(num_moe_experts=8), 251)
 
 
 @pytest.mark.parametrize(
@@ -146,35 +148,50 @@ def test_experts_without_norms_on_query_and_key_are_refused() -> None:
 )
 def test_what_qwen3_moe_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        read_traits(fake_model(num_moe_experts=8, qk_layernorm=True, **changes), 251)
+        family_of(fake_model(num_moe_experts=8, qk_layernorm=True, **changes), 251)
 
 
 def test_interpolated_and_unknown_frequencies_are_refused() -> None:
     model = fake_model()
     model.rotary_pos_emb.seq_len_interpolation_factor = 2.0
     with pytest.raises(UnsupportedModelError, match="--rotary-seq-len-interpolation-factor"):
-        read_traits(model, 251)
+        family_of(model, 251)
     model = fake_model()
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq * 0.5
     with pytest.raises(UnsupportedModelError, match="follow neither --rotary-base alone nor Llama 3's scaling"):
-        read_traits(model, 251)
+        family_of(model, 251)
 
 
 def test_norms_on_query_and_key_are_qwen3() -> None:
     from transformers import Qwen3Config
 
-    config = build_config(family_for(read_traits(fake_model(qk_layernorm=True), 251)), "bfloat16")
+    config = build_config(family_of(fake_model(qk_layernorm=True), 251), "bfloat16")
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     read = Qwen3Config(**config)
     assert (read.head_dim, read.num_attention_heads, read.hidden_size) == (128, 4, 64)
     assert (read.attention_bias, read.use_sliding_window, read.rms_norm_eps) == (False, False, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("biases", "architecture"),
+    [
+        ((), "Llama"),
+        (("add_qkv_bias",), "Qwen2"),
+        (("add_bias_linear",), "Llama"),
+        (("add_qkv_bias", "add_bias_linear"), "Llama"),
+    ],
+)
+def test_biases_on_query_key_and_value_alone_are_qwen2(biases: tuple[str, ...], architecture: str) -> None:
+    family = family_of(fake_model(**dict.fromkeys(biases, True)), 251)
+    assert family.architecture == f"{architecture}ForCausalLM"
+    assert family.config()["model_type"] == architecture.lower()
+    assert (family.traits.qkv_bias, family.traits.linear_bias) == (bool(biases), "add_bias_linear" in biases)
+
+
 @pytest.mark.parametrize("bias", ["add_qkv_bias", "add_bias_linear"])
 def test_norms_on_query_and_key_beside_biases_are_refused(bias: str) -> None:
-    traits = read_traits(fake_model(qk_layernorm=True, **{bias: True}), 251)
     with pytest.raises(UnsupportedModelError, match="both the norms of --qk-layernorm and biases"):
-        family_for(traits)
+        family_of(fake_model(qk_layernorm=True, **{bias: True}), 251)
 
 
 @pytest.mark.parametrize("factor", [None, 8.0, 32.0])
@@ -182,9 +199,9 @@ def test_transformers_computes_the_same_frequencies(factor: float | None) -> Non
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    traits = read_traits(fake_model(model_scaling_factor=factor, model_rotary_base=500000), 251)
-    assert traits.rope_scaling_factor == factor
-    config = LlamaConfig(**build_config(family_for(traits), "float32"))
+    family = family_of(fake_model(model_scaling_factor=factor, model_rotary_base=500000), 251)
+    assert family.traits.rope_scaling_factor == factor
+    config = LlamaConfig(**build_config(family, "float32"))
     theirs = LlamaRotaryEmbedding(config).inv_freq
     ours = torch.tensor(rotary_frequencies(128, 500000.0, factor))
     assert torch.allclose(theirs, ours, rtol=1e-6, atol=0)
@@ -222,7 +239,7 @@ def latent_model(**changes: Any) -> Any:
 def test_latent_attention_is_deepseek_v3() -> None:
     from transformers import DeepseekV3Config
 
-    config = build_config(family_for(read_traits(latent_model(), 251)), "bfloat16")
+    config = build_config(family_of(latent_model(), 251), "bfloat16")
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
     read = DeepseekV3Config(**config)
     assert (read.q_lora_rank, read.kv_lora_rank, read.qk_nope_head_dim, read.qk_rope_head_dim) == (24, 16, 12, 8)
@@ -253,7 +270,7 @@ def test_latent_attention_is_deepseek_v3() -> None:
 )
 def test_what_deepseek_v3_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        read_traits(latent_model(**changes), 251)
+        family_of(latent_model(**changes), 251)
 
 
 def hybrid_model(**changes: Any) -> Any:
@@ -279,13 +296,13 @@ def hybrid_model(**changes: Any) -> Any:
 def test_a_hybrid_is_nemotron_h() -> None:
     from transformers import NemotronHConfig
 
-    config = build_config(family_for(read_traits(hybrid_model(), 251)), "bfloat16")
+    config = build_config(family_of(hybrid_model(), 251), "bfloat16")
     assert config["architectures"] == ["NemotronHForCausalLM"]
     read = NemotronHConfig(**config)
     assert read.hybrid_override_pattern == "M-M*ME"
     assert (read.mamba_num_heads, read.mamba_head_dim, read.n_groups, read.ssm_state_size) == (8, 16, 2, 4)
     assert (read.n_routed_experts, read.moe_intermediate_size, read.moe_shared_expert_intermediate_size) == (8, 32, 48)
-    dense = read_traits(hybrid_model(model_hybrid_layer_pattern="M*-", mamba_num_heads=None), 251)
+    dense = family_of(hybrid_model(model_hybrid_layer_pattern="M*-", mamba_num_heads=None), 251).traits
     assert (dense.num_experts, dense.mamba.heads) == (0, 8)
 
 
@@ -305,4 +322,4 @@ def test_a_hybrid_is_nemotron_h() -> None:
 )
 def test_what_nemotron_h_cannot_express_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        read_traits(hybrid_model(**changes), 251)
+        family_of(hybrid_model(**changes), 251)

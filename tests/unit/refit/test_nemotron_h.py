@@ -97,7 +97,7 @@ def test_each_block_of_a_mixer_is_cut_on_its_own(name: str, parts: tuple[int, ..
         mesh = TrainerMesh(tp=2, etp=2)
         for etp_rank in range(2):
             storage = f"chunk0.decoder.layers.0.mixer.{name.replace('conv1d.', 'conv1d_')}"
-            shards = {s.storage: s for s in param_shards(family.traits, mesh, etp_rank * 2 + rank)}
+            shards = {s.storage: s for s in param_shards(family, mesh, etp_rank * 2 + rank)}
             shard = shards[storage]
             for placement in placements(shard, family.pieces(shard)):
                 first = placement.view.offset // shard.row_numel + shard.rows[0]

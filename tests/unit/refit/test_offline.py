@@ -116,13 +116,13 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(
     config: dict[str, object], mesh: TrainerMesh, message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        list(param_shards(family_from_config(config).traits, mesh, 0))
+        list(param_shards(family_from_config(config), mesh, 0))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "the architecture is MixtralForCausalLM; known are Llama"),
+        ({"architectures": ["MixtralForCausalLM"]}, "the architecture is MixtralForCausalLM; known are Deepseek"),
         ({"architectures": None}, "the architecture is not given"),
         ({"hidden_size": "16"}, "hidden_size is '16' in the configuration; it must be a positive integer"),
         ({"mlp_only_layers": [1]}, "only models with experts in every layer"),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from etp.layout import ShardLayout
 from megatron_patches.refit.errors import UnmappedParameterError
-from megatron_patches.refit.hf_config import family_for
 from megatron_patches.refit.manifest import Manifest, agree_on_tensors
 from megatron_patches.refit.plan import PlanOptions, make_plan
 from megatron_patches.refit.proof import prove
@@ -44,10 +43,17 @@ PADDED_VOCAB = 40
 PADDING = -1.0
 
 
+def mapping_of(traits: ModelTraits) -> LlamaFamily:
+    """The family that has these biases and norms."""
+    if traits.qk_norm:
+        return Qwen3Family(traits)
+    return Qwen2Family(traits) if traits.qkv_bias and not traits.linear_bias else LlamaFamily(traits)
+
+
 def dense_model(traits: ModelTraits, seed: int) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face's names."""
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape) for name, shape in family_for(traits).shapes().items()}
+    return {name: rng.standard_normal(shape) for name, shape in mapping_of(traits).shapes().items()}
 
 
 def megatron_model(traits: ModelTraits, dense: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, int | None]]:
@@ -129,7 +135,7 @@ def shards(
 def assemble(traits: ModelTraits, tp: int, etp: int, align: int, seed: int) -> None:
     """Shards a dense model, describes it, plans, proves, moves element by element, and compares."""
     dense = dense_model(traits, seed)
-    family = family_for(traits)
+    family = mapping_of(traits)
     manifests, memory = [], {}
     for rank, held in shards(megatron_model(traits, dense), tp, etp, align):
         found = [place for shard, _ in held for place in placements(shard, family.pieces(shard))]
@@ -284,10 +290,3 @@ def test_qwen3_has_one_norm_for_all_query_heads_and_one_for_all_key_heads() -> N
         "model.layers.1.self_attn.q_norm.weight",
         "model.layers.1.self_attn.k_norm.weight",
     ]
-
-
-def test_biases_on_the_fused_projection_alone_are_qwen2() -> None:
-    assert isinstance(family_for(replace(TRAITS, linear_bias=False)), Qwen2Family)
-    assert family_for(replace(TRAITS, linear_bias=False)).config()["model_type"] == "qwen2"
-    assert type(family_for(TRAITS)) is LlamaFamily
-    assert type(family_for(replace(TRAITS, linear_bias=False, qkv_bias=False))) is LlamaFamily

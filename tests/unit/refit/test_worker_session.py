@@ -101,9 +101,10 @@ class InPlace:
         self.begun = True
         return {}
 
-    def put_back(self) -> None:
+    def put_back(self, derive: Callable[[], None]) -> None:
         if self.is_lost:
             raise LostWeightsError("gone")
+        derive()
         self.begun = False
 
     def done(self) -> None:
