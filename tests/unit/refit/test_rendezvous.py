@@ -246,6 +246,27 @@ def test_a_step_can_be_failed_before_it_is_begun(monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_failure_is_told_by_whatever_name_the_step_goes(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an engine cannot be asked to receive a version before which links are made."""
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)
+
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            if member.party == 0:
+                time.sleep(0.5 * begun)  # the other party has done its part
+                member.fail(0, "sending version 1", "the engine cannot be reached")
+            else:
+                time.sleep(0.5 * (not begun))
+            return 0
+
+        return member.gather("linking", int, part)
+
+    with meeting(2, timeout_s=60) as (_, members):
+        for error in on_all(members, work):
+            assert str(error) == "linking failed: the engine cannot be reached"
+
+
 def connected(server: Rendezvous) -> socket.socket:
     """To a server, without an introduction."""
     invitation = server.invitation
