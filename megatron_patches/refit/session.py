@@ -402,6 +402,8 @@ class RefitSession:
         """What this rank holds."""
         held = describe_rank(self._chunks, self._vocab_size, self._exchange.rank, self._tp_group)
         self._live = LiveMemory(self._chunks, self._tp_group)
+        if not self._first:  # every party is sent what each rank tells, so hundreds must not tell the whole model
+            return Held({}, {}, held.manifest)
         config = build_config(held.family, held.manifest.storages[0].dtype)
         return Held(dict(config), dict(held.family.shapes()), held.manifest, self._options.allow_narrowing)
 
