@@ -219,6 +219,13 @@ def test_parties_at_different_steps_are_told() -> None:
             assert "do all run the same version of this package?" in str(error)
 
 
+def test_an_answer_of_another_version_of_the_package_is_named() -> None:
+    with meeting(2) as (_, members):
+        found = on_all(members, lambda m: m.gather("meet", int if m.party else str, lambda: "new"))
+        assert found[0] == ["new", "new"]
+        assert re.match(r"meet: party 1 cannot read .*Expected `int`.*do all run the same version", str(found[1]))
+
+
 def test_what_is_posted_outside_of_steps_reaches_all_who_collect_it() -> None:
     with meeting(3) as (_, members):
         members[1].post("commit 7", None)
