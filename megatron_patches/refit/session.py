@@ -27,7 +27,7 @@ from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
-from megatron_patches.refit.transports.base import AUTO, TransportName
+from megatron_patches.refit.transports.base import AUTO, TransportName, named_transport
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,10 @@ class RefitOptions:
             )
         if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        # A program may give their names, as the flags do; which mode it is, is asked by identity.
+        object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
+        object.__setattr__(self, "pause", PauseMode(self.pause))
+        object.__setattr__(self, "memory", MemoryMode(self.memory))
 
 
 @dataclass(frozen=True, kw_only=True)
