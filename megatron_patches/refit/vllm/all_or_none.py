@@ -1,16 +1,21 @@
 """Makes a version take effect on all workers of an engine or on none.
 
-Each worker tells the others that it can before any does, and that it has before any forgets the old weights.
+Each worker tells the others that it can before any does, and that it has before any forgets the old weights. These are
+two votes, and every worker has a part in both of every commit: one that does not go on after the first says no to the
+second, without waiting. So one that comes late, when the others have given up, learns that they have, and no vote is
+ever taken for an answer to another one.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Work
 from vllm.distributed.parallel_state import get_world_group
 
 from megatron_patches.refit.errors import LostWeightsError, TransferError
@@ -55,7 +60,7 @@ class AllOrNone:
             replacement.apply()
         except Exception as error:  # noqa: BLE001 - as above
             failure = error
-        if not self._all_can(failure is None):
+        if not self._vote(failure is None):
             try:
                 replacement.undo()
             except Exception as error:
@@ -82,7 +87,7 @@ class AllOrNone:
                 torch.accelerator.synchronize(device)  # what failed there must be known before the vote
         except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
             failure = error
-        if not self._all_can(failure is None):
+        if not self._vote(failure is None):
             raise self._refusal("failed to replace its weights") from failure
 
     def _refusal(self, why: str) -> TransferError:
@@ -91,15 +96,28 @@ class AllOrNone:
         )
 
     def _all_can(self, able: bool) -> bool:
-        """Whether all workers of this engine are able to go on; a vote that fails counts as no."""
-        group = get_world_group()
-        if group.world_size == 1:
-            return able
-        votes = torch.tensor([int(able)], dtype=torch.int32)
+        """The first vote: whether all workers of this engine are able to go on."""
+        can = self._vote(able)
+        if not can:
+            with suppress(RuntimeError):  # logged already
+                self._cast(False)
+        return can
+
+    def _vote(self, able: bool) -> bool:
+        """Whether all workers say yes; a vote that fails counts as no."""
         try:
-            work = dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
-            work.wait(timedelta(seconds=self.timeout_s))
+            votes, work = self._cast(able)
+            if work is not None:
+                work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError:
             logger.exception("refit: the workers of this engine cannot agree on version %d", self.version)
             return False
         return bool(votes.item())
+
+    def _cast(self, able: bool) -> tuple[torch.Tensor, Work | None]:
+        """Says what this worker has to say: where all are heard in the end, and what to wait for until then."""
+        group = get_world_group()
+        votes = torch.tensor([int(able)], dtype=torch.int32)
+        if group.world_size == 1:
+            return votes, None
+        return votes, dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group.cpu_group, async_op=True)
