@@ -28,10 +28,10 @@ LATE_S = 1.5
 
 
 class Replacement:
-    """New weights of a worker, which serve or not; what it does may fail."""
+    """New weights of a worker, which serve or not; what it does may take a while, or fail."""
 
-    def __init__(self, refused: str = "") -> None:
-        self.serves, self._refused = False, refused
+    def __init__(self, refused: str = "", slow: str = "") -> None:
+        self.serves, self._refused, self._slow = False, refused, slow
 
     def build(self) -> None:
         self._do("build")
@@ -50,6 +50,8 @@ class Replacement:
         """Nothing."""
 
     def _do(self, what: str) -> None:
+        if what == self._slow:
+            time.sleep(LATE_S)
         if what == self._refused:
             raise MemoryError(f"no room to {what}")
 
@@ -129,3 +131,17 @@ def test_who_comes_late_to_one_commit_is_on_time_for_the_next(
     refusing = [Replacement(), Replacement(), Replacement("apply")]
     assert workers.commit(refusing, in_place=in_place) == ["refused"] * 3
     assert workers.commit([Replacement() for _ in range(3)], in_place=in_place) == ["serves"] * 3
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_who_does_not_hear_whether_others_serve_a_version_serves_none(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slow one finds that all have said yes."""
+    workers = Workers(2, monkeypatch)
+    found = workers.commit([Replacement(), Replacement(slow="apply")], in_place=in_place)
+    assert found == ["lost", "serves"]
+    refusing = [Replacement(), Replacement(slow="apply", refused="apply")]
+    assert workers.commit(refusing, in_place=in_place) == ["lost", "refused"]
+    refusing = [Replacement("apply"), Replacement(slow="apply")]
+    assert workers.commit(refusing, in_place=in_place) == ["refused"] * 2

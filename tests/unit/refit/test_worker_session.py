@@ -293,6 +293,9 @@ def test_all_workers_take_a_version_or_none(
     votes = two(monkeypatch, *answers)
     if done[-1] == "forget":
         under_test.commit(7)
+    elif answers == [True, None]:
+        with pytest.raises(LostWeightsError, match="did not say within 65 s whether it serves version 7"):
+            under_test.commit(7)
     else:
         with pytest.raises(TransferError, match="version 7 was not taken"):
             under_test.commit(7)
