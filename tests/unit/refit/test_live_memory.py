@@ -129,6 +129,14 @@ def test_a_single_number_is_named() -> None:
         LiveMemory([model], None)
 
 
+def test_parameters_on_the_host_beside_others_on_a_device_are_named() -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    model.tied = model.output.weight = nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16, device="meta"))
+    with pytest.raises(RefitError, match=r"decoder\.layers\.0\.linear\.weight \(and 3 more\) is in the host's memory"):
+        memory.look_up()
+
+
 def _another_shape(model: Model) -> None:
     model.first.linear.weight.data = torch.randn(8, 6, dtype=torch.bfloat16)
 
