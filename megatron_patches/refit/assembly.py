@@ -75,7 +75,8 @@ class Assembly:
             The parts of all parties, in order of their numbers.
 
         Raises:
-            PartyFailedError: on every party if any failed, with all reasons; the cause is this party's own error.
+            PartyFailedError: on every party if any failed, with all reasons; the cause is this party's own error. On
+                this one alone if it cannot read what another one answered.
         """
         step, self.next_step = self.next_step, self.next_step + 1
         mine: Exception | None = None
@@ -91,7 +92,13 @@ class Assembly:
         answer = self._answer(step, what)
         if isinstance(answer, Failure):
             raise PartyFailedError(f"{what} failed: {'; '.join(answer.reasons)}") from mine
-        return [msgspec.msgpack.decode(payload, type=kind) for payload in answer.payloads]
+        try:
+            return [msgspec.msgpack.decode(payload, type=kind) for payload in answer.payloads]
+        except msgspec.MsgspecError as error:
+            raise PartyFailedError(
+                f"{what}: {self.name} cannot read what another party answered ({error}); do all run the same version "
+                "of this package?"
+            ) from error
 
     def check(self) -> None:
         """Raises if another party has failed in the step that this one is at work in.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,22 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
     parser.add_argument("--iteration", type=int, help="which iteration; the latest by default")
     parser.add_argument("--vocab-size", type=int, help="tokens without padding; from the run's tokenizer by default")
     ParallelSizes.add_options(parser, while_doing)
-    parser.add_argument("--timeout-minutes", type=float, default=30.0, help="longest wait for another process")
+    parser.add_argument("--timeout-minutes", type=_minutes, default=30.0, help="longest wait for another process")
+
+
+def _minutes(text: str) -> float:
+    """A time that a process can wait.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none.
+    """
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes * 60 <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of minutes")
+    return minutes
 
 
 @contextmanager

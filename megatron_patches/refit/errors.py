@@ -64,4 +64,4 @@ class UnsupportedEngineError(RefitError):
 
 
 class LostWeightsError(RefitError):
-    """A worker cannot put the weights back that served; its engine must not go on."""
+    """A worker cannot put the weights back that served, or know what others serve; its engine must not go on."""

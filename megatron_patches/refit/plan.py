@@ -155,9 +155,9 @@ class Plan:
             return self.part.whole_rounds
         return max((item.round for item in self.transfers), default=-1) + 1
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes written by all transfers together."""
+        """Bytes written by all transfers together. Every push reports it, and of a large cluster it takes 0.3 s."""
         return sum(item.nbytes for item in self.transfers)
 
     def sent_by(self, rank: int) -> list[list[Transfer]]:

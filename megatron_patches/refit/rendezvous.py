@@ -198,7 +198,8 @@ class Rendezvous:
         for gone, reason in self._gone.items():
             step.outcomes.setdefault(gone, Outcome(outcome.step, step.what, reason=reason))
             step.fail()
-        if step.what != outcome.what:
+        # Who fails a step by another name, such as an engine that could not be asked to take part, says why it fails.
+        if step.what != outcome.what and outcome.reason is None and not step.failed:
             outcome.reason = (
                 f"{self._names[party]} is at step {outcome.what!r} while others are at {step.what!r}; "
                 "do all run the same version of this package?"

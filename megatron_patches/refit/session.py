@@ -27,7 +27,7 @@ from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
-from megatron_patches.refit.transports.base import AUTO, TransportName
+from megatron_patches.refit.transports.base import AUTO, TransportName, named_transport
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,10 @@ class RefitOptions:
             )
         if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        # A program may give their names, as the flags do; which mode it is, is asked by identity.
+        object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
+        object.__setattr__(self, "pause", PauseMode(self.pause))
+        object.__setattr__(self, "memory", MemoryMode(self.memory))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,6 +406,8 @@ class RefitSession:
         """What this rank holds."""
         held = describe_rank(self._chunks, self._vocab_size, self._exchange.rank, self._tp_group)
         self._live = LiveMemory(self._chunks, self._tp_group)
+        if not self._first:  # every party is sent what each rank tells, so hundreds must not tell the whole model
+            return Held({}, {}, held.manifest)
         config = build_config(held.family, held.manifest.storages[0].dtype)
         return Held(dict(config), dict(held.family.shapes()), held.manifest, self._options.allow_narrowing)
 

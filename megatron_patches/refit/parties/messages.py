@@ -13,13 +13,13 @@ from megatron_patches.refit.manifest import Manifest
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a source holds.
+    """What a source holds. Of all but the manifest, what the first source says counts, and others may leave it out.
 
     Attributes:
         config: content of the model's ``config.json``.
         shapes: global shape of every tensor of the model, by Hugging Face name.
         manifest: its own part.
-        allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`; what the first source says counts.
+        allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`.
     """
 
     config: dict[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from megatron_patches.refit.errors import RefitError, UnsupportedModelError
+from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.source.shard import ParamShard
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
 
     Raises:
         RefitError: if a parameter's memory is not contiguous, or its shape is not what its layout says.
+        UnmappedParameterError: if it is a single number.
         UnsupportedModelError: if a parameter holds quantized values, or is a DTensor.
     """
     for number, chunk in enumerate(chunks):
@@ -160,6 +161,11 @@ def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGro
             "--use-torch-fsdp2 and --use-megatron-fsdp"
         )
     held_shape = tuple(param.shape)
+    if not held_shape:
+        raise UnmappedParameterError(
+            f"no tensor corresponds to {name}, which is a single number; where it is a buffer, register it with "
+            "persistent=False, as no checkpoint that is written here has it"
+        )
     if isinstance(param, ShardedParameter):
         rank = param.group.rank()
         shape, rows = tuple(param.layout.shape), param.layout.logical_range(rank)

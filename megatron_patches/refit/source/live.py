@@ -92,7 +92,7 @@ class LiveMemory:
         """The storages of the description, by name; flat arrays on the CPU, else flat tensors on one device.
 
         Raises:
-            RefitError: if the model has other parameters than it had, or one has no memory now.
+            RefitError: if the model has other parameters than it had, or one has no memory now, or not where others do.
         """
         for restore in self._restores:
             restore()
@@ -112,6 +112,12 @@ class LiveMemory:
                 arrays[live.shard.storage] = bits_of(memory)
             else:
                 tensors[live.shard.storage] = memory
+        if arrays and tensors:
+            on_host = {live.shard.storage: live.shard.name for live in self._shards}[next(iter(arrays))]
+            raise RefitError(
+                f"{on_host} (and {len(arrays) - 1} more) is in the host's memory, and others are on a device; bring "
+                "all to one before a push"
+            )
         return tensors or arrays
 
     def _describe(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from megatron_patches.refit.errors import ExportError
 from megatron_patches.refit.transports.safetensors_layout import INDEX_NAME, CheckpointLayout
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -102,7 +105,10 @@ class CheckpointDirectory:
             self.partial.rename(self.target)
         _sync_directory(self.target.parent)
         if replaced:
-            shutil.rmtree(self.partial)  # holds the old checkpoint now
+            try:
+                shutil.rmtree(self.partial)  # holds the old checkpoint now
+            except OSError as error:  # such as of files that somebody reads, on some network file systems
+                logger.error("%s is in place; the one before could not be removed: %s", self.target, error)
 
     def discard(self) -> None:
         """Removes the partial directory; what was at the target stays."""

@@ -33,7 +33,7 @@ _EXTRA_BYTES = socket.CMSG_LEN(BATCH * _DESCRIPTOR.size)
 _GIVEN, _REFUSED = b"g", b"r"  # how an answer begins
 _ANSWER_BYTES = 4096
 _BACKLOG = 256
-_RETRY_S = 0.01  # between tries while more ask at once than the listener holds
+_RETRY_S = 0.01  # between tries while more ask at once than the listener holds, or than files can be opened for
 _JOIN_S = 10.0  # that opening one file may take while the counter closes
 
 
@@ -107,11 +107,16 @@ class DescriptorServer:
                     self._answer(key.fileobj)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # who has called has gone
+        try:
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._connections.add(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
+        except BlockingIOError:  # who has called has gone
+            return
+        except OSError:  # such as too many open files, which may pass; who has called is there still
+            time.sleep(_RETRY_S)
+            return
+        connection.setblocking(False)
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _answer(self, connection: socket.socket) -> None:
         try:

@@ -41,8 +41,6 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
     parallel = serving.config.parallel_config
     worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
     name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
-    invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
-    assembly = Assembly(invitation, call.first_party + worker, name)
     memory = MemoryMode(call.memory)
     options = LinkOptions(
         transport=named_transport(call.transport),
@@ -50,6 +48,9 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
         sources=call.sources,
         memory=memory,
     )
+    # Who has joined must answer, so whatever the call may ask for in vain comes first.
+    invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
+    assembly = Assembly(invitation, call.first_party + worker, name)
     party = DestinationParty(assembly, options, str(serving.device))
     found: list[Layout] = []
 

@@ -119,6 +119,7 @@ class _Recorder(TorchDispatchMode):
         for name, tensor in parameters.items():
             self._parameter_of.setdefault(_key(tensor), name)
         self._copied: dict[int, list[tuple[Region, _Origin]]] = defaultdict(list)  # into each parameter, in order
+        self._filled: dict[int, list[Region]] = defaultdict(list)  # of each parameter
         # Tensors made on the way: what each holds and where, or the name and all that was done to it.
         self._image_of: dict[int, tuple[_Origin, Region]] = {}
         self._changed_by: dict[int, tuple[str, str]] = {}
@@ -149,6 +150,8 @@ class _Recorder(TorchDispatchMode):
         if func in (_aten.fill_.Scalar, _aten.zero_.default):
             value = float(args[1]) if len(args) > 1 else 0.0
             self.recording.fills.append(FillRecord(name, _region(parameter), value))
+            if parameter.numel():  # padding may be none
+                self._filled[_key(parameter)].append(_region(parameter))
             return parameter
         raise UnsupportedModelError(f"the engine's loader changes {name} with {func}, which is no copy")
 
@@ -171,6 +174,8 @@ class _Recorder(TorchDispatchMode):
             raise UnsupportedModelError(f"the engine's loader puts values of its own into {storage}")
         origin = _converted(self._origin(source.expand(target.shape)), source, target)
         write = _region(target)
+        if self._is_filled(target):  # fills are made when all has arrived
+            raise UnsupportedModelError(f"the engine's loader fills elements of {storage} before it copies to them")
         self._copied[_key(target)].append((write, origin))
         self.recording.copies.append(CopyRecord(origin.tensor, origin.region, storage, write, origin.steps))
         return target
@@ -192,7 +197,7 @@ class _Recorder(TorchDispatchMode):
     def _read_back(self, parameter: torch.Tensor) -> _Origin:
         """What was copied last to these elements of a parameter."""
         region = _region(parameter)
-        for written, origin in reversed(self._copied[_key(parameter)]):
+        for written, origin in reversed(() if self._is_filled(parameter) else self._copied[_key(parameter)]):
             if written == region:
                 return origin
             if _overlap(written, region):
@@ -201,6 +206,10 @@ class _Recorder(TorchDispatchMode):
             f"the engine's loader reads elements of {self._parameter_of[_key(parameter)]} back (offset "
             f"{region.offset}, shape {region.shape}) other than it has copied them there"
         )
+
+    def _is_filled(self, parameter: torch.Tensor) -> bool:
+        """Whether the loader has filled elements of a parameter, or any between them."""
+        return any(_overlap(filled, _region(parameter)) for filled in self._filled[_key(parameter)])
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes results that depend on a source but are no views of it, and what was changed in place."""

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from megatron_patches.refit.checkpoint_build import _staged
+from megatron_patches.refit.checkpoint_model import add_options
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import FLAGS, ParallelSizes
 from megatron_patches.refit.errors import ExportError, UnsupportedModelError
@@ -24,6 +25,16 @@ DENSE: dict[str, object] = {
 }
 EXPERTS = DENSE | {"num_experts": 6, "moe_ffn_hidden_size": 40, "moe_shared_expert_intermediate_size": 36}
 HYBRID = EXPERTS | {"hybrid_layer_pattern": "M*|E-MM", "mamba_num_heads": 12, "mamba_num_groups": 4}
+
+
+@pytest.mark.parametrize("minutes", ["nan", "inf", "1e300", "-1", "0", "soon"])
+def test_a_wait_that_is_none_is_refused(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, "exporting")
+    assert parser.parse_args(["--load", "here", "--timeout-minutes", "0.5"]).timeout_minutes == 0.5
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--load", "here", f"--timeout-minutes={minutes}"])
+    assert f"argument --timeout-minutes: '{minutes}' is not a positive number of minutes" in capsys.readouterr().err
 
 
 def test_flags_are_read_into_sizes() -> None:

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from megatron_patches.refit import session as session_module
 from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
@@ -192,6 +194,21 @@ def test_a_rank_that_ends_by_itself_waits_for_the_commit_and_for_no_other_rank()
         session.end()
     assert engine.asked == ["pause wait", "commit emptying", "resume"]
     session.end()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_tells_the_names_of_the_whole_model(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every party is sent what each rank tells."""
+    manifest = Manifest(rank, "here", (Storage("w", "bfloat16", 4, 4),), ())
+    family = SimpleNamespace(shapes=lambda: {"w": (4,)}, config=lambda: {"model_type": "llama"})
+    monkeypatch.setattr(session_module, "describe_rank", lambda *_: SimpleNamespace(family=family, manifest=manifest))
+    monkeypatch.setattr(session_module, "LiveMemory", lambda *_: None)
+    session = RefitSession([], [], vocab_size=1)
+    session._exchange = cast(Any, SimpleNamespace(rank=rank, size=2))
+    held = session._describe()
+    assert held.manifest is manifest
+    assert held.shapes == ({"w": (4,)} if rank == 0 else {})
+    assert held.config.get("torch_dtype") == ("bfloat16" if rank == 0 else None)
 
 
 @pytest.mark.parametrize(("version", "message"), [(-1, "versions begin with 0"), (3, "not later than 3, which was")])

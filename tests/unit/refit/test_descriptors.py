@@ -229,3 +229,22 @@ def test_files_are_given_in_another_thread_than_the_one_that_made_the_server() -
     server.close()
     assert threads == ["refit-descriptors"]
     assert "refit-descriptors" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_without_room_for_another_connection_it_waits_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    def no_room(_: socket.socket) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(24, "Too many open files")
+
+    server = DescriptorServer(give)
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as full:
+            full.setattr(socket.socket, "accept", no_room)
+            found = pool.submit(take, server.counter, [7])
+            time.sleep(0.5)
+        assert 0 < tries < 100
+        assert found.result() == {7: b"file 7"}
+    server.close()

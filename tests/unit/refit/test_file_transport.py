@@ -334,6 +334,24 @@ def test_a_replaced_checkpoint_keeps_what_others_put_there(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    target = tmp_path / "out"
+    export(target, 1, max_shard_bytes=300)
+    with monkeypatch.context() as read:
+        read.setattr(shutil, "rmtree", refuse)
+        export(target, 2, overwrite=True)
+    shutil.rmtree(tmp_path / ".out.partial-test")
+    assert_whole(target)
+    assert not (target / INDEX_NAME).exists()
+    assert "out is in place; the one before could not be removed: [Errno 39]" in caplog.text
+
+
 def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     target = tmp_path / "out"
     export(target, 1, max_shard_bytes=300)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_patches.refit.errors import RefitError, UnsupportedModelError
+from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedModelError
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.source import live
 from megatron_patches.refit.source.describe import describe_model
@@ -120,6 +120,21 @@ def test_other_tensors_of_the_same_form_are_found(change: Callable[[Model], None
     assert len(described) == 2
     check(memory.look_up(), model)
     assert len(described) == 2
+
+
+def test_a_single_number_is_named() -> None:
+    model = Model()
+    model.first.register_buffer("steps", torch.tensor(3))
+    with pytest.raises(UnmappedParameterError, match=r"decoder\.layers\.0\.steps, which is a single number"):
+        LiveMemory([model], None)
+
+
+def test_parameters_on_the_host_beside_others_on_a_device_are_named() -> None:
+    model = Model()
+    memory = LiveMemory([model], None)
+    model.tied = model.output.weight = nn.Parameter(torch.empty(6, 4, dtype=torch.bfloat16, device="meta"))
+    with pytest.raises(RefitError, match=r"decoder\.layers\.0\.linear\.weight \(and 3 more\) is in the host's memory"):
+        memory.look_up()
 
 
 def _another_shape(model: Model) -> None:

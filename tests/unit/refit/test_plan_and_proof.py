@@ -154,6 +154,24 @@ def test_rounds_hold_the_staging_budget_on_both_sides() -> None:
     assert free.rounds == WEIGHT.nbytes // 2 // 1024
 
 
+class Counted(tuple[Transfer, ...]):
+    """Transfers that know how often all of them were looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Transfer]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_the_bytes_of_a_plan_are_added_up_once() -> None:
+    plan = make_plan([WEIGHT], [holding(0, WEIGHT.box)], [holding(0, WEIGHT.box)])
+    transfers = Counted(plan.transfers)
+    plan = replace(plan, transfers=transfers)
+    assert [plan.nbytes for _ in range(3)] == [WEIGHT.nbytes] * 3
+    assert transfers.looks == 1
+
+
 def test_what_nobody_holds_is_named() -> None:
     top = WEIGHT.box.with_range(0, 0, 60)
     with pytest.raises(CoverageError, match=r"no source holds w\[60:64, 0:32\], which destination rank 3 wants"):

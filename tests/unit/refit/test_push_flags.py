@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,18 @@ def test_flags_are_the_options(prefix: str) -> None:
     add_flags(parser, prefix)
     assert options_from(parser.parse_args([]), RefitOptions().timeout_s, prefix) == RefitOptions()
     assert options_from(parser.parse_args(flags(prefix)), 7.0, prefix) == MEANT
+
+
+def test_a_program_may_name_what_the_flags_name() -> None:
+    named: dict[str, Any] = {"transport": "tcp", "pause": "keep", "memory": "in_place"}
+    options = RefitOptions(staging_bytes=4096, timeout_s=7.0, host="10.0.0.7", allow_narrowing=True, **named)
+    assert options == MEANT
+    assert options.memory is MemoryMode.IN_PLACE
+    assert options.pause is PauseMode.KEEP
+    assert options.transport is TransportName.TCP
+    for wrong in named:
+        with pytest.raises(ValueError, match="'pigeon' is not a valid"):
+            RefitOptions(**{**named, wrong: "pigeon"})
 
 
 def test_the_transport_that_is_named_or_none() -> None:

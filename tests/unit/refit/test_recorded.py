@@ -45,11 +45,11 @@ def check(
     real = {name: torch.full((size,), -1.0) for name, size in shapes.items()}
     found = {name: torch.full((size,), -1.0) for name, size in shapes.items()}
     manifest, fills = record(load_into(found), found, tensors)
+    placed(manifest, tensors, found)
     for fill in fills:
         region = fill.write
         found[fill.storage].as_strided(region.shape, region.strides, region.offset).fill_(fill.value)
     load_into(real)(iter(tensors.items()))
-    placed(manifest, tensors, found)
     assert all(torch.equal(found[name], real[name]) for name in real)
 
 
@@ -120,6 +120,18 @@ def test_repeated_elements_are_written_everywhere() -> None:
     check(load_into, {"t": numbered(4)}, p=60)
 
 
+def test_padding_may_be_none() -> None:
+    def load_into(parameters: dict[str, torch.Tensor]) -> Load:
+        def load(weights: Weights) -> None:
+            for _, tensor in weights:
+                parameters["p"][3:3].fill_(0.0)
+                parameters["p"].copy_(tensor)
+
+        return load
+
+    check(load_into, {"t": numbered(6)}, p=6)
+
+
 def test_what_the_loader_leaves_is_named() -> None:
     def load(weights: Weights) -> None:
         for _, tensor in weights:
@@ -147,6 +159,8 @@ def test_what_the_loader_leaves_is_named() -> None:
         (lambda t, p: p.add_(t), r"changes p with aten\.add_"),
         (lambda t, p: p.copy_(torch.cat([t, t])[3:9]), r"puts aten\.cat\.default of t into p"),
         (lambda t, p: p[::2].copy_(t[::2]), r"are no box of it"),
+        (lambda t, p: (p.zero_(), p.copy_(t)), r"fills elements of p before it copies to them"),
+        (lambda t, p: (p.copy_(t), p[5:].fill_(2.0), p.copy_(p.exp())), r"reads elements of p back \(offset 0, "),
     ],
 )
 def test_other_than_copies_are_refused(

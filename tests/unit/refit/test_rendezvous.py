@@ -219,6 +219,13 @@ def test_parties_at_different_steps_are_told() -> None:
             assert "do all run the same version of this package?" in str(error)
 
 
+def test_an_answer_of_another_version_of_the_package_is_named() -> None:
+    with meeting(2) as (_, members):
+        found = on_all(members, lambda m: m.gather("meet", int if m.party else str, lambda: "new"))
+        assert found[0] == ["new", "new"]
+        assert re.match(r"meet: party 1 cannot read .*Expected `int`.*do all run the same version", str(found[1]))
+
+
 def test_what_is_posted_outside_of_steps_reaches_all_who_collect_it() -> None:
     with meeting(3) as (_, members):
         members[1].post("commit 7", None)
@@ -244,6 +251,27 @@ def test_a_step_can_be_failed_before_it_is_begun(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(PartyFailedError, match=r"^work failed: the engine cannot be reached$"):
             members[0].gather("work", int, lambda: 0)
         assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_failure_is_told_by_whatever_name_the_step_goes(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an engine cannot be asked to receive a version before which links are made."""
+    monkeypatch.setattr(rendezvous, "_AFTER_FAILURE_S", 2.0)
+
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            if member.party == 0:
+                time.sleep(0.5 * begun)  # the other party has done its part
+                member.fail(0, "sending version 1", "the engine cannot be reached")
+            else:
+                time.sleep(0.5 * (not begun))
+            return 0
+
+        return member.gather("linking", int, part)
+
+    with meeting(2, timeout_s=60) as (_, members):
+        for error in on_all(members, work):
+            assert str(error) == "linking failed: the engine cannot be reached"
 
 
 def connected(server: Rendezvous) -> socket.socket:

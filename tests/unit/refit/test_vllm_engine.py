@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,12 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.rendezvous import Rendezvous
+
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
+from megatron_patches.refit.vllm.joining import join
+from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.worker_session import ServingModel
 
 
 def engine(workers: int) -> EtpWeightTransferEngine:
@@ -53,6 +60,23 @@ def test_a_call_of_another_version_of_the_package_is_refused(
     with caplog.at_level(logging.ERROR):
         under_test.init_transfer_engine(under_test.parse_init_info(call))
     assert "Invalid init_info" in caplog.text
+
+
+@pytest.mark.parametrize(("field", "value"), [("transport", "pigeon"), ("memory", "elsewhere")])
+def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: str, value: str) -> None:
+    """The trainer is told so at once; for whoever has joined and then keeps silent it waits for the time-out."""
+    rendezvous = Rendezvous(1, 60.0)
+    try:
+        call = {"call": "join", **asdict(rendezvous.invitation), field: value}
+        parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        config = SimpleNamespace(parallel_config=parallel)
+        serving = ServingModel(nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
+        with pytest.raises(ValueError, match=value):
+            join(RefitCall(**cast(Any, call)), serving, 0)
+        with pytest.raises(RefitError, match="1 of the workers of it did not join"):
+            rendezvous.check_joined([0], "it")
+    finally:
+        rendezvous.close()
 
 
 class Session:
