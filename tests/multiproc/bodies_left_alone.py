@@ -231,8 +231,15 @@ def changed_members(rank: int, world_size: int) -> dict[str, str]:
         model[0].add_module("adapter", nn.Linear(8, 2, bias=False, device=device()))
         return model
 
+    def thawed(model: nn.Sequential) -> nn.Module:
+        model.append(nn.LayerNorm(ROWS, device=device()).requires_grad_(False))
+        model(_inputs(rank))
+        model[1].requires_grad_(True)
+        return model
+
     changes: dict[str, Callable[[nn.Sequential], nn.Module]] = {
         "adapted": adapted,
+        "thawed": thawed,
         "pruned": pruned,
         "reassigned": reassigned,
         "grown": grown,

@@ -61,6 +61,7 @@ def test_a_forward_pass_sees_that_parameters_were_replaced_or_added() -> None:
         assert answers["pruned"].startswith("0.weight, a shard, has been replaced by nothing in its module")
         assert answers["reassigned"].startswith("0.weight, a shard, has been replaced by a Parameter of shape (16, 8)")
         assert answers["grown"].startswith("1.weight was added after etp.shard_module")
+        assert answers["thawed"].startswith("1.weight was added after etp.shard_module")
         assert answers["adapted"].startswith("0.adapter.weight was added after etp.shard_module")
         assert answers["ddp"].startswith("DistributedDataParallel has broadcast one rank's shard of 0.weight")
 
