@@ -18,7 +18,15 @@ from etp.membership import Membership
 from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
-from etp.sites import Replicated, Site, is_grouped, refuse_partly_shared, replicated_below, weight_sites
+from etp.sites import (
+    Replicated,
+    Site,
+    is_grouped,
+    refuse_kept_elsewhere,
+    refuse_partly_shared,
+    replicated_below,
+    weight_sites,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +79,9 @@ def shard_module(
 
     Raises:
         ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
-            module that an earlier call has sharded, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
-            ``replicated_modules`` has a module that is not below ``module`` or has shards; nothing is changed then.
+            module that an earlier call has sharded, or is kept outside of its module's parameters as well, a part of
+            ``module`` is in ``DistributedDataParallel`` or FSDP, or ``replicated_modules`` has a module that is not
+            below ``module`` or has shards; nothing is changed then.
         TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
         EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
             progress; nothing is changed then.
@@ -86,6 +95,7 @@ def shard_module(
     sites = list(weight_sites(module, chosen))
     refuse_partly_shared(sites)
     sites = [site for site in sites if not site.is_sharded]
+    refuse_kept_elsewhere(module, sites)
     runtime = EtpRuntime(config)
     runtime.require_adoptable(module)
     layouts = _check(module, sites, chosen, etp_group, expert_group, config)
