@@ -424,6 +424,17 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
     def parametrized() -> None:
         etp.shard_module(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))), group)
 
+    def lazy() -> None:
+        etp.shard_module(nn.Sequential(nn.LazyLinear(4)), group)
+
+    alone = [dist.new_group([peer]) for peer in range(world_size)][rank]
+
+    def over_other_ranks() -> None:
+        etp.shard_module(nn.Sequential(etp.Linear(4, 4, etp_group=group), nn.Linear(4, 4)), alone)
+
+    def experts_over_other_ranks() -> None:
+        etp.shard_module(nn.Sequential(etp.GroupedLinear(1, 4, 4, etp_group=alone)), group)
+
     def has_gradient() -> None:
         layer = nn.Linear(4, 4)
         layer(torch.ones(1, 4)).sum().backward()
@@ -458,6 +469,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
         complex_weight,
         complex_layer,
         parametrized,
+        lazy,
+        over_other_ranks,
+        experts_over_other_ranks,
         has_gradient,
         has_hook,
         has_accumulate_hook,

@@ -79,9 +79,9 @@ def shard_module(
 
     Raises:
         ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
-            module that an earlier call has sharded, or is kept outside of its module's parameters as well, a part of
-            ``module`` is in ``DistributedDataParallel`` or FSDP, or ``replicated_modules`` has a module that is not
-            below ``module`` or has shards; nothing is changed then.
+            module that an earlier call has sharded, or is kept outside of its module's parameters as well, or is
+            sharded already over other ranks, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
+            ``replicated_modules`` has a module that is not below ``module`` or has shards; nothing is changed then.
         TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
         EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
             progress; nothing is changed then.
@@ -96,6 +96,7 @@ def shard_module(
     refuse_partly_shared(sites)
     sites = [site for site in sites if not site.is_sharded]
     refuse_kept_elsewhere(module, sites)
+    _refuse_other_groups(module, etp_group, expert_group)
     runtime = EtpRuntime(config)
     runtime.require_adoptable(module)
     layouts = _check(module, sites, chosen, etp_group, expert_group, config)
@@ -116,6 +117,19 @@ def _refuse_groups_of_others(etp_group: dist.ProcessGroup, expert_group: dist.Pr
                 f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
                 "rank its own"
             )
+
+
+def _refuse_other_groups(root: nn.Module, etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup) -> None:
+    """Refuse layers that are sharded already, over other ranks than their replicated parameters would be."""
+    for path, module in root.named_modules():
+        label, group = ("expert_group", expert_group) if is_grouped(module) else ("etp_group", etp_group)
+        for name, param in module.named_parameters(path, recurse=False):
+            if isinstance(param, ETPShardedParam) and not _same_ranks(param.group, group):
+                raise ValueError(
+                    f"{name} is sharded over ranks {dist.get_process_group_ranks(param.group)}, and {label} has ranks "
+                    f"{dist.get_process_group_ranks(group)}, over which the gradients of biases and norms beside it "
+                    "would be combined; pass the group that it is sharded over"
+                )
 
 
 def _refuse_wrappers(root: nn.Module) -> None:
@@ -143,6 +157,8 @@ def _check(
     # First, on all ranks together: a rank that raised alone would leave its peers waiting for it.
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
     for name, param in plain.items():
+        if isinstance(param, nn.UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet; run a forward pass of the model before etp.shard_module")
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
     # Named apart, so that ranks that would shard different weights differ.
