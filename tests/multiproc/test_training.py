@@ -70,6 +70,11 @@ def test_every_option_matches(model: str, options: dict[str, Any]) -> None:
     run_distributed(bodies.matches_oracle, 2, args=(model, "several_backwards", 2, F32, options))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_penalties_count_as_often_as_without_sharding(reduction: str) -> None:
+    run_distributed(bodies.matches_oracle, 2, args=("tied", "penalises_weights", 2, F32, {"grad_reduction": reduction}))
+
+
 def test_even_sizes_need_no_padding() -> None:
     run_distributed(bodies.even_sizes_without_padding, 2)
 

@@ -264,18 +264,16 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             "register_post_accumulate_grad_hook and change param.grad there"
         )
 
-    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
+    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/reductions.py``.
+        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, and returns what it shall add; it
+        gets None if there is none, as a rule, and during a capture, when the gradient does not exist yet.
         """
 
         def visited(grad: torch.Tensor | None) -> torch.Tensor | None:
-            done()
-            # Clone a graphed callable's static memory: autograd would keep it as the gradient, and the next replay
-            # would overwrite it. During a capture, the gradient does not exist yet.
-            return None if grad is None or _captured_now(grad) else grad.clone()
+            return done(None if grad is None or _captured_now(grad) else grad)
 
         with torch._C.DisableTorchFunctionSubclass():
             handle: RemovableHandle = torch.Tensor.register_hook(self, visited)
