@@ -73,7 +73,7 @@ def test_other_choices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("keep", [lambda weight: [weight], lambda weight: {"tied": weight}, lambda weight: weight])
-def test_a_weight_that_is_kept_outside_of_parameters_as_well_is_refused(keep: Callable[[nn.Parameter], Any]) -> None:
+def test_a_weight_that_is_kept_outside_of_parameters_as_well_is_refused(keep: Callable[[Any], Any]) -> None:
     net = Net()
     refuse_kept_elsewhere(net, _sites(net))
     vars(net.block)["tied"] = keep(net.table.weight)

@@ -14,7 +14,8 @@ hooks run after that.
 [Note: gradients beside uses] A loss may have a term of the weights themselves, such as a penalty. Each rank
 differentiates it by its own shard, and autograd brings that gradient to the shard's node, not to a reduction. It is
 ordered after a reduction that adds to the same memory; where gradients are summed over the ranks, each of which has the
-term in its loss, it counts once for each.
+term in its loss, it counts once for each. A ``main_grad`` gets it here: Megatron takes what autograd leaves in ``grad``
+for a part of what the reduction has added, and drops it.
 """
 
 from __future__ import annotations
@@ -268,6 +269,10 @@ class Reductions:
                 if any(shard is other for other in pending.group.shards):
                     pending.order()
             own = grad * self._times(shard)
+            main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
+            if main_grad is not None:
+                main_grad.add_(own)
+                own.zero_()
         self._used_further.discard(id(shard))
         return own
 
