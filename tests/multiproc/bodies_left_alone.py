@@ -81,6 +81,8 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "uniform_": lambda: nn.init.xavier_uniform_(weight),
         "kaiming_uniform_": lambda: cast("nn.Linear", model[0]).reset_parameters(),
         "eye": lambda: nn.init.eye_(weight),
+        "normal_ of data": lambda: weight.data.normal_(0.0, 0.02),
+        "uniform_ of data": lambda: nn.init.trunc_normal_(weight.data),
     }
     with torch.no_grad():
         answers = _answers(wrong, (TypeError,)), _answers(drawn, (TypeError,))

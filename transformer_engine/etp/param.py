@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from etp import functional
-from etp.derived import mark_derived
+from etp.derived import ShardData, mark_derived
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
@@ -198,7 +198,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             if self._data is None or self._data.data_ptr() != self.data_ptr():
                 self._forget_data()
                 self._data = self.data
-            return self._data.detach()
+            return ShardData.of(self._data, self)
 
     def _forget_data(self) -> None:
         if self._data is not None:
