@@ -114,3 +114,8 @@ def test_mixed_dtypes_are_refused_as_torch_refuses_them() -> None:
     plain, sharded = run_distributed(bodies.mixed_dtypes_are_an_error, 2)[0]
     assert plain == sharded
     assert "same dtype" in plain
+
+
+def test_compiled_models_and_optimizer_steps_match() -> None:
+    # Fresh, because dynamo remembers what it has traced.
+    run_distributed(bodies.compiled, 2, fresh=True)

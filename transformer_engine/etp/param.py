@@ -341,6 +341,9 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
         Results are plain tensors, except as ``etp/derived.py`` says.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # Compiled, this frame would call func on the shard itself, which comes here again, for ever.
+            torch._dynamo.skip_frame()
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         if func == _READ_DATA:
