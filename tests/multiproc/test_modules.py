@@ -136,6 +136,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         "lazy": "0.weight has no shape yet; run a forward pass",
         "over_other_ranks": "0.weight is sharded over ranks [0, 1], and etp_group has ranks [",
         "experts_over_other_ranks": "0.weight0 is sharded over ranks [",
+        "one_memory": "1.weight and 0.weight are two parameters in one memory",
         "has_gradient": "0.weight has a gradient already",
         "has_hook": "0.weight has gradient hooks",
         "has_accumulate_hook": "0.weight has gradient hooks",

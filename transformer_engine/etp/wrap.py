@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -169,6 +169,7 @@ def _check(
         check_peers_agree({n: p for n, p in named.items() if p in experts}, expert_group, "shard_module")
     for name, param in plain.items():
         _refuse_cut_before(name, param)
+    _refuse_one_memory(plain, {param for site in sites for param in site.params()})
     for path, module in root.named_modules():
         _refuse_rescaled_table(path, module, chosen)
         if is_grouped(module) and module in chosen.modules and not _same_ranks(etp_group, expert_group):
@@ -201,6 +202,18 @@ def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
             f"{name} shared its weight with {shard.fqn}, which an earlier call of etp.shard_module has sharded without "
             "it; pass a module that contains both"
         )
+
+
+def _refuse_one_memory(params: Mapping[str, nn.Parameter], cut: Container[nn.Parameter]) -> None:
+    """Refuse weights that are tied by their memory alone: each would be cut into memory of its own."""
+    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    for name, param in params.items():
+        other, holder = first.setdefault((param.data_ptr(), param.numel()), (name, param))
+        if holder is not param and param.numel() and (param in cut or holder in cut):
+            raise ValueError(
+                f"{name} and {other} are two parameters in one memory, which sharding would part; tie weights by "
+                "assigning one parameter to both modules, or copy one of the two"
+            )
 
 
 def _same_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
