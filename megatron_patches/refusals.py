@@ -260,14 +260,25 @@ REFUSALS = (
         "drop it, and train in bf16 or fp32: it can quantize layers without --fp8-format",
     ),
     Refusal(
+        "--kitchen-config-file",
+        _is_set("kitchen_config_file"),
+        "drop it, and train in bf16 or fp32: its layers quantize without --fp8-format",
+    ),
+    Refusal(
+        "--kitchen-recipe-number",
+        # 0 is a recipe.
+        lambda args: _get(args, "kitchen_recipe_number") is not None,
+        "drop it, and train in bf16 or fp32: its layers quantize without --fp8-format",
+    ),
+    Refusal(
         "--save-wgrads-interval",
         _is_set("save_wgrads_interval"),
-        "drop it: ranks would write their shards of the gradients into one file, under the names of the whole weights",
+        "drop it: it would write one rank's shards of the gradients under the names of the whole weights",
     ),
     Refusal(
         "--save-params-interval",
         _is_set("save_params_interval"),
-        "use --save-interval: ranks would write their shards into one file, under the names of the whole weights",
+        "use --save-interval: it would write one rank's shards under the names of the whole weights",
     ),
     Refusal(
         "--optimizer other than adam or sgd",

@@ -81,6 +81,8 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "uniform_": lambda: nn.init.xavier_uniform_(weight),
         "kaiming_uniform_": lambda: cast("nn.Linear", model[0]).reset_parameters(),
         "eye": lambda: nn.init.eye_(weight),
+        "normal_ of data": lambda: weight.data.normal_(0.0, 0.02),
+        "uniform_ of data": lambda: nn.init.trunc_normal_(weight.data),
     }
     with torch.no_grad():
         answers = _answers(wrong, (TypeError,)), _answers(drawn, (TypeError,))
@@ -231,8 +233,15 @@ def changed_members(rank: int, world_size: int) -> dict[str, str]:
         model[0].add_module("adapter", nn.Linear(8, 2, bias=False, device=device()))
         return model
 
+    def thawed(model: nn.Sequential) -> nn.Module:
+        model.append(nn.LayerNorm(ROWS, device=device()).requires_grad_(False))
+        model(_inputs(rank))
+        model[1].requires_grad_(True)
+        return model
+
     changes: dict[str, Callable[[nn.Sequential], nn.Module]] = {
         "adapted": adapted,
+        "thawed": thawed,
         "pruned": pruned,
         "reassigned": reassigned,
         "grown": grown,

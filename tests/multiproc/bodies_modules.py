@@ -402,7 +402,7 @@ def no_member(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a list of cases
+def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901, PLR0915 - a list of cases
     """What shard_module refuses before it changes anything, on all ranks alike."""
     group = dist.group.WORLD
 
@@ -423,6 +423,22 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
 
     def parametrized() -> None:
         etp.shard_module(nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))), group)
+
+    def lazy() -> None:
+        etp.shard_module(nn.Sequential(nn.LazyLinear(4)), group)
+
+    alone = [dist.new_group([peer]) for peer in range(world_size)][rank]
+
+    def over_other_ranks() -> None:
+        etp.shard_module(nn.Sequential(etp.Linear(4, 4, etp_group=group), nn.Linear(4, 4)), alone)
+
+    def experts_over_other_ranks() -> None:
+        etp.shard_module(nn.Sequential(etp.GroupedLinear(1, 4, 4, etp_group=alone)), group)
+
+    def one_memory() -> None:
+        pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pair[1].weight = nn.Parameter(pair[0].weight)
+        etp.shard_module(pair, group)
 
     def has_gradient() -> None:
         layer = nn.Linear(4, 4)
@@ -458,6 +474,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:  # noqa: C901 - a li
         complex_weight,
         complex_layer,
         parametrized,
+        lazy,
+        over_other_ranks,
+        experts_over_other_ranks,
+        one_memory,
         has_gradient,
         has_hook,
         has_accumulate_hook,

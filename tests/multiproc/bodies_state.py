@@ -83,3 +83,21 @@ def bad_states(rank: int, world_size: int) -> dict[str, str]:
         for key, value in etp.full_state_dict(model).items():
             assert torch.equal(value, good[key]), f"{name}: {key} changed"
     return messages
+
+
+def hidden_shards(rank: int, world_size: int) -> list[str]:
+    """A hook that casts the state dict, which would pass this rank's rows off as the whole weight."""
+    torch.manual_seed(21)
+    model = Tiny().to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    good = etp.full_state_dict(model)
+    model.register_state_dict_post_hook(
+        lambda _, state, *__: state.update({name: value.bfloat16() for name, value in state.items()})
+    )
+    messages = []
+    for attempt in (lambda: etp.full_state_dict(model), lambda: etp.load_full_state_dict(model, good)):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages

@@ -414,3 +414,23 @@ def looks_at_whole_matrices(rank: int, world_size: int) -> None:
         for name, param in twins.model.named_parameters():
             if name in slices:
                 assert torch.equal(param.local_shard(), slices[name].detach()), name
+
+
+def compiled(rank: int, world_size: int) -> None:
+    """A compiled forward pass, and a compiled step of the optimizer, which dynamo traces after the former."""
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(6, 10, bias=False)).to(device())
+    model = copy.deepcopy(plain)
+    etp.shard_module(model, dist.group.WORLD)
+    ours, theirs = (torch.optim.AdamW(side.parameters(), lr=0.1) for side in (model, plain))
+    forward = torch.compile(model, backend="eager")
+    step = torch.compile(ours.step, backend="eager")
+    x = torch.randn(5, 6, device=device(), generator=torch.Generator(device()).manual_seed(1))
+    for _ in range(2):
+        for run, then in ((forward, step), (plain, theirs.step)):
+            run(x).square().mean().backward()
+            then()
+        ours.zero_grad()
+        theirs.zero_grad()
+    for name, value in etp.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])

@@ -30,3 +30,9 @@ def test_bad_states_change_nothing() -> None:
         assert set(messages) == set(expected)
         for name, start in expected.items():
             assert messages[name].startswith(start), messages[name]
+
+
+def test_hooks_that_hide_shards_are_refused() -> None:
+    for messages in run_distributed(bodies.hidden_shards, 2):
+        assert len(messages) == 2
+        assert all(message.startswith("embedding.weight: a hook of the module's state dict") for message in messages)

@@ -70,6 +70,11 @@ def test_every_option_matches(model: str, options: dict[str, Any]) -> None:
     run_distributed(bodies.matches_oracle, 2, args=(model, "several_backwards", 2, F32, options))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_penalties_count_as_often_as_without_sharding(reduction: str) -> None:
+    run_distributed(bodies.matches_oracle, 2, args=("tied", "penalises_weights", 2, F32, {"grad_reduction": reduction}))
+
+
 def test_even_sizes_need_no_padding() -> None:
     run_distributed(bodies.even_sizes_without_padding, 2)
 
@@ -109,3 +114,8 @@ def test_mixed_dtypes_are_refused_as_torch_refuses_them() -> None:
     plain, sharded = run_distributed(bodies.mixed_dtypes_are_an_error, 2)[0]
     assert plain == sharded
     assert "same dtype" in plain
+
+
+def test_compiled_models_and_optimizer_steps_match() -> None:
+    # Fresh, because dynamo remembers what it has traced.
+    run_distributed(bodies.compiled, 2, fresh=True)

@@ -250,6 +250,8 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"fp8": "hybrid"}, "--fp8-format"),
         ({"fp4": "e2m1"}, "--fp4-format"),
         ({"te_precision_config_file": "precision.yaml"}, "--te-precision-config-file"),
+        ({"kitchen_config_file": "kitchen.yaml"}, "--kitchen-config-file"),
+        ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number"),
         ({"save_wgrads_interval": 4}, "--save-wgrads-interval"),
         ({"save_params_interval": 4}, "--save-params-interval"),
         ({"optimizer": "muon"}, "--optimizer other than adam or sgd"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from etp.derived import ShardDerived
+from etp.derived import ShardData, ShardDerived
 from etp.errors import EtpStateError
 from etp.param import ETPShardedParam
 from tests.support.fake_group import fake_group
@@ -111,3 +111,27 @@ def test_without_autograd_only_a_forward_pass_marks(shard: Any, in_forward: bool
 def test_a_marked_tensor_is_no_weight(shard: Any, name: str, function: Callable[[Any], Any]) -> None:
     with pytest.raises(EtpStateError, match=rf"{name}.* on .*ETPShardedParam\(w: .*replicated_modules"):
         function(shard * 2)
+
+
+def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
+    before, data = shard.content_version(), shard.data
+    assert type(data) is ShardData
+    assert data.data_ptr() == shard.data_ptr()
+    # Megatron relies on it.
+    assert data._base is None
+    for refused in (data.normal_, lambda: torch.nn.init.uniform_(data), lambda: torch.nn.init.trunc_normal_(data)):
+        with pytest.raises(TypeError, match=r"on ETPShardedParam\(.*Initialise before etp\.shard_module"):
+            refused()
+    assert shard.content_version() == before
+    assert data.mul_(2.0) is data
+    assert shard.content_version() != before
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    copies = (data + 1, data.clone(), copy.deepcopy(data), torch.cat([data]), torch.load(file, weights_only=True))
+    assert all(type(made) is torch.Tensor for made in copies)
+    assert torch.equal(copies[-1], data)
+    shard.data = data
+    data.copy_(shard.detach() + 1)
+    torch.empty_like(data).normal_()
+    assert torch.equal(data - shard, torch.zeros_like(data))

@@ -42,7 +42,7 @@ class FakeShard:
     def join_group(self, group: WeightGroup, index: int) -> None:
         self.joined.append((group, index))
 
-    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
+    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
         raise NotImplementedError
 
     def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:

@@ -1,4 +1,4 @@
-"""What is left of a step that ran out of memory, in one process: the next step computes what it would have computed."""
+"""Reductions in one process: steps after one that ran out of memory, and gradients that autograd brings beside them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,27 @@ class RunsOut:
         return Enqueued()
 
 
+class Overlaps(RunsOut):
+    """A transport whose reductions, as on a GPU, read and write their sink some time between start and end."""
+
+    def reduce_scatter(
+        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
+    ) -> Enqueued:
+        del divisor, label
+        sums = [w + sink.tensor if sink.accumulate else w.clone() for w, sink in zip(wgrads, sinks, strict=True)]
+        return _Written(sums, sinks)
+
+
+class _Written(Enqueued):
+    def __init__(self, sums: Sequence[torch.Tensor], sinks: Sequence[GradSink]) -> None:
+        super().__init__()
+        self._sums, self._sinks = sums, sinks
+
+    def join(self) -> None:
+        for total, sink in zip(self._sums, self._sinks, strict=True):
+            sink.tensor.copy_(total)
+
+
 def differentiate(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """The loss and every gradient."""
     model.zero_grad()
@@ -90,3 +111,20 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
 def _of_the_whole(whole: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     loss = whole(x).square().sum()
     return [loss, *torch.autograd.grad(loss, list(whole.parameters()))]
+
+
+def test_the_gradient_of_a_penalty_is_added_behind_the_reduction_into_the_same_gradient(
+    world: dist.ProcessGroup,
+) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
+    model = copy.deepcopy(whole)
+    runtime = etp.shard_module(model, world, config=etp.EtpConfig(pad_for_alignment=1))
+    cast("dict[Any, Any]", runtime.transports)[world] = Overlaps()
+    x = torch.randn(3, SIDE)
+    for side in (whole, model):
+        for _ in range(2):  # the second adds to what the first has left
+            penalty = sum(param.square().sum() for param in side.parameters())
+            (side(x).square().sum() + penalty).backward()
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(torch.as_tensor(mine.grad), other.grad)

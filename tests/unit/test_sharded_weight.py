@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,28 @@ def test_an_embeddings_gradient_survives_hooks_on_saved_tensors(
     assert shard.grad is not None
     assert torch.equal(shard.grad[:10], table.grad)
     assert not shard.grad[10:].any()
+
+
+def test_the_gradient_of_a_penalty_reaches_main_grad(world: dist.ProcessGroup) -> None:
+    """Megatron's hook drops what autograd leaves in grad, as part of what is in main_grad already."""
+    weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)
+    shard: Any = MegatronShardedParam.from_full(weight, world, 1)
+    shard.attach(runtime := EtpRuntime(), "weight")
+    runtime.add(WeightGroup([shard], world))
+    shard.main_grad, shard.grad_added_to_main_grad = torch.zeros(6, 4), False
+    seen = []
+
+    def drop(*_: object) -> None:
+        assert shard.grad_added_to_main_grad
+        shard.grad = None
+        seen.append(shard.main_grad.clone())
+
+    shard.register_grad_accum_hook(None, drop)
+    for each in (weight, shard):
+        for _ in range(2):
+            (torch.nn.functional.linear(x, each).square().sum() + each.square().sum()).backward()
+    torch.testing.assert_close(shard.main_grad, weight.grad)
+    assert torch.equal(seen[-1], shard.main_grad)
 
 
 def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from etp.sites import Site, replicated_below, weight_sites
+from etp.sites import Site, refuse_kept_elsewhere, replicated_below, weight_sites
 
 
 class Net(nn.Module):
@@ -69,3 +70,13 @@ def test_other_choices_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=stranger):
         replicated_below(net, [net.head, Net().head])
+
+
+@pytest.mark.parametrize("keep", [lambda weight: [weight], lambda weight: {"tied": weight}, lambda weight: weight])
+def test_a_weight_that_is_kept_outside_of_parameters_as_well_is_refused(keep: Callable[[Any], Any]) -> None:
+    net = Net()
+    refuse_kept_elsewhere(net, _sites(net))
+    vars(net.block)["tied"] = keep(net.table.weight)
+    with pytest.raises(ValueError, match=r"^block keeps (table|head)\.weight in its attribute tied as well"):
+        refuse_kept_elsewhere(net, _sites(net))
+    refuse_kept_elsewhere(net, _sites(net, ["table"]))

@@ -29,6 +29,7 @@ from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
 from etp.param import ETPShardedParam
 from etp.shard_grad import plain
+from etp.shard_states import refuse_hidden_shards
 from etp.wrap import runtimes_of
 
 # Options of PyTorch's optimizers that decide which state there is.
@@ -162,12 +163,7 @@ class ShardedCheckpoint:
             ValueError: naming state of the optimizer that is not element-wise, or a shard that is hidden by a hook.
         """
         state = self._module.state_dict(keep_vars=True)
-        for name, param in self._module.named_parameters(remove_duplicate=False):
-            if isinstance(param, ETPShardedParam) and state.get(name, param) is not param:
-                raise ValueError(
-                    f"{name}: a hook of the module's state dict has put another tensor in the shard's place, which "
-                    "would be taken for the whole weight; remove the hook"
-                )
+        refuse_hidden_shards(self._module, state)
         refusal = self._refusal()
         found: dict[str, Any] = {"model": {name: _entry(value, refusal) for name, value in state.items()}}
         if self._optimizer is not None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 
 from etp.errors import EtpStateError
-from etp.refusals import REFUSED, named_functions, refusal
+from etp.refusals import INITIALISERS, REFUSED, named_functions, refusal
 
 _AS_WEIGHT = frozenset({F.linear, F.embedding})
 
@@ -80,6 +80,49 @@ class ShardDerived(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it was computed from; no values, because this rank's say little."""
         return f"a tensor computed from {self._source!r}"
+
+
+class ShardData(torch.Tensor):
+    """What ``data`` of a shard is: for all that a tensor is for, but not to be drawn anew.
+
+    ``weight.data.normal_()`` is how many models initialise. Ranks with the same seed would draw the same rows.
+    """
+
+    _source: DrivenShard
+
+    @classmethod
+    def of(cls, data: torch.Tensor, source: DrivenShard) -> Self:
+        """``data`` as that of the shard ``source``: the same memory and version counter."""
+        # As detach() makes it; as_subclass would make a view, which data never is.
+        made = torch.Tensor._make_subclass(cls, data)
+        made._source = source
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raise TypeError for what would draw it anew; results of other functions are plain tensors."""
+        kwargs = kwargs or {}
+        if any(kind is not cls for kind in types):
+            return NotImplemented
+        if func in INITIALISERS:
+            operands = (*args, *kwargs.values())
+            raise TypeError(refusal(func, [operand._source for operand in operands if isinstance(operand, cls)]))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy to a plain tensor: without the shard, which cannot be copied."""
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor: without the shard, which cannot be pickled."""
+        return self._plain().__reduce_ex__(protocol)
 
 
 def mark_derived(func: Any, result: Any, source: DrivenShard, operands: Iterable[Any]) -> Any:

@@ -104,6 +104,10 @@ class PendingReduction:
             if self._pool.owns(wgrad)
         )
 
+    def order(self) -> None:
+        """Order the current stream after the sum, which others add to as well; publish nothing yet."""
+        self._ready.wait()
+
     def finish(self) -> None:
         """Wait, then publish the gradient on the shards."""
         try:

@@ -75,8 +75,11 @@ class Shard(Protocol):
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Record the group that this shard is gathered with, and its index in it."""
 
-    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
-        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph."""
+    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
+        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
+
+        It gets the gradient that autograd brings itself, or None, and returns what autograd shall add.
+        """
 
     def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
         """Call ``done`` whenever autograd itself has accumulated a gradient of this shard."""

@@ -6,7 +6,7 @@ would drift apart without an error. The check costs a few comparisons of address
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,8 @@ class Membership:
         members = (members for module in root.modules() for members in (module._parameters, module._modules))
         # The objects themselves too: an address may be used again as soon as its object is gone.
         self._known = [(each, list(each.values()), [*map(id, each.values())]) for each in members]
+        # Added while they were frozen; they may be trained later.
+        self._frozen = [param for _, param in self._not_combined(root)]
 
     def check(self, root: nn.Module, args: Any) -> None:
         """Compare with what ``root`` consists of now; a forward pre-hook.
@@ -48,7 +50,8 @@ class Membership:
         """
         del args
         self._refuse_ddp()
-        if all([*map(id, now.values())] == then for now, _, then in self._known):
+        unchanged = all([*map(id, now.values())] == then for now, _, then in self._known)
+        if unchanged and not any(param.requires_grad for param in self._frozen):
             return
         self._refuse_replaced(root)
         self._refuse_added(root)
@@ -79,9 +82,14 @@ class Membership:
                 )
 
     def _refuse_added(self, root: nn.Module) -> None:
-        for name, param in root.named_parameters():
-            if param.requires_grad and not isinstance(param, ETPShardedParam) and not self._is_combined(param):
+        for name, param in self._not_combined(root):
+            if param.requires_grad:
                 raise EtpStateError(
                     f"{name} was added after etp.shard_module, so its gradient would not be combined over the ranks; "
                     "call etp.shard_module again, with the same values on all ranks, and then build the optimizer"
                 )
+
+    def _not_combined(self, root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, param in root.named_parameters():
+            if not isinstance(param, ETPShardedParam) and not self._is_combined(param):
+                yield name, param

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from etp import functional
-from etp.derived import mark_derived
+from etp.derived import ShardData, mark_derived
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
@@ -198,7 +198,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             if self._data is None or self._data.data_ptr() != self.data_ptr():
                 self._forget_data()
                 self._data = self.data
-            return self._data.detach()
+            return ShardData.of(self._data, self)
 
     def _forget_data(self) -> None:
         if self._data is not None:
@@ -264,18 +264,16 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             "register_post_accumulate_grad_hook and change param.grad there"
         )
 
-    def watch_uses(self, done: Callable[[], None]) -> RemovableHandle:
+    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/reductions.py``.
+        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, and returns what it shall add; it
+        gets None if there is none, as a rule, and during a capture, when the gradient does not exist yet.
         """
 
         def visited(grad: torch.Tensor | None) -> torch.Tensor | None:
-            done()
-            # Clone a graphed callable's static memory: autograd would keep it as the gradient, and the next replay
-            # would overwrite it. During a capture, the gradient does not exist yet.
-            return None if grad is None or _captured_now(grad) else grad.clone()
+            return done(None if grad is None or _captured_now(grad) else grad)
 
         with torch._C.DisableTorchFunctionSubclass():
             handle: RemovableHandle = torch.Tensor.register_hook(self, visited)
@@ -343,6 +341,9 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
         Results are plain tensors, except as ``etp/derived.py`` says.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # Compiled, this frame would call func on the shard itself, which comes here again, for ever.
+            torch._dynamo.skip_frame()
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         if func == _READ_DATA:

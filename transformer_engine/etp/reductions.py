@@ -10,6 +10,12 @@ in graphed callables: ``torch.cuda.make_graphed_callables`` captures under ``tor
 version takes what it finds in ``grad``, and both replay inside an autograd function that returns what was captured. The
 capture gives them the memory that the reduction fills, the replay returns that memory, autograd accumulates it, and
 hooks run after that.
+
+[Note: gradients beside uses] A loss may have a term of the weights themselves, such as a penalty. Each rank
+differentiates it by its own shard, and autograd brings that gradient to the shard's node, not to a reduction. It is
+ordered after a reduction that adds to the same memory; where gradients are summed over the ranks, each of which has the
+term in its loss, it counts once for each. A ``main_grad`` gets it here: Megatron takes what autograd leaves in ``grad``
+for a part of what the reduction has added, and drops it.
 """
 
 from __future__ import annotations
@@ -245,7 +251,37 @@ class Reductions:
         for shard in group.shards:
             # In this order, because reading requires_grad of a tensor subclass is slow.
             if id(shard) not in self._watched and shard.requires_grad:
-                self._watched[id(shard)] = shard.watch_uses(partial(self._used_further.discard, id(shard)))
+                self._watched[id(shard)] = shard.watch_uses(partial(self._differentiated, shard))
+
+    def _differentiated(self, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """All uses of ``shard`` in the graph are differentiated; see [Note: gradients beside uses].
+
+        Args:
+            shard: the shard.
+            grad: what autograd itself brings, or None.
+
+        Returns:
+            what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
+        """
+        own = None
+        if grad is not None:
+            for pending in self._pending:
+                if any(shard is other for other in pending.group.shards):
+                    pending.order()
+            own = grad * self._times(shard)
+            main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
+            if main_grad is not None:
+                main_grad.add_(own)
+                own.zero_()
+        self._used_further.discard(id(shard))
+        return own
+
+    def _times(self, shard: Any) -> int:
+        """How often a gradient counts that autograd brings to ``shard``; once if it has been reduced already."""
+        if self._config.grad_reduction is GradReduction.MEAN:
+            return 1
+        reduced = id(shard) in self._behind_autograd or _returned_by_autograd(shard)
+        return 1 if reduced else shard.layout.num_shards
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""

@@ -54,12 +54,12 @@ _JOINS = named_functions("cat concat concatenate stack vstack hstack dstack row_
 
 # Ranks with the same seed would draw the same rows, and fans would be those of the shard. The other functions of
 # torch.nn.init call these.
-_INITIALISERS = named_functions(
+INITIALISERS = named_functions(
     "normal_ uniform_ log_normal_ exponential_ bernoulli_ random_ cauchy_ geometric_", torch.Tensor
 ) | named_functions("normal_ uniform_ kaiming_uniform_", nn.init)
-_INITIALISERS |= frozenset({torch.eye})
+INITIALISERS |= frozenset({torch.eye})
 
-REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _JOINS | _INITIALISERS
+REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _JOINS | INITIALISERS
 
 
 def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
@@ -68,7 +68,7 @@ def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
     if name == "__get__":
         name = func.__self__.__name__  # type: ignore[attr-defined]  # of the property, whose getter this is
     which = ", ".join(repr(shard) for shard in shards) or "a shard inside a list"
-    if func in _INITIALISERS:
+    if func in INITIALISERS:
         return (
             f"{name} on {which}: a shard is not its weight, and would be drawn otherwise than the unsharded one. "
             "Initialise before etp.shard_module, or pass the values to etp.load_full_state_dict"

@@ -8,7 +8,7 @@ of equal names for copies, and would save one rank's; so a shard in a state dict
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -50,6 +50,16 @@ def guard_states(module: nn.Module) -> list[RemovableHandle]:
             handles.append(owner.register_state_dict_post_hook(_note_cuts))
             handles.append(owner.register_load_state_dict_pre_hook(_check))
     return handles
+
+
+def refuse_hidden_shards(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless ``state``, made by ``module.state_dict(keep_vars=True)``, has the shards themselves."""
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, ETPShardedParam) and state.get(name, param) is not param:
+            raise ValueError(
+                f"{name}: a hook of the module's state dict has put another tensor in the shard's place, which would "
+                "be taken for the whole weight; remove the hook"
+            )
 
 
 def _shards(owner: nn.Module) -> Iterator[tuple[str, ETPShardedParam]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,6 +11,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from etp.modules import GroupedLinear
 from etp.param import ETPShardedParam
 from etp.te import is_te_grouped_linear, is_te_linear, refuse_hidden_gradients, refuse_unsupported_te
+
+_CONTAINERS = (list, tuple, set, ValuesView)
 
 
 class Site:
@@ -134,3 +136,26 @@ def refuse_partly_shared(sites: Sequence[Site]) -> None:
                     f"{name} is gathered together with other weights than {other}, with which it is shared: modules "
                     "may share all of their weights, in one order, or none"
                 )
+
+
+def refuse_kept_elsewhere(root: nn.Module, sites: Sequence[Site]) -> None:
+    """Refuse modules that keep a weight outside of their parameters, too, where its shard would not take its place.
+
+    They would go on computing with the full weight, which nobody trains any more.
+    """
+    cut = {
+        id(site.module._parameters.get(attribute)): name
+        for site in sites
+        for attribute, name in zip(site.names, site.full_names(), strict=True)
+        if site.module._parameters.get(attribute) is not None
+    }
+    for path, module in root.named_modules():
+        for attribute, value in vars(module).items():
+            kept = value.values() if isinstance(value, dict) and attribute != "_parameters" else value
+            for each in kept if isinstance(kept, _CONTAINERS) else (kept,):
+                if id(each) in cut:
+                    raise ValueError(
+                        f"{path or 'the module'} keeps {cut[id(each)]} in its attribute {attribute} as well, and would "
+                        "go on computing with the full weight there; register it as a parameter, or read it from its "
+                        "module in forward"
+                    )

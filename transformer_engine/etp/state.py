@@ -10,6 +10,7 @@ from torch import nn
 
 from etp.digest import check_peers_agree
 from etp.param import ETPShardedParam, cut_shard
+from etp.shard_states import refuse_hidden_shards
 from etp.wrap import runtimes_of
 
 
@@ -19,10 +20,15 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     Returns:
         Every entry by its name, with sharded weights gathered to logical shape (no padding). All tensors are newly
         allocated, on their own device. Shared weights appear under each of their names and share memory.
+
+    Raises:
+        ValueError: naming a shard that is hidden by a hook of the state dict.
     """
     gathered: dict[int, torch.Tensor] = {}
     full: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    state = module.state_dict(keep_vars=True)
+    refuse_hidden_shards(module, state)
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             full[name] = value
             continue
@@ -40,10 +46,12 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
         state: every entry of the unsharded module by name, the same on all ranks; any dtype that converts.
 
     Raises:
-        ValueError: naming every missing, unexpected or misshapen entry; nothing is loaded then.
+        ValueError: naming every missing, unexpected or misshapen entry, or a shard that is hidden by a hook of the
+            state dict; nothing is loaded then.
         PeerMismatchError: if the ranks pass different values; nothing is loaded then.
     """
     own = module.state_dict(keep_vars=True)
+    refuse_hidden_shards(module, own)
     _check_names_and_shapes(own, state)
     for group, names in _names_by_group(module, own).items():
         check_peers_agree({name: state[name] for name in names}, group, "load_full_state_dict")

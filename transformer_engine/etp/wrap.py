@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,7 +18,15 @@ from etp.membership import Membership
 from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
-from etp.sites import Replicated, Site, is_grouped, refuse_partly_shared, replicated_below, weight_sites
+from etp.sites import (
+    Replicated,
+    Site,
+    is_grouped,
+    refuse_kept_elsewhere,
+    refuse_partly_shared,
+    replicated_below,
+    weight_sites,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +79,8 @@ def shard_module(
 
     Raises:
         ValueError: if this rank is not in one of the groups, a weight cannot be sharded, a weight was shared with a
-            module that an earlier call has sharded, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
+            module that an earlier call has sharded, or is kept outside of its module's parameters as well, or is
+            sharded already over other ranks, a part of ``module`` is in ``DistributedDataParallel`` or FSDP, or
             ``replicated_modules`` has a module that is not below ``module`` or has shards; nothing is changed then.
         TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
         EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
@@ -86,6 +95,8 @@ def shard_module(
     sites = list(weight_sites(module, chosen))
     refuse_partly_shared(sites)
     sites = [site for site in sites if not site.is_sharded]
+    refuse_kept_elsewhere(module, sites)
+    _refuse_other_groups(module, etp_group, expert_group)
     runtime = EtpRuntime(config)
     runtime.require_adoptable(module)
     layouts = _check(module, sites, chosen, etp_group, expert_group, config)
@@ -106,6 +117,19 @@ def _refuse_groups_of_others(etp_group: dist.ProcessGroup, expert_group: dist.Pr
                 f"rank {dist.get_rank()} is no member of {label}; create one group per set of peers and pass each "
                 "rank its own"
             )
+
+
+def _refuse_other_groups(root: nn.Module, etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup) -> None:
+    """Refuse layers that are sharded already, over other ranks than their replicated parameters would be."""
+    for path, module in root.named_modules():
+        label, group = ("expert_group", expert_group) if is_grouped(module) else ("etp_group", etp_group)
+        for name, param in module.named_parameters(path, recurse=False):
+            if isinstance(param, ETPShardedParam) and not _same_ranks(param.group, group):
+                raise ValueError(
+                    f"{name} is sharded over ranks {dist.get_process_group_ranks(param.group)}, and {label} has ranks "
+                    f"{dist.get_process_group_ranks(group)}, over which the gradients of biases and norms beside it "
+                    "would be combined; pass the group that it is sharded over"
+                )
 
 
 def _refuse_wrappers(root: nn.Module) -> None:
@@ -133,6 +157,8 @@ def _check(
     # First, on all ranks together: a rank that raised alone would leave its peers waiting for it.
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
     for name, param in plain.items():
+        if isinstance(param, nn.UninitializedParameter):
+            raise ValueError(f"{name} has no shape yet; run a forward pass of the model before etp.shard_module")
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
     # Named apart, so that ranks that would shard different weights differ.
@@ -143,6 +169,7 @@ def _check(
         check_peers_agree({n: p for n, p in named.items() if p in experts}, expert_group, "shard_module")
     for name, param in plain.items():
         _refuse_cut_before(name, param)
+    _refuse_one_memory(plain, {param for site in sites for param in site.params()})
     for path, module in root.named_modules():
         _refuse_rescaled_table(path, module, chosen)
         if is_grouped(module) and module in chosen.modules and not _same_ranks(etp_group, expert_group):
@@ -175,6 +202,18 @@ def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
             f"{name} shared its weight with {shard.fqn}, which an earlier call of etp.shard_module has sharded without "
             "it; pass a module that contains both"
         )
+
+
+def _refuse_one_memory(params: Mapping[str, nn.Parameter], cut: Container[nn.Parameter]) -> None:
+    """Refuse weights that are tied by their memory alone: each would be cut into memory of its own."""
+    first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    for name, param in params.items():
+        other, holder = first.setdefault((param.data_ptr(), param.numel()), (name, param))
+        if holder is not param and param.numel() and (param in cut or holder in cut):
+            raise ValueError(
+                f"{name} and {other} are two parameters in one memory, which sharding would part; tie weights by "
+                "assigning one parameter to both modules, or copy one of the two"
+            )
 
 
 def _same_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
