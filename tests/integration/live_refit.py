@@ -32,6 +32,8 @@ from tests.support.live_parallel import start_parallel_state
 from tests.support.vllm_host import VllmConnection
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [36, 0, 17, 9]]
+LONG_PROMPT = [(5 * at + at // 32) % 37 for at in range(70)]
+"""Two blocks of a prefix cache and a little more."""
 
 
 def start(case: Case) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A server, started as the documentation says, whose trainer is killed while it is paused: it answers as before."""
+"""A server, started as the documentation says: its trainer is killed, it is asked meanwhile, or its cache is full."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from megatron_patches.refit import packets
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, STAGING, fill, kill_in, start
+from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING, fill, kill_in, start
 from tests.integration.tiny_models import LLAMA
+from tests.support.completion import Completion
 from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
-from tests.support.vllm_server import VllmServer, vllm_server
+from tests.support.vllm_server import VllmServer, complete, vllm_server
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -31,6 +32,7 @@ pytestmark = [
 ]
 
 CASE = Case(TrainerMesh(etp=2), (), LLAMA)
+OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 256}
 
 
 def body(
@@ -57,6 +59,25 @@ def body(
     return {"began": began, **report.seconds}
 
 
+def cached_body(
+    rank: int, world_size: int, url: str, version: int, pause: PauseMode, seeds: Sequence[int], asked: Sequence[int]
+) -> list[list[Completion]]:
+    """Pushes one model after another, and asks each as often as ``asked`` says for what follows a long prompt."""
+    del world_size
+    chunks, found = start(CASE), []
+    engines = [HttpEngine(url)] if rank == 0 else []
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, pause=pause)
+    with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
+        session.prepare()
+        for number, (seed, times) in enumerate(zip(seeds, asked, strict=True)):
+            fill(CASE, chunks, seed)
+            session.push(version + number)
+            found.append([complete(url, LONG_PROMPT, 4) for _ in range(times if rank == 0 else 0)])
+    for engine in engines:
+        engine.close()
+    return found
+
+
 def slow_down(owner: Any, name: str) -> None:
     """Lets each call of a method take a quarter of a second more."""
     original = getattr(owner, name)
@@ -80,6 +101,10 @@ class Served:
         seconds: dict[str, float] = run_megatron(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
         return seconds
 
+    def take_versions(self, number: int) -> int:
+        """The first of so many."""
+        return min(itertools.islice(self.versions, number))
+
     def answers(self, replica: int = 0) -> list[list[float]]:
         return self.server.log_probabilities(PROMPTS, replica=replica)
 
@@ -91,7 +116,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("server")
-    with vllm_server(LLAMA, folder) as server:
+    with vllm_server(OF_LONG_TEXTS, folder, "--max-model-len", "256") as server:
         yield Served(server, itertools.count(1))
 
 
@@ -164,3 +189,15 @@ def test_every_replica_of_a_server_gets_the_weights(served: Served, tmp_path: Pa
         for seed, memory in ((1, MemoryMode.BESIDE), (2, MemoryMode.IN_PLACE), (1, MemoryMode.BESIDE)):
             replicated.push(seed, memory)
             assert [replicated.answers(replica) for replica in (0, 1)] == [expected[seed]] * 2
+
+
+@pytest.mark.parametrize("pause", [PauseMode.WAIT, PauseMode.KEEP])
+def test_nothing_is_read_from_the_cache_of_older_weights(served: Served, pause: PauseMode) -> None:
+    """The server answers as it did before it had ever seen the weights that it has cached a prompt with."""
+    seeds = {PauseMode.WAIT: (10, 11, 10), PauseMode.KEEP: (12, 13, 12)}[pause]
+    args = (served.server.url, served.take_versions(3), pause, seeds, (1, 2, 1))
+    ((unseen,), (other, again), (found,)) = run_megatron(cached_body, 2, args=args, timeout_s=120)[0]
+    assert [unseen.cached, other.cached, again.cached] == [0, 0, 64]
+    assert other != unseen
+    assert again.tokens == other.tokens
+    assert found == unseen
