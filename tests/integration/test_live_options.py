@@ -30,8 +30,13 @@ pytestmark = [
 
 CASE = Case(TrainerMesh(), (), LLAMA)
 LONG_TEXTS: Mapping[str, Any] = {"max_model_len": 128, "hf_overrides": {"max_position_embeddings": 128}}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "as_it_is": {},
+    "chunked_prefill": {"enable_chunked_prefill": True, "max_num_batched_tokens": 32, "max_num_seqs": 8},
+    "cache_in_fp8": {"kv_cache_dtype": "fp8"},
+    "models_of_transformers": {"model_impl": "transformers"},
+    "drafts_of_n_grams": {"speculative_config": NGRAMS},
 }
 
 
