@@ -32,6 +32,8 @@ from tests.support.live_parallel import start_parallel_state
 from tests.support.vllm_host import VllmConnection
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [36, 0, 17, 9]]
+LONG_PROMPT = [(5 * at + at // 32) % 37 for at in range(70)]
+"""Two blocks of a prefix cache and a little more."""
 
 
 def start(case: Case) -> list[Any]:
@@ -67,10 +69,16 @@ def fill(case: Case, chunks: list[Any], seed: int, padding: float = float("nan")
 
 def export_body(rank: int, world_size: int, case: Case, seed: int, path: str) -> None:
     """The model as a checkpoint."""
+    export_all_body(rank, world_size, case, {seed: path})
+
+
+def export_all_body(rank: int, world_size: int, case: Case, paths: dict[int, str]) -> None:
+    """Several models as checkpoints, by their seeds."""
     del rank, world_size
     chunks = start(case)
-    fill(case, chunks, seed)
-    export_checkpoint(chunks, path, vocab_size=int(str(case.config["vocab_size"])))
+    for seed, path in paths.items():
+        fill(case, chunks, seed)
+        export_checkpoint(chunks, path, vocab_size=int(str(case.config["vocab_size"])))
 
 
 STAGING = 1 << 16

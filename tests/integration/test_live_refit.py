@@ -2,11 +2,13 @@
 
 Each engine is started from a checkpoint of model 2, so that its parameters as vLLM loads them are known. Then every
 mesh pushes model 1 and model 2: after the second push all of the engine's parameters must have the bits of the fresh
-engine again, and its answers to prompts must be the same numbers.
+engine again, and its answers to prompts must be the same numbers. Engines of one worker have a second fresh one beside
+them, of model 1, for the first push.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -19,7 +21,15 @@ import pytest
 
 from megatron_patches.refit.session import PushReport
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, export_body, in_place_body, narrowing_body, push_body, train_body
+from tests.integration.live_refit import (
+    PROMPTS,
+    export_all_body,
+    export_body,
+    in_place_body,
+    narrowing_body,
+    push_body,
+    train_body,
+)
 from tests.integration.tiny_models import DEEPSEEK_V3, LLAMA, NEMOTRON_H, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
@@ -113,9 +123,10 @@ def name(mesh: TrainerMesh) -> str:
 
 @dataclass
 class Pushed:
-    """What a fresh engine held and answered, and what it did after each push, by mesh."""
+    """What fresh engines held and answered, and what one of them did after each push, by mesh."""
 
-    fresh: Answer
+    fresh: dict[int, Answer]
+    """By the seeds of the checkpoints that there were."""
     after: dict[TrainerMesh, list[Answer]]
     in_place: list[Answer]
     reports: list[PushReport]
@@ -124,12 +135,20 @@ class Pushed:
 def push_all(model: str, engine: Engine, folder: Path) -> Pushed:
     """Pushes from all meshes of one model into one engine."""
     config, all_meshes = CONFIGS[model], engine.meshes(model)
-    args = (Case(TrainerMesh(), (), config), 2, str(folder / "checkpoint"))
-    run_megatron(export_body, 1, args=args, timeout_s=180)
+    seeds = (2, 1) if engine == Engine() else (2,)
+    paths = {seed: str(folder / f"model_{seed}") for seed in seeds}
+    run_megatron(export_all_body, 1, args=(Case(TrainerMesh(), (), config), paths), timeout_s=180)
     after: dict[TrainerMesh, list[Answer]] = {}
-    with VllmHost(folder / "checkpoint", folder, **engine.options(model)) as host:
-        connection = host.connect()
-        fresh = connection.parameters(), connection.log_probabilities(PROMPTS)
+    fresh: dict[int, Answer] = {}
+    with contextlib.ExitStack() as stack:
+        hosts = {}
+        for seed, path in paths.items():
+            (place := folder / f"engine_{seed}").mkdir()
+            hosts[seed] = stack.enter_context(VllmHost(Path(path), place, **engine.options(model)))
+        for seed, host in hosts.items():
+            connection = host.connect()
+            fresh[seed] = connection.parameters(), connection.log_probabilities(PROMPTS)
+        host = hosts[2]
         versions = itertools.count(1, 10)
         for size in sorted({mesh.size for mesh in all_meshes}):
             meshes = [mesh for mesh in all_meshes if mesh.size == size]
@@ -158,7 +177,7 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
 ) -> None:
     found = pushed(model, engine)
     (other, other_answers), (same, same_answers) = found.after[mesh]
-    fresh, fresh_answers = found.fresh
+    fresh, fresh_answers = found.fresh[2]
     for worker, tensors in enumerate(fresh):
         assert DERIVED.get(model, set()) <= set(tensors)
         computed = [key for key in tensors if "cos_sin" in key]
@@ -166,14 +185,16 @@ def test_a_push_leaves_the_bits_of_a_fresh_engine(
         assert same[worker] == tensors
     assert other_answers != fresh_answers
     assert same_answers == fresh_answers
+    if 1 in found.fresh:
+        assert (other, other_answers) == found.fresh[1]
 
 
 @pytest.mark.parametrize(("model", "tp"), [(model, tp) for model in IN_PLACE for tp in (1, 2)])
 def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Callable[[str, Engine], Pushed]) -> None:
     found = pushed(model, Engine(tp=tp))
     other, same = found.in_place
-    assert other == found.after[IN_PLACE[model][0]][0] != found.fresh
-    assert same == found.fresh
+    assert other == found.after[IN_PLACE[model][0]][0] != found.fresh[2]
+    assert same == found.fresh[2]
     for report in found.reports:
         assert report.beside_bytes == IN_PLACE[model][1] // tp
         assert report.backup_bytes * tp >= report.nbytes
@@ -185,10 +206,12 @@ def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Calla
     [
         ("qwen3", TrainerMesh(etp=2), Engine()),
         ("llama_tied", TrainerMesh(etp=2), Engine(pp=2)),
+        ("qwen3_moe", TrainerMesh(etp=2, expert_etp=2), Engine()),
+        ("deepseek_v3", TrainerMesh(etp=2, expert_etp=2), Engine()),
         ("nemotron_h", TrainerMesh(etp=2), Engine()),
         ("nemotron_h", TrainerMesh(tp=2, etp=2), Engine(tp=2)),
     ],
-    ids=["qwen3-engine_tp1", "llama_tied-engine_pp2", "nemotron_h-engine_tp1", "nemotron_h-engine_tp2"],
+    ids=lambda value: str(value) if isinstance(value, str | Engine) else name(value),
 )
 def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
     model: str, mesh: TrainerMesh, engine: Engine, tmp_path: Path

@@ -1,29 +1,31 @@
-"""A server, started as the documentation says, whose trainer is killed while it is paused: it answers as before."""
+"""A server, started as the documentation says: its trainer is killed, it is asked meanwhile, or its cache is full."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import itertools
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from megatron_patches.refit import packets
-from megatron_patches.refit.engines import HttpEngine
+from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
-from tests.integration.live_refit import PROMPTS, STAGING, fill, kill_in, start
+from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING, fill, kill_in, start
 from tests.integration.tiny_models import LLAMA
+from tests.support.completion import Completion
 from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
-from tests.support.vllm_server import VllmServer, vllm_server
+from tests.support.vllm_server import VllmServer, complete, vllm_server
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -31,6 +33,9 @@ pytestmark = [
 ]
 
 CASE = Case(TrainerMesh(etp=2), (), LLAMA)
+OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 256}
+PROMPT = PROMPTS[0]
+LENGTH = 200
 
 
 def body(
@@ -57,6 +62,110 @@ def body(
     return {"began": began, **report.seconds}
 
 
+def cached_body(
+    rank: int, world_size: int, url: str, version: int, pause: PauseMode, seeds: Sequence[int], asked: Sequence[int]
+) -> list[list[Completion]]:
+    """Pushes one model after another, and asks each as often as ``asked`` says for what follows a long prompt."""
+    del world_size
+    chunks, found = start(CASE), []
+    engines = [HttpEngine(url)] if rank == 0 else []
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, pause=pause)
+    with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
+        session.prepare()
+        for number, (seed, times) in enumerate(zip(seeds, asked, strict=True)):
+            fill(CASE, chunks, seed)
+            session.push(version + number)
+            found.append([complete(url, LONG_PROMPT, 4) for _ in range(times if rank == 0 else 0)])
+    for engine in engines:
+        engine.close()
+    return found
+
+
+class Busy(HttpEngine):
+    """A server that is in the midst of an answer whenever it is paused.
+
+    Attributes:
+        answer: the last of these, maybe still to come.
+        paused: when the last pause had begun, and nothing was under way any more but what it keeps.
+    """
+
+    answer: Future[Completion]
+    paused: float
+
+    def pause(self, mode: PauseMode) -> None:
+        """Ask first, and wait for the first tokens."""
+        begun, pool = threading.Event(), ThreadPoolExecutor(max_workers=1)
+        self.answer = pool.submit(complete, self.name, PROMPT, LENGTH, begun)
+        pool.shutdown(wait=False)
+        assert begun.wait(60), "the server did not begin to answer"
+        super().pause(mode)
+        self.paused = time.monotonic()
+
+
+class Interrupted(NamedTuple):
+    """What a server answered before, during and after a push.
+
+    Attributes:
+        before: the answer of the old weights.
+        during: the answer in whose midst it was paused.
+        same: how many tokens of both are the same, with the same probabilities.
+        after: what the new weights add to the prompt and these.
+        went_on: when the trainer had changed its weights after the push.
+        paused: when the pause had begun.
+        seconds: of the push's report.
+    """
+
+    before: Completion
+    during: Completion
+    same: int
+    after: Completion
+    went_on: float
+    paused: float
+    seconds: dict[str, float]
+
+
+def interrupting_body(
+    rank: int, world_size: int, url: str, version: int, pause: PauseMode
+) -> tuple[Interrupted | None, list[Completion]]:
+    """Pushes model 2, then 1 while the server answers, without waiting, and 3 instead; and 1 again in peace.
+
+    Returns:
+        Of the second push, and the answers to a prompt after the second and the last.
+    """
+    del world_size
+    chunks = start(CASE)
+    busy = Busy(url) if rank == 0 else None
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, pause=pause)
+    engines = [busy] if busy is not None else []
+    with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
+        session.prepare()
+        fill(CASE, chunks, 2)
+        session.push(version)
+        before = complete(url, PROMPT, LENGTH) if rank == 0 else None
+        fill(CASE, chunks, 1)
+        report = session.push(version + 1, wait=False)
+        fill(CASE, chunks, 3)
+        went_on = time.monotonic()
+        session.wait()
+        found, answers = None, []
+        if before is not None and busy is not None:
+            during = busy.answer.result(60)
+            old = list(zip(before.tokens, before.log_probabilities, strict=True))
+            new = list(zip(during.tokens, during.log_probabilities, strict=True))
+            same = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(new))
+            # Not from the blocks that the interrupted answer has left in the cache, whatever they are of.
+            after = complete(url, [*PROMPT, *during.tokens[:same]], max(1, LENGTH - same), salt="another")
+            found = Interrupted(before, during, same, after, went_on, busy.paused, dict(report.seconds))
+            answers.append(complete(url, PROMPT, LENGTH))
+        fill(CASE, chunks, 1)
+        session.push(version + 2)
+        if rank == 0:
+            answers.append(complete(url, PROMPT, LENGTH))
+    if busy is not None:
+        busy.close()
+    return found, answers
+
+
 def slow_down(owner: Any, name: str) -> None:
     """Lets each call of a method take a quarter of a second more."""
     original = getattr(owner, name)
@@ -80,6 +189,10 @@ class Served:
         seconds: dict[str, float] = run_megatron(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
         return seconds
 
+    def take_versions(self, number: int) -> int:
+        """The first of so many."""
+        return min(itertools.islice(self.versions, number))
+
     def answers(self, replica: int = 0) -> list[list[float]]:
         return self.server.log_probabilities(PROMPTS, replica=replica)
 
@@ -91,7 +204,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("server")
-    with vllm_server(LLAMA, folder) as server:
+    with vllm_server(OF_LONG_TEXTS, folder, "--max-model-len", "256") as server:
         yield Served(server, itertools.count(1))
 
 
@@ -164,3 +277,41 @@ def test_every_replica_of_a_server_gets_the_weights(served: Served, tmp_path: Pa
         for seed, memory in ((1, MemoryMode.BESIDE), (2, MemoryMode.IN_PLACE), (1, MemoryMode.BESIDE)):
             replicated.push(seed, memory)
             assert [replicated.answers(replica) for replica in (0, 1)] == [expected[seed]] * 2
+
+
+@pytest.mark.parametrize("pause", [PauseMode.WAIT, PauseMode.KEEP])
+def test_nothing_is_read_from_the_cache_of_older_weights(served: Served, pause: PauseMode) -> None:
+    """The server answers as it did before it had ever seen the weights that it has cached a prompt with."""
+    seeds = {PauseMode.WAIT: (10, 11, 10), PauseMode.KEEP: (12, 13, 12)}[pause]
+    args = (served.server.url, served.take_versions(3), pause, seeds, (1, 2, 1))
+    ((unseen,), (other, again), (found,)) = run_megatron(cached_body, 2, args=args, timeout_s=120)[0]
+    assert [unseen.cached, other.cached, again.cached] == [0, 0, 64]
+    assert other != unseen
+    assert again.tokens == other.tokens
+    assert found == unseen
+
+
+@pytest.mark.parametrize("pause", list(PauseMode))
+def test_a_request_under_way_ends_or_goes_on_as_the_pause_says_while_the_trainer_has_gone_on(
+    served: Served, pause: PauseMode
+) -> None:
+    """Weights that the trainer changes while engines commit reach no engine."""
+    args = (served.server.url, served.take_versions(3), pause)
+    interrupted, (at_once, in_peace) = run_megatron(interrupting_body, 2, args=args, timeout_s=180)[0]
+    before, during, same, after, went_on, paused, seconds = interrupted
+    assert at_once == in_peace
+    assert at_once.tokens != before.tokens
+    assert set(seconds).isdisjoint({"commit", "paused"})
+    assert during.cached == before.cached == after.cached == 0
+    match pause:
+        case PauseMode.WAIT:
+            assert during == before
+            assert went_on < paused
+        case PauseMode.ABORT:
+            assert during.ended == "abort"
+            assert 0 < same == len(during.tokens) < LENGTH
+        case PauseMode.KEEP:
+            assert during.ended == "length"
+            assert 0 < same < LENGTH
+            assert during.tokens[same:] == after.tokens
+            assert during.log_probabilities[same:] == after.log_probabilities

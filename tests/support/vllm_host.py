@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
+from tests.support.completion import Completion
 from tests.support.prepared import template_of, variables_of, vllm_on_cpu
 from tests.support.template import Process
 
@@ -157,6 +158,11 @@ class VllmConnection:
         found: list[list[float]] = self.run("log_probabilities", [list(prompt) for prompt in prompts])
         return found
 
+    def complete(self, prompt: Sequence[int], length: int) -> Completion:
+        """What follows a prompt; it may read the prefix cache, which :meth:`log_probabilities` does not."""
+        found: Completion = self.run("complete", list(prompt), length)
+        return found
+
 
 class _Served:
     """What the process can do."""
@@ -206,6 +212,16 @@ class _Served:
             [entry[token].logprob for token, entry in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
+
+    def complete(self, prompt: list[int], length: int) -> Completion:
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(max_tokens=length, temperature=0.0, logprobs=1, ignore_eos=True, detokenize=False)
+        (answer,) = self._llm.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        (output,) = answer.outputs
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        log_probabilities = [entry[token].logprob for token, entry in pairs]
+        return Completion(list(output.token_ids), log_probabilities, answer.num_cached_tokens, output.finish_reason)
 
 
 def _digests(worker: Any) -> dict[str, str]:

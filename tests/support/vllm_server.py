@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from pathlib import Path
 
 from examples.serving import write_byte_tokenizer
 from examples.vllm_process import ON_A_CPU, running_server
+from tests.support.completion import Completion
 
 MODEL = "under-test"
+_SOME = 4
 
 
 class VllmServer:
@@ -51,6 +54,51 @@ class VllmServer:
         return [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], found[1:], strict=True)]
 
 
+def complete(
+    url: str,
+    prompt: Sequence[int],
+    length: int,
+    begun: threading.Event | None = None,
+    *,
+    salt: str = "",
+    timeout_s: float = 120.0,
+) -> Completion:
+    """What a server adds to a prompt; it may read its prefix cache, which it does not for probabilities of a prompt.
+
+    Args:
+        url: the server's base.
+        prompt: the prompt's tokens.
+        length: how many tokens to ask for.
+        begun: is set once some tokens have come.
+        salt: of the cache; nothing is read from it that was cached with another.
+        timeout_s: how long to wait for the next tokens.
+    """
+    asked = {"model": MODEL, "prompt": list(prompt), "max_tokens": length, "temperature": 0.0, "logprobs": 1}
+    how = {"ignore_eos": True, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+    salted = {"cache_salt": salt} if salt else {}
+    request = urllib.request.Request(  # noqa: S310 - this machine's own server
+        f"{url}/v1/completions", json.dumps(asked | how | salted).encode(), {"Content-Type": "application/json"}
+    )
+    tokens: list[int] = []
+    log_probabilities: list[float] = []
+    cached, ended = -1, ""
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - as above
+        for line in answer:
+            event = line.decode().removeprefix("data: ").strip()
+            if not event or event == "[DONE]":
+                continue
+            part = json.loads(event)
+            for choice in part["choices"]:
+                tokens += choice["token_ids"]
+                log_probabilities += choice["logprobs"]["token_logprobs"]
+                ended = choice["finish_reason"] or ended
+            if part.get("usage"):
+                cached = part["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if begun is not None and len(tokens) >= _SOME:
+                begun.set()
+    return Completion(tokens, log_probabilities, cached, ended)
+
+
 @contextmanager
 def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str) -> Iterator[VllmServer]:
     """Starts a server of a model with random weights; it ends with the context.
@@ -63,7 +111,8 @@ def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str) -> 
     (folder / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(folder, 255)
     log = folder / "server.log"
-    more = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64", "--block-size", "32", *arguments]
+    more = ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "64", "--block-size", "32"]
+    more += ["--enable-prompt-tokens-details", *arguments]
     # vLLM compiles what counts likelier tokens, and starts a compiler and two Pythons to see what they can do.
     variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
     with running_server(folder, MODEL, "etp", more, variables, log) as url:
