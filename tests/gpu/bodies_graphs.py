@@ -86,10 +86,12 @@ class WholeStep:
         model: what is trained.
         runtime: drives its weights.
         finish: end the step by finishing gradients and announcing other weights, as Megatron does.
+        penalty: how much the sum of all squares of weights counts in the loss.
     """
 
-    def __init__(self, model: nn.Module, runtime: EtpRuntime, *, finish: bool) -> None:
+    def __init__(self, model: nn.Module, runtime: EtpRuntime, *, finish: bool, penalty: float = 0.0) -> None:
         self.model = model
+        self.penalty = penalty
         self.runtime = runtime
         self.finish = finish
         self.inputs = [torch.zeros(4, 32, dtype=torch.long, device=device()) for _ in range(2)]
@@ -103,6 +105,8 @@ class WholeStep:
         for index, tokens in enumerate(self.inputs):
             loss = _loss(self.model, tokens)
             self.losses[index].copy_(loss.detach())
+            if self.penalty:
+                loss = loss + self.penalty * sum(p.square().sum() for p in self.model.parameters())
             loss.backward()
         if self.finish:
             etp.wait_async_comms(self.model)
@@ -183,6 +187,38 @@ def whole_step_equals_eager(
         "eager": runtimes[0].buffers[0].cache.nbytes(),
         "transports": {type(t).__name__ for t in runtimes[1].transports.values()},
     }
+
+
+def penalty_is_replayed(rank: int, world_size: int, transport: str) -> float:
+    """Gradients that autograd brings itself add to those of reductions in a graph as they do outside of it.
+
+    Returns:
+        the largest difference that the penalty makes in a gradient.
+    """
+    torch.manual_seed(0)
+    whole = Net(False, tied=True).to(device())
+    models = [copy.deepcopy(whole) for _ in range(3)]
+    config = _config(transport, grad_reduction="sum")
+    runtimes = [etp.shard_module(model, _world(), config=config) for model in models]
+    eager, graphed, without = (
+        WholeStep(model, runtime, finish=False, penalty=penalty)
+        for model, runtime, penalty in zip(models, runtimes, (0.01, 0.01, 0.0), strict=True)
+    )
+    for step in (eager, without):
+        on_side_stream(step.run)
+    graphed.capture()
+    for step in range(6):
+        poison_captured(runtimes[1])
+        assert torch.equal(eager.step(rank, step), graphed.step(rank, step)), step
+        _same(models[1], models[0], f"step {step}", grads=True)
+        without.step(rank, step)
+        difference = max(
+            (p.grad - other.grad).abs().max().item()
+            for p, other in zip(models[0].parameters(), models[2].parameters(), strict=True)
+        )
+        for model in models:
+            _optimize(model)
+    return difference
 
 
 def captured_evaluation_equals_eager(rank: int, world_size: int, transport: str, graphed: bool) -> dict[str, Any]:

@@ -38,6 +38,13 @@ def test_a_whole_step_replayed_equals_eager(
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_penalty_replayed_equals_eager(world_size: int, transport: str) -> None:
+    for difference in run_on_gpus(bodies.penalty_is_replayed, world_size, args=(transport,), timeout_s=120.0):
+        assert difference > 0.01
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_evaluation_replayed_between_steps_equals_eager(world_size: int, transport: str) -> None:
     arguments = (transport, True)
     for result in run_on_gpus(bodies.captured_evaluation_equals_eager, world_size, args=arguments, timeout_s=120.0):

@@ -78,7 +78,7 @@ class Shard(Protocol):
     def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
-        It gets the gradient that autograd brings itself, or None, and returns what autograd shall add.
+        It gets the gradient that autograd brings itself, or None, and returns what takes its place, or None.
         """
 
     def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:

@@ -261,10 +261,12 @@ class Reductions:
             grad: what autograd itself brings, or None.
 
         Returns:
-            what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
+            what autograd shall add, in memory of its own, because a replay would overwrite what a graphed callable
+            returns; None to add ``grad`` as it is.
         """
         own = None
-        if grad is not None:
+        # A capture of a part passes its gradient on: it exists, and counts, when a replay has returned it.
+        if grad is not None and not self._graphs.is_part:
             for pending in self._pending:
                 if any(shard is other for other in pending.group.shards):
                     pending.order()
