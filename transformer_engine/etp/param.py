@@ -268,15 +268,11 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, and returns what it shall add; it
-        gets None if there is none, as a rule, and during a capture, when the gradient does not exist yet.
+        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
+        it shall add.
         """
-
-        def visited(grad: torch.Tensor | None) -> torch.Tensor | None:
-            return done(None if grad is None or _captured_now(grad) else grad)
-
         with torch._C.DisableTorchFunctionSubclass():
-            handle: RemovableHandle = torch.Tensor.register_hook(self, visited)
+            handle: RemovableHandle = torch.Tensor.register_hook(self, done)
         return handle
 
     def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
@@ -421,10 +417,6 @@ def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Ten
     shard = weight.new_zeros(layout.shard_shape)
     shard[: stop - start].copy_(weight[start:stop])
     return shard
-
-
-def _captured_now(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _refusal(func: Any, operands: Iterable[Any]) -> str:
