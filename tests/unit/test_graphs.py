@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import etp
 from etp.cache import BufferCache, BufferSpec
 from etp.graphs import GraphModes
 from etp.runtime import EtpRuntime
+from tests.unit.test_reductions import Overlaps
 
 SIDE = 16
 SPEC = BufferSpec((4, 3), torch.float32, torch.device("cpu"))
@@ -26,7 +27,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     numbers: list[int] = []
     monkeypatch.setattr(GraphModes, "current_capture", lambda *_: numbers[-1] if numbers else None)
-    monkeypatch.setattr("etp.param._captured_now", lambda _: bool(numbers))
+    monkeypatch.setattr("etp.reductions._captured_now", lambda _: bool(numbers))
     yield numbers
     dist.destroy_process_group()
 
@@ -85,6 +86,22 @@ def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]
     assert addresses(captured.cache) == warm
     assert addresses(eager.cache)
     assert not addresses(eager.cache) & warm
+
+
+def test_a_penalty_is_captured_behind_the_reduction_into_the_same_gradient(capture: list[int]) -> None:
+    model, runtime = sharded(pad_for_alignment=1)
+    plain = [param.detach().clone().requires_grad_() for param in model.parameters()]
+    cast("dict[Any, Any]", runtime.transports)[dist.group.WORLD] = Overlaps()
+    x = torch.ones(2, SIDE)
+    with capturing(capture, 1):
+        for _ in range(2):  # the second adds to what the first has left
+            (model(x).square().sum() + sum(param.square().sum() for param in model.parameters())).backward()
+    hidden = x
+    for weight in plain:
+        hidden = hidden @ weight.t()
+    (2 * (hidden.square().sum() + sum(weight.square().sum() for weight in plain))).backward()
+    for param, weight in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(torch.as_tensor(param.grad), weight.grad)
 
 
 def test_the_chain_is_described_at_any_time(capture: list[int]) -> None:

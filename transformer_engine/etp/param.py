@@ -268,8 +268,8 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, as a rule None, and returns what
-        takes its place, or None to leave it.
+        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
+        it shall add.
         """
         with torch._C.DisableTorchFunctionSubclass():
             handle: RemovableHandle = torch.Tensor.register_hook(self, done)

@@ -261,12 +261,11 @@ class Reductions:
             grad: what autograd itself brings, or None.
 
         Returns:
-            what autograd shall add, in memory of its own, because a replay would overwrite what a graphed callable
-            returns; None to add ``grad`` as it is.
+            what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
+            None leaves it as it is: what the capture of a part returns may not have been computed yet.
         """
         own = None
-        # A capture of a part passes its gradient on: it exists, and counts, when a replay has returned it.
-        if grad is not None and not self._graphs.is_part:
+        if grad is not None and not (self._graphs.is_part and _captured_now(grad)):
             for pending in self._pending:
                 if any(shard is other for other in pending.group.shards):
                     pending.order()
@@ -391,3 +390,7 @@ def _returned_by_autograd(shard: Any) -> bool:
 def _nothing_to_publish(run_hooks: bool) -> None:
     """Do nothing: autograd delivers the gradient."""
     del run_hooks
+
+
+def _captured_now(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -58,7 +58,8 @@ def shard_module(
 
     When ``loss.backward()`` returns, each shard's ``grad`` holds the mean (or sum) over the group. Build the optimizer
     after sharding: one that was built before holds the full weights, which the module no longer uses, and is refused
-    when it steps. So are ``LBFGS`` and ``ZeroRedundancyOptimizer``.
+    when it steps. So are ``LBFGS`` and ``ZeroRedundancyOptimizer``. On GPUs, build it with ``foreach=True`` or
+    ``fused=True``: PyTorch chooses neither by itself for subclasses of ``Parameter``, and steps them one by one.
 
     ``torch.nn.utils.clip_grad_norm_`` (or :func:`etp.clip_grad_norm_`, with fewer collectives) and
     ``torch.amp.GradScaler`` see whole gradients and are collective. Norms computed in any other way see only this
