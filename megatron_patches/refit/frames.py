@@ -81,8 +81,13 @@ def send(connection: socket.socket, message: Buffer, patience: Patience) -> None
     Raises:
         PartyFailedError: at the deadline, or if the peer has closed the connection.
     """
-    send_all(connection, _LENGTH.pack(memoryview(message).nbytes), patience)
+    send_length(connection, memoryview(message).nbytes, patience)
     send_all(connection, message, patience)
+
+
+def send_length(connection: socket.socket, nbytes: int, patience: Patience) -> None:
+    """Begins a message of so many bytes, which are to be sent next; raises as :func:`send` does."""
+    send_all(connection, _LENGTH.pack(nbytes), patience)
 
 
 def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> None:

@@ -14,17 +14,20 @@ from megatron_patches.refit.frames import Patience
 
 logger = logging.getLogger(__name__)
 
+_PIECE_BYTES = 1 << 20
+
 
 class Outbox:
     """What is to be sent to a party, in order.
 
-    A message that the party does not take within the limit ends its connection: part of it may have been sent, after
-    which the party could read nothing more. Whoever receives from the connection notices the end and reports it.
+    A party that takes nothing of a message within the limit ends its connection: part of it may have been sent, after
+    which the party could read nothing more. Whoever receives from the connection notices the end and reports it. One
+    that goes on reading may take its time: to hundreds of parties one machine sends gigabytes.
 
     Args:
         connection: to the party; sends go on beside receives.
         name: of the party.
-        limit_s: seconds that the party may take for one message.
+        limit_s: seconds that the party may take for a mebibyte.
     """
 
     def __init__(self, connection: socket.socket, name: str, limit_s: float) -> None:
@@ -50,7 +53,10 @@ class Outbox:
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
-                frames.send(self._connection, message, Patience(self._limit_s, self._name))
+                frames.send_length(self._connection, len(message), Patience(self._limit_s, self._name))
+                for start in range(0, len(message), _PIECE_BYTES):
+                    piece = memoryview(message)[start : start + _PIECE_BYTES]
+                    frames.send_all(self._connection, piece, Patience(self._limit_s, self._name))
             except PartyFailedError as error:
                 logger.debug("refit: cannot reach %s: %s", self._name, error)
                 frames.end(self._connection)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step has failed
 _REMEMBERED = 4  # steps that are kept for a party that is late
-_TELLING_S = 30.0  # for a party to take a message
+_TELLING_S = 30.0  # for a party to take a mebibyte of what it is told
 _CLOSING_S = 5.0  # for all parties to take what they have been told before the end
 _INTRODUCTION_BYTES = 1 << 16  # the most that somebody may send who has not shown the token
 

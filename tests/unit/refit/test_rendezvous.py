@@ -384,6 +384,28 @@ def test_a_party_that_takes_no_messages_is_cut_off_and_named(monkeypatch: pytest
     server.close()
 
 
+def test_a_party_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hundreds of parties do, to which one machine sends everybody's manifest."""
+    monkeypatch.setattr(rendezvous, "_TELLING_S", 4.0)
+    server = Rendezvous(2, 60.0)
+    with connected(server) as slow:
+        introduce(slow, server, 1)
+        member = Assembly(server.invitation, 0, "party 0")
+        frames.send(slow, outcome(0, b"x"), Patience(5, "the server"))
+        assert len(member.gather("work", bytes, lambda: bytes(32 << 20))) == 2
+        slow.settimeout(30.0)
+        taken = 0
+        while taken < 32 << 20:
+            part = slow.recv(1 << 20, socket.MSG_WAITALL)
+            assert part, f"cut off after {taken} bytes"
+            taken += len(part)
+            time.sleep(0.2)
+        frames.send(slow, outcome(1, b"x"), Patience(5, "the server"))
+        assert len(member.gather("work", bytes, lambda: b"y")) == 2
+        member.close()
+    server.close()
+
+
 def test_a_party_that_takes_no_messages_delays_no_other() -> None:
     """Until it is cut off, that is until the time-out of a message, far beyond this test's end."""
     server = Rendezvous(3, 30.0)
