@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,6 +34,8 @@ pytestmark = [
 
 CASE = Case(TrainerMesh(etp=2), (), LLAMA)
 OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 256}
+PROMPT = PROMPTS[0]
+LENGTH = 200
 
 
 def body(
@@ -76,6 +79,96 @@ def cached_body(
     for engine in engines:
         engine.close()
     return found
+
+
+class Busy(HttpEngine):
+    """A server that can be in the midst of an answer when it is paused.
+
+    Attributes:
+        is_asked: whether it is, in the pauses to come.
+        answer: the last of these, maybe still to come.
+        paused: when the last pause had begun, and nothing was under way any more but what it keeps.
+    """
+
+    is_asked = False
+    answer: Future[Completion]
+    paused: float
+
+    def pause(self, mode: PauseMode) -> None:
+        """Ask first, and wait for the first tokens."""
+        if self.is_asked:
+            begun, pool = threading.Event(), ThreadPoolExecutor(max_workers=1)
+            self.answer = pool.submit(complete, self.name, PROMPT, LENGTH, begun)
+            pool.shutdown(wait=False)
+            assert begun.wait(60), "the server did not begin to answer"
+        super().pause(mode)
+        self.paused = time.monotonic()
+
+
+class Interrupted(NamedTuple):
+    """What a server answered before, during and after a push.
+
+    Attributes:
+        before: the answer of the old weights.
+        during: the answer in whose midst it was paused.
+        same: how many tokens of both are the same, with the same probabilities.
+        after: what the new weights add to the prompt and these.
+        went_on: when the trainer had changed its weights after the push.
+        paused: when the pause had begun.
+        seconds: of the push's report.
+    """
+
+    before: Completion
+    during: Completion
+    same: int
+    after: Completion
+    went_on: float
+    paused: float
+    seconds: dict[str, float]
+
+
+def interrupting_body(
+    rank: int, world_size: int, url: str, version: int, pause: PauseMode
+) -> tuple[Interrupted | None, list[Completion]]:
+    """Pushes model 2, then 1 while the server answers, without waiting, and 3 instead; and 1 again in peace.
+
+    Returns:
+        Of the second push, and the answers to a prompt after the second and the last.
+    """
+    del world_size
+    chunks = start(CASE)
+    busy = Busy(url) if rank == 0 else None
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, pause=pause)
+    engines = [busy] if busy is not None else []
+    with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
+        session.prepare()
+        fill(CASE, chunks, 2)
+        session.push(version)
+        before = None
+        if busy is not None:
+            before, busy.is_asked = complete(url, PROMPT, LENGTH), True
+        fill(CASE, chunks, 1)
+        report = session.push(version + 1, wait=False)
+        fill(CASE, chunks, 3)
+        went_on = time.monotonic()
+        session.wait()
+        found, answers = None, []
+        if before is not None and busy is not None:
+            during, busy.is_asked = busy.answer.result(60), False
+            old = list(zip(before.tokens, before.log_probabilities, strict=True))
+            new = list(zip(during.tokens, during.log_probabilities, strict=True))
+            same = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(new))
+            # Not from the blocks that the interrupted answer has left in the cache, whatever they are of.
+            after = complete(url, [*PROMPT, *during.tokens[:same]], max(1, LENGTH - same), salt="another")
+            found = Interrupted(before, during, same, after, went_on, busy.paused, dict(report.seconds))
+            answers.append(complete(url, PROMPT, 8))
+        fill(CASE, chunks, 1)
+        session.push(version + 2)
+        if rank == 0:
+            answers.append(complete(url, PROMPT, 8))
+    if busy is not None:
+        busy.close()
+    return found, answers
 
 
 def slow_down(owner: Any, name: str) -> None:
@@ -201,3 +294,29 @@ def test_nothing_is_read_from_the_cache_of_older_weights(served: Served, pause: 
     assert other != unseen
     assert again.tokens == other.tokens
     assert found == unseen
+
+
+@pytest.mark.parametrize("pause", list(PauseMode))
+def test_a_request_under_way_ends_or_goes_on_as_the_pause_says_while_the_trainer_has_gone_on(
+    served: Served, pause: PauseMode
+) -> None:
+    """Weights that the trainer changes while engines commit reach no engine."""
+    args = (served.server.url, served.take_versions(3), pause)
+    interrupted, (at_once, in_peace) = run_megatron(interrupting_body, 2, args=args, timeout_s=180)[0]
+    before, during, same, after, went_on, paused, seconds = interrupted
+    assert at_once == in_peace
+    assert at_once.tokens != before.tokens[:8]
+    assert set(seconds).isdisjoint({"commit", "paused"})
+    assert during.cached == before.cached == after.cached == 0
+    match pause:
+        case PauseMode.WAIT:
+            assert during == before
+            assert went_on < paused
+        case PauseMode.ABORT:
+            assert during.ended == "abort"
+            assert 0 < same == len(during.tokens) < LENGTH
+        case PauseMode.KEEP:
+            assert during.ended == "length"
+            assert 0 < same < LENGTH
+            assert during.tokens[same:] == after.tokens
+            assert during.log_probabilities[same:] == after.log_probabilities
