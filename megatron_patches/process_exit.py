@@ -36,7 +36,8 @@ class ProcessGroupsAtExit:
             leave_process_groups()
 
 
-def _drop_graphs() -> None:
+def drop_graphs() -> None:
+    """Free all CUDA graphs of this process, for NCCL's process groups to end."""
     if not torch.cuda.is_available():
         return
     # Their owners are many: Megatron's wrapper of whole iterations, and a runner for each layer and microbatch.
@@ -50,7 +51,7 @@ def _drop_graphs() -> None:
 def leave_process_groups() -> None:
     """End all process groups that are left. Not collective: peers that are gone are not waited for."""
     if dist.is_initialized():
-        _drop_graphs()
+        drop_graphs()
         parallel_state = sys.modules.get("megatron.core.parallel_state")
         if parallel_state is not None:
             parallel_state.destroy_model_parallel()

@@ -309,19 +309,21 @@ GRAPH_REFUSALS = (
         "use --cuda-graph-impl full_iteration, or shard the dense weights as well",
     ),
     Refusal(
-        "--cuda-graph-modules moe, moe_router or moe_preprocess outside of a hybrid model",
-        lambda args: (
-            args.cuda_graph_impl == "local"
-            and bool(_graph_modules(args) & {"moe", "moe_router", "moe_preprocess"})
-            and not _splits_layers(args)
-        ),
-        "drop them: megatron-core captures parts of a layer with experts only in models of --hybrid-layer-pattern",
+        "--cuda-graph-modules moe_router or moe_preprocess",
+        lambda args: args.cuda_graph_impl == "local" and bool(_graph_modules(args) & {"moe_router", "moe_preprocess"}),
+        "drop them: what reads the plan of a replayed router read out of range in a trial on GPUs; name moe where "
+        "experts are padded to a capacity",
+    ),
+    Refusal(
+        "--cuda-graph-modules moe outside of a hybrid model",
+        lambda args: args.cuda_graph_impl == "local" and "moe" in _graph_modules(args) and not _splits_layers(args),
+        "drop it: megatron-core captures the experts of a layer only in models of --hybrid-layer-pattern",
     ),
     Refusal(
         "CUDA graphs of experts that take any number of tokens",
         _captures_any_number_of_tokens,
         "set --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or capture none of the experts: "
-        "--cuda-graph-impl local with --cuda-graph-modules attn moe_router in a model of --hybrid-layer-pattern",
+        "--cuda-graph-impl local with --cuda-graph-modules attn in a model of --hybrid-layer-pattern",
     ),
 )
 """Apart, because Megatron's own checks turn older flags into ``--cuda-graph-impl``."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_patches.process_exit import drop_graphs
 from tests.integration.megatron_run import Trajectory, train
 
 
@@ -26,3 +27,4 @@ def train_counting_replays(
         return train(rank, world_size, arguments, script), count
     finally:
         torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+        drop_graphs()  # the launcher does so where a script ends; NCCL's groups wait for it

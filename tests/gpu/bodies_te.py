@@ -163,14 +163,15 @@ def constructed_is_te(rank: int, world_size: int) -> list[str]:
 
 
 def frozen_weight(rank: int, world_size: int, kind: str) -> list[str]:
-    """A frozen sharded weight, of several experts the first, passes the input's gradient on and gets none.
+    """Frozen sharded weights pass the input's gradient on and get none.
 
     Returns:
         names of the parameters that have a gradient.
     """
     whole, sharded = _build(kind, bias=False, fuse=False), _build(kind, bias=False, fuse=False)
     for module in (whole, sharded):
-        getattr(module, "weight0" if kind == "GroupedLinear" else "weight").requires_grad_(False)
+        for name, param in module.named_parameters():
+            param.requires_grad_(not name.startswith("weight"))
     etp.shard_module(sharded, dist.group.WORLD)
     x = _random(ROWS, IN, seed=rank)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -178,15 +179,7 @@ def frozen_weight(rank: int, world_size: int, kind: str) -> list[str]:
     _run(sharded, b, kind, recompute=False).float().square().sum().backward()
     assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
     for name, p in whole.named_parameters():
-        got = dict(sharded.named_parameters())[name]
-        assert (got.grad is None) == (p.grad is None), name
-        if isinstance(got, etp.ETPShardedParam) and p.grad is not None:
-            mean = p.grad.float()
-            dist.all_reduce(mean)
-            start, stop = got.layout.logical_range(rank)
-            torch.testing.assert_close(
-                got.grad[: stop - start].float(), (mean / world_size)[start:stop], rtol=2**-7, atol=1e-5
-            )
+        assert (dict(sharded.named_parameters())[name].grad is None) == (p.grad is None), name
     return [name for name, p in sharded.named_parameters() if p.grad is not None]
 
 

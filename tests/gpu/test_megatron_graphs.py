@@ -82,12 +82,12 @@ GRAPHS = (
     Graphs("attention_and_mlp", "local --cuda-graph-modules attn mlp", model=GPT2, per_step=16),
     Graphs("hybrid_mlp", "local --cuda-graph-modules mlp", model=hybrid("*-*-"), per_step=16),
     Graphs(
-        "hybrid_attention_and_router",
-        "local --cuda-graph-modules attn moe_router",
+        "hybrid_attention",
+        "local --cuda-graph-modules attn",
         sharded=EXPERTS,
         model=hybrid("*E*E"),
         common=MOE,
-        per_step=32,
+        per_step=16,
     ),
     Graphs(
         "hybrid_experts",
