@@ -45,10 +45,26 @@ class DrivenShard(Protocol):
         """Number of elements."""
 
 
-class ShardDerived(torch.Tensor):
-    """What was computed from a shard: for arithmetic and reductions, not for a model's layers."""
+class _CopiedPlain(torch.Tensor):
+    """A tensor that knows a shard, and whose copies do not: a shard cannot be copied or pickled with it."""
 
     _source: DrivenShard
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy to a plain tensor, where PyTorch copies at all."""
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor, as state dicts do."""
+        return self._plain().__reduce_ex__(protocol)
+
+
+class ShardDerived(_CopiedPlain):
+    """What was computed from a shard: for arithmetic and reductions, not for a model's layers."""
 
     @classmethod
     def __torch_function__(
@@ -65,30 +81,16 @@ class ShardDerived(torch.Tensor):
             result = func(*args, **kwargs)
         return mark_derived(func, result, derived[0]._source, operands) if derived else result
 
-    def _plain(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy to a plain tensor, where PyTorch copies at all: without the shard, which cannot be copied."""
-        return copy.deepcopy(self._plain(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor, as state dicts do: without the shard, which cannot be pickled."""
-        return self._plain().__reduce_ex__(protocol)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it was computed from; no values, because this rank's say little."""
         return f"a tensor computed from {self._source!r}"
 
 
-class ShardData(torch.Tensor):
+class ShardData(_CopiedPlain):
     """What ``data`` of a shard is: for all that a tensor is for, but not to be drawn anew.
 
     ``weight.data.normal_()`` is how many models initialise. Ranks with the same seed would draw the same rows.
     """
-
-    _source: DrivenShard
 
     @classmethod
     def of(cls, data: torch.Tensor, source: DrivenShard) -> Self:
@@ -111,18 +113,6 @@ class ShardData(torch.Tensor):
             raise TypeError(refusal(func, [operand._source for operand in operands if isinstance(operand, cls)]))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    def _plain(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy to a plain tensor: without the shard, which cannot be copied."""
-        return copy.deepcopy(self._plain(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor: without the shard, which cannot be pickled."""
-        return self._plain().__reduce_ex__(protocol)
 
 
 def mark_derived(func: Any, result: Any, source: DrivenShard, operands: Iterable[Any]) -> Any:
