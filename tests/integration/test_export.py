@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.support.exported import open_export
 from tests.support.launch import run_megatron
-from tests.support.live_parallel import mesh_settings, stage_arguments, start_parallel_state
+from tests.support.live_parallel import mesh_settings, own_part, stage_arguments, start_parallel_state
 
 VOCABULARY = 251  # odd; Megatron pads it to 256
 TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))  # TP cuts the length
@@ -142,7 +142,7 @@ def build(case: Case) -> list[Any]:
                 )
                 place = f"{name} {stage} {parallel_state.get_pipeline_model_parallel_rank()} {cut}"
                 generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
-                param.data.uniform_(0.3, 1.7, generator=generator)
+                own_part(param).uniform_(0.3, 1.7, generator=generator)
         fill_experts(case, model, stage)
         chunks.append(model.eval())
     return chunks
@@ -159,7 +159,7 @@ def fill_experts(case: Case, model: Any, stage: int) -> None:
             stage_rank = parallel_state.get_pipeline_model_parallel_rank()
             place = f"{name} {stage} {stage_rank} {groups.ep.rank()} {groups.expt_tp.rank()} {shard}"
             generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
-            param.data.normal_(0.0, 0.2, generator=generator)
+            own_part(param).normal_(0.0, 0.2, generator=generator)
 
 
 def forward(case: Case, chunks: list[Any]) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.support.exported import open_export
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case, build_chunk
-from tests.support.live_parallel import start_parallel_state
+from tests.support.live_parallel import own_part, start_parallel_state
 
 VOCABULARY = 37
 TOKENS = torch.randint(0, VOCABULARY, (2, 18), generator=torch.Generator().manual_seed(1))
@@ -90,9 +90,9 @@ def build(case: Case, rank: int) -> Any:
             place = *place, where.etp
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {place}".encode()))
         if "norm" in name:
-            tensor.data.uniform_(0.5, 1.5, generator=generator)
+            own_part(tensor).uniform_(0.5, 1.5, generator=generator)
         else:
-            tensor.data.normal_(0.0, 0.2, generator=generator)
+            own_part(tensor).normal_(0.0, 0.2, generator=generator)
     return model
 
 

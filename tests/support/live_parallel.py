@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from etp.param import ETPShardedParam
 from megatron_patches.refit.source.mesh import TrainerMesh
 
 
@@ -64,3 +65,8 @@ def stage_arguments(mesh: TrainerMesh, chunk: int) -> dict[str, Any]:
         "parallel_output": False,
         "vp_stage": stage,
     }
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a parameter or buffer, to be drawn anew on purpose: a shard's ``data`` refuses that."""
+    return tensor.local_shard() if isinstance(tensor, ETPShardedParam) else tensor.data
