@@ -68,6 +68,24 @@ def test_the_gradient_of_a_penalty_reaches_main_grad(world: dist.ProcessGroup) -
     assert torch.equal(seen[-1], shard.main_grad)
 
 
+def test_what_transformer_engine_returns_for_a_fused_accumulation_reaches_no_main_grad(
+    world: dist.ProcessGroup,
+) -> None:
+    """It has written the gradient into the buffer that it asked for, and brings autograd any memory of that shape."""
+    weight, x = torch.randn(6, 4, requires_grad=True), torch.randn(3, 4)
+    shard: Any = MegatronShardedParam.from_full(weight, world, 1)
+    shard.attach(runtime := EtpRuntime(), "weight")
+    runtime.add(WeightGroup([shard], world))
+    shard.main_grad = torch.zeros(6, 4)
+    for step in range(2):
+        placeholder = torch.full((6, 4), float("nan"))
+        shard.grad_buffer()
+        (torch.nn.functional.linear(x, shard).square().sum() + (shard * placeholder).sum()).backward()
+        torch.nn.functional.linear(x, weight).square().sum().backward()
+        torch.testing.assert_close(shard.main_grad, weight.grad, msg=f"step {step}")
+        shard.grad = None
+
+
 def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:
     """They would be reduced before they are computed, whatever asked for the delay."""
 

@@ -123,6 +123,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
         param._data, param._former_versions = None, 0
+        param._placeholder_due = False
         return param
 
     # Assigned in __new__; declared here for readers and type checkers.
@@ -135,6 +136,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     _reference: weakref.ref[Self]
     _data: torch.Tensor | None
     _former_versions: int
+    _placeholder_due: bool
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -322,10 +324,19 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         return self.reduce_wgrads(wgrads)
 
     def grad_buffer(self) -> torch.Tensor:
-        """A buffer of the full weight's shape for the weight-gradient GEMM."""
+        """A buffer of the full weight's shape for the weight-gradient GEMM, which fuses the accumulation into it.
+
+        Transformer Engine then brings autograd a tensor of arbitrary content as the gradient.
+        """
+        self._placeholder_due = True
         main_grad: torch.Tensor | None = getattr(self, "main_grad", None)
         dtype = self.dtype if main_grad is None else main_grad.dtype
         return self.driver.wgrad_buffer(self.weight_group, self._group_index, dtype)
+
+    def take_placeholder(self) -> bool:
+        """Whether autograd's gradient of this backward pass is, or contains, a placeholder; asked once in each."""
+        due, self._placeholder_due = self._placeholder_due, False
+        return due
 
     # Python protocols ---------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ hooks run after that.
 differentiates it by its own shard, and autograd brings that gradient to the shard's node, not to a reduction. It is
 ordered after a reduction that adds to the same memory; where gradients are summed over the ranks, each of which has the
 term in its loss, it counts once for each. A ``main_grad`` gets it here: Megatron takes what autograd leaves in ``grad``
-for a part of what the reduction has added, and drops it.
+for a part of what the reduction has added, and drops it. Where Transformer Engine fuses the accumulation, its
+placeholder has been added to that gradient, and both are left to be dropped, as Megatron does without shards.
 """
 
 from __future__ import annotations
@@ -262,10 +263,11 @@ class Reductions:
 
         Returns:
             what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
-            None leaves it as it is: what the capture of a part returns may not have been computed yet.
+            None leaves it as it is: a placeholder, or what the capture of a part returns and may not be there yet.
         """
         own = None
-        if grad is not None and not (self._graphs.is_part and _captured_now(grad)):
+        is_placeholder = shard.take_placeholder()
+        if grad is not None and not is_placeholder and not (self._graphs.is_part and _captured_now(grad)):
             for pending in self._pending:
                 if any(shard is other for other in pending.group.shards):
                     pending.order()
