@@ -1,8 +1,13 @@
-# `make quickstart` and `make test` do all the set-up themselves: they build .venv once and reuse it.
+# Each target does all the set-up itself: it builds the environment that it needs once and reuses it.
 
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# The newest vLLM, and the newest PyTorch that megatron-core runs on; the versions in .venv are those of one GPU machine.
+ENGINE_VENV := .venv-vllm
+ENGINE_READY := $(ENGINE_VENV)/.ready
+TORCH_VENV := .venv-torch
+TORCH_READY := $(TORCH_VENV)/.ready
 
 # A Python 3.12 to build .venv with; empty means: look on PATH and in pyenv.
 PYTHON ?=
@@ -10,27 +15,46 @@ PYTEST_ARGS ?=
 # How many tests run at a time, at most: each of those that train or serve starts several processes.
 TEST_WORKERS ?= 4
 QUICKSTART_ARGS ?=
+GRPO_ARGS ?=
 
 # For the benchmark: it runs with a Python that has PyTorch for GPUs and Transformer Engine, which .venv has not.
 GPU_PYTHON ?= python3
 GPUS ?= 4
 BENCH_ARGS ?=
 
-.PHONY: help quickstart test bench-train lint types format venv clean
+# Several tests at a time; what shares trainings or engines stays together.
+PYTEST := -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+RUN_TESTS := OMP_NUM_THREADS=1 $(PY) $(PYTEST)
+# Those in which an engine may be of another environment than the trainer.
+ENGINE_TESTS := tests/integration/test_live_http.py
+
+.PHONY: help quickstart grpo test test-all test-vllm test-newest-torch bench-train lint types format venv clean
 
 help:
 	@echo 'make quickstart   train a small model on 4 processes, export it, generate text (no GPU needed)'
-	@echo 'make test         run the tests on the CPU; PYTEST_ARGS="-k layout" chooses some, TEST_WORKERS=4 at a time'
+	@echo 'make grpo         reinforcement learning with a live vLLM on the CPU; GRPO_ARGS=--stale compares with no pushes'
+	@echo 'make test         run the quick tests on the CPU; PYTEST_ARGS="-k layout" chooses some, TEST_WORKERS=4 at a time'
+	@echo 'make test-all     run all tests on the CPU, and test-vllm; with PYTEST_ARGS="-k layout" only those that it chooses'
+	@echo 'make test-vllm    run the live tests with the newest vLLM, in an environment of its own'
+	@echo 'make test-newest-torch   run the quick tests of the trainer with the newest PyTorch'
 	@echo 'make bench-train  time a training step on GPUs, into bench-out; GPUS=4 GPU_PYTHON=python3'
 	@echo 'make lint         check style (ruff)'
 	@echo 'make types        check types (mypy)'
 	@echo 'make format       reformat the sources and apply the safe fixes'
 	@echo 'make venv         only build .venv; PYTHON=/path/to/python3.12 names the interpreter'
-	@echo 'make clean        remove .venv, caches, build and quick-start output'
+	@echo 'make clean        remove all environments, caches, build and quick-start output'
 
-# Rebuilt when what it is made from changes. One rule, so that `make -j` builds it once.
+# Rebuilt when what they are made from changes. One rule each, so that `make -j` builds them once.
 $(READY): requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
-	@sh .ci/make-venv $(VENV) $(PYTHON)
+	@sh .ci/make-venv $(VENV) trainer $(PYTHON)
+	@touch $@
+
+$(ENGINE_READY): requirements/vllm-0.32.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
+	@sh .ci/make-venv $(ENGINE_VENV) engine $(PYTHON)
+	@touch $@
+
+$(TORCH_READY): requirements/newest-torch.txt requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
+	@sh .ci/make-venv $(TORCH_VENV) newest-torch $(PYTHON)
 	@touch $@
 
 venv: $(READY)
@@ -38,9 +62,23 @@ venv: $(READY)
 quickstart: $(READY)
 	@$(PY) -m examples.quickstart $(QUICKSTART_ARGS)
 
+grpo: $(READY)
+	@$(PY) -m examples.grpo $(GRPO_ARGS)
+
 test: $(READY)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses $(TEST_WORKERS) --dist loadgroup \
-		--no-loadscope-reorder $(PYTEST_ARGS)
+	@$(RUN_TESTS) --quick $(PYTEST_ARGS)
+
+test-all: $(READY)
+	@$(RUN_TESTS) $(PYTEST_ARGS)
+ifeq ($(PYTEST_ARGS),)
+	@$(MAKE) --no-print-directory test-vllm
+endif
+
+test-vllm: $(READY) $(ENGINE_READY)
+	@$(RUN_TESTS) --engine-python $(ENGINE_VENV)/bin/python $(ENGINE_TESTS) $(PYTEST_ARGS)
+
+test-newest-torch: $(TORCH_READY)
+	@OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python $(PYTEST) --quick $(PYTEST_ARGS)
 
 bench-train:
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/transformer_engine$${PYTHONPATH:+:$$PYTHONPATH}" \
@@ -58,5 +96,5 @@ format: $(READY)
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info quickstart-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) $(TORCH_VENV) build dist *.egg-info quickstart-out grpo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks megatron_patches transformer_engine tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,15 @@
 """Measures the engine's host time per weight and microbatch: Python and calls into PyTorch, without communication.
 
     python -m benchmarks.host_work [--profile]
+    python -m benchmarks.host_work --calls
 
 A stack of tiny linear layers takes training steps on the CPU, unsharded and sharded; the sharded one has a transport
 that moves nothing, so its results mean nothing. What the sharded one takes longer, over the number of weights, is host
 work of one forward visit, one backward visit and one reduction. On GPUs an eager step cannot take less than the host
 needs to enqueue it (``host_ms`` of ``benchmarks.train_step``), to which the calls of CUDA come as well.
+
+With ``--calls`` it counts instead of measuring: Python calls of ETP and of PyTorch's FSDP2, with a real transport, and
+how those of grouped layers grow with the number of experts (:mod:`benchmarks.host_calls`).
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ from torch import nn
 
 import etp
 from benchmarks.command_line import positive
-from etp.collectives.base import GradSink, Transport
+from benchmarks.host_calls import print_all
+from etp.collectives.base import Transport
+from etp.stack import Stack
 from etp.streams import Enqueued, InFlight
 
 _SIDE = 64
@@ -33,19 +39,17 @@ _SIDE = 64
 class MovesNothing:
     """A transport whose collectives are done at once; weights are published to it, as to ``copy_engine``."""
 
-    def publish(self, shards: Sequence[torch.Tensor]) -> None:
+    def publish(self, groups: Sequence[Stack]) -> None:
         """See :class:`etp.collectives.base.PublishingTransport`."""
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
         del outputs, shards, label
         return Enqueued()
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> InFlight:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        del wgrads, sinks, divisor, label
+        del wgrads, sinks, divisor, label, accumulate
         return Enqueued()
 
 
@@ -82,7 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=positive, default=32)
     parser.add_argument("--repeats", type=positive, default=100)
     parser.add_argument("--profile", action="store_true", help="print where the time of the sharded steps goes")
+    parser.add_argument("--calls", action="store_true", help="count calls instead, of ETP and of FSDP2")
     options = parser.parse_args(arguments)
+    if options.calls:
+        print_all()
+        return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

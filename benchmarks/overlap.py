@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.command_line import require_gpus, require_torchrun
-from etp.collectives.base import GradSink
+from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.collectives.driver import CudaDriver
 from etp.collectives.symmetric import SymmetricBuffer
+from etp.stack import Stack
 from etp.streams import InFlight
 
 ROWS, COLUMNS, TOKENS, PRODUCTS = 14336, 4096, 4096, 4
@@ -84,26 +85,30 @@ def _median_ms(run: Callable[[], None], repeats: int) -> float:
 
 def _variants(group: dist.ProcessGroup, device: torch.device) -> dict[str, Callable[[], InFlight | None]]:
     size = dist.get_world_size(group)
-    shard = torch.randn(ROWS // size, COLUMNS, device=device).bfloat16()
-    full = torch.randn(ROWS, COLUMNS, device=device).bfloat16()
-    sink = GradSink(torch.randn_like(shard), accumulate=True)
+    shards = Stack([torch.randn(ROWS // size, COLUMNS, device=device).bfloat16()])
+    weights = Stack([torch.randn(ROWS, COLUMNS, device=device).bfloat16()])
+    sinks = Stack([torch.randn_like(shards[0])])
     c10d = C10dTransport(group, fp32_accumulation=True, timeout_s=None, device=device)
     rounding = C10dTransport(group, fp32_accumulation=False, timeout_s=None, device=device)
     engine = CopyEngineTransport(group, device)
-    engine.publish([shard])
-    copies = CopyVariants(group, device, full.numel() * 2)
-    gradient = torch.randn_like(full)
+    engine.publish([shards])
+    copies = CopyVariants(group, device, weights.nbytes)
+    gradients = Stack([torch.randn_like(weights[0])])
+
+    def reduced(transport: Transport) -> InFlight:
+        return transport.reduce_scatter(gradients, sinks, size, "", accumulate=True)
+
     found: dict[str, Callable[[], InFlight | None]] = {
-        "gather, NCCL": lambda: c10d.all_gather([full], [shard], ""),
-        "gather, copy_engine": lambda: engine.all_gather([full], [shard], ""),
+        "gather, NCCL": lambda: c10d.all_gather(weights, shards, ""),
+        "gather, copy_engine": lambda: engine.all_gather(weights, shards, ""),
     }
     ways = ((1, 1, False), (1, 1, True), (3, 1, False), (3, 1, True), (2, 4, False), (1, 8, False))
     for streams, pieces, push in ways:
         name = f"{'push' if push else 'pull'}, {streams} stream(s), {pieces} piece(s)"
         found[name] = partial(copies.move, streams=streams, pieces=pieces, push=push)
-    found["reduce, NCCL all-to-all, fp32 sum"] = lambda: c10d.reduce_scatter([gradient], [sink], size, "")
-    found["reduce, NCCL reduce-scatter"] = lambda: rounding.reduce_scatter([gradient], [sink], size, "")
-    found["reduce, copy_engine"] = lambda: engine.reduce_scatter([gradient], [sink], size, "")
+    found["reduce, NCCL all-to-all, fp32 sum"] = lambda: reduced(c10d)
+    found["reduce, NCCL reduce-scatter"] = lambda: reduced(rounding)
+    found["reduce, copy_engine"] = lambda: reduced(engine)
     return found
 
 

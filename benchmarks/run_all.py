@@ -3,6 +3,7 @@
 ::
 
     python -m benchmarks.run_all --gpus 4 --out bench-out --seconds 480
+    python -m benchmarks.run_all --gpus 2 --jobs moe --systems none,etp_copy_engine --profile
 
 The benchmark is a few jobs, the most important one first, each a `torchrun` of :mod:`benchmarks.train_step`. A job that
 dies or hangs loses the system that it was at: that is noted with its reason, and the job goes on without it as long as
@@ -26,6 +27,7 @@ from typing import Any
 from benchmarks.command_line import positive, positive_seconds
 from benchmarks.spawned import free_port
 from benchmarks.train_report import load, plot, table
+from benchmarks.train_shapes import SHAPES, SYSTEMS, obstacle
 
 # Importing everything on all ranks, and the first collectives.
 _START_S = 25.0
@@ -33,9 +35,11 @@ _START_S = 25.0
 _END_S = 10.0
 # Less time than this is not worth a start.
 _SHORTEST_S = 45.0
-_KINDS = ("ours", "theirs", "small", "big")
+_KINDS = ("ours", "theirs", "moe", "small", "big")
 _OURS = ("none", "etp_copy_engine", "etp_c10d", "none_graph", "etp_copy_engine_graph", "etp_c10d_graph")
 _THEIRS = ("none", "dp", "upstream_gtp", "tp", "fsdp2", "megatron_fsdp")
+_EXPERTS_OURS = ("none", "ep", "etp_copy_engine", "etp_c10d", "etp_copy_engine_ep2", "etp_c10d_ep2")
+_EXPERTS_THEIRS = ("none", "dp", "upstream_gtp", "megatron_fsdp")
 # One after the other: two of them do not fit side by side.
 _BIG = ("etp_copy_engine", "upstream_gtp", "tp", "fsdp2", "etp_c10d", "megatron_fsdp", "none")
 _PROBE = "import torch, transformer_engine, megatron.core; print(torch.cuda.device_count())"
@@ -63,16 +67,30 @@ class Job:
 def jobs(kinds: Sequence[str]) -> list[Job]:
     """All jobs of the given kinds, the most important one first."""
     model, small = ("--shape", "llama8b-8l"), ("--shape", "small", "--steps", "20", "--longest", "0.5")
+    experts = ("--shape", "qwen3-30b-a3b-6l", "--microbatches", "1", "--steps", "3", "--longest", "4")
     # A step takes seconds: few of them.
     big = ("--shape", "llama70b-40l", "--steps", "1", "--rounds", "2", "--warm-up", "0")
     every = [
         Job("ours", "ours", _OURS, 240.0, model),
         Job("theirs", "theirs", _THEIRS, 240.0, model),
+        Job("moe-ours", "moe", _EXPERTS_OURS, 240.0, experts),
+        Job("moe-theirs", "moe", _EXPERTS_THEIRS, 240.0, experts),
         Job("small-ours", "small", _OURS, 120.0, small),
         Job("small-theirs", "small", _THEIRS, 120.0, small),
         *(Job(f"big-{system}", "big", (system,), 150.0, big) for system in _BIG),
     ]
     return [job for job in every if job.kind in kinds]
+
+
+def possible(every: Sequence[Job], gpus: int, systems: Sequence[str] = tuple(SYSTEMS)) -> list[Job]:
+    """Jobs with those systems alone that are wanted and can run on so many GPUs; none without systems."""
+    left = [
+        replace(
+            job, systems=tuple(s for s in job.systems if s in systems and not obstacle(s, SHAPES[_shape(job)], gpus))
+        )
+        for job in every
+    ]
+    return [job for job in left if job.systems]
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,8 @@ def run_job(job: Job, out: Path, deadline: float, start: Runner, *, wanted_by: f
         wanted = min(job.limit_s, wanted_by - time.monotonic()) - _START_S - _END_S
         ended = start(replace(job, systems=left), path, Time(max(wanted, 1.0), remaining))
         report = _read(path)
+        took = [f"{system} {seconds:.0f} s" for system, seconds in report.get("seconds", {}).items()]
+        print(f"{path.stem}: {', '.join(took) or 'never began'}", flush=True)
         doing = report.get("doing", "start")
         if not doing:
             # All was done; how the processes ended does not matter any more.
@@ -178,8 +198,8 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def torchrun(gpus: int) -> Runner:
-    """A runner of real processes."""
+def torchrun(gpus: int, *, profile: bool = False) -> Runner:
+    """A runner of real processes; with ``profile`` they also write ``profiles/<name>.json`` beside each report."""
 
     def start(job: Job, path: Path, time_: Time) -> Ended:
         command = [
@@ -188,6 +208,10 @@ def torchrun(gpus: int) -> Runner:
             "--systems", ",".join(job.systems), "--json", str(path),
             "--seconds", f"{time_.wanted_s:.0f}", *job.arguments,
         ]  # fmt: skip
+        if profile:
+            profiles = path.parent / "profiles"
+            profiles.mkdir(exist_ok=True)
+            command += ["--profile", str(profiles / path.name)]
         log = path.with_suffix(".log")
         with log.open("w") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)  # noqa: S603 - built above
@@ -229,7 +253,7 @@ def what_went_wrong(log: str) -> str:
     return ([*errors[:1], *lines[-1:]] or ["it wrote nothing"])[0][:300]
 
 
-def obstacle(gpus: int) -> str:
+def cannot_run(gpus: int) -> str:
     """Why the benchmark cannot run here, or ""."""
     try:
         probe = subprocess.run(  # noqa: S603 - a constant
@@ -251,30 +275,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for all that is written")
     parser.add_argument("--seconds", type=positive_seconds, default=1800.0, help="time limit for everything")
     parser.add_argument("--jobs", default=",".join(_KINDS), help=f"comma-separated: {', '.join(_KINDS)}")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; ratios need none")
+    parser.add_argument("--profile", action="store_true", help="write what a step costs, call by call, to OUT/profiles")
     options = parser.parse_args(arguments)
-    unknown = [kind for kind in options.jobs.split(",") if kind not in _KINDS]
-    if unknown:
-        parser.error(f"--jobs {unknown[0]}: there is no such job; choose from {', '.join(_KINDS)}")
+    for what, given, known in (("job", options.jobs, _KINDS), ("system", options.systems, SYSTEMS)):
+        unknown = [name for name in given.split(",") if name not in known]
+        if unknown:
+            parser.error(f"--{what}s {unknown[0]}: there is no such {what}; choose from {', '.join(known)}")
     begun = time.monotonic()
-    reason = obstacle(options.gpus)
+    reason = cannot_run(options.gpus)
     if reason:
         sys.exit(f"The training benchmark cannot run here: {reason}. It needs NVIDIA GPUs on one host and the "
-                 "packages of `pip install '.[te]'`.")  # fmt: skip
+                 "packages of `pip install '.[megatron,te]'`.")  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    run_jobs(jobs(options.jobs.split(",")), options.out, begun + options.seconds, torchrun(options.gpus))
+    chosen = possible(jobs(options.jobs.split(",")), options.gpus, options.systems.split(","))
+    run_jobs(chosen, options.out, begun + options.seconds, torchrun(options.gpus, profile=options.profile))
     summarise(options.out)
 
 
 def summarise(out: Path) -> None:
-    """Write ``table.md`` and, where matplotlib is there, ``plot.svg`` of all reports in a folder; print the table."""
+    """Write ``table.md`` of all reports in a folder, and plots of dense models and of experts; print the table."""
     reports = load(sorted(out.glob("*.json"), key=_importance))
     text = table(reports)
     (out / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    try:
-        plot(reports, out / "plot.svg")
-    except (SystemExit, ValueError) as error:
-        print(f"no plot: {error}")
+    experts = [report for report in reports if report.get("shape", {}).get("experts")]
+    dense = [report for report in reports if report not in experts]
+    for name, title, shown in (("plot", "", dense), ("plot-moe", "Mixture of experts", experts)):
+        if not shown:
+            continue
+        try:
+            plot(shown, out / f"{name}.svg", title)
+        except (SystemExit, ValueError) as error:
+            print(f"no {name}: {error}")
 
 
 def _is_of(name: str, path: Path) -> bool:

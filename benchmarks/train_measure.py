@@ -24,14 +24,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.trace_times import trace_times
-from benchmarks.train_shapes import GIB, SHAPES, closed_form
+from benchmarks.train_profile import Profile, in_one_line, profile_step
+from benchmarks.train_shapes import GIB, SHAPES, closed_form, obstacle, resized
 from benchmarks.train_systems import BuildOptions, System, build
+from benchmarks.train_timing import slowest, time_steps, trace_steps
 
 # Before each capture. Without one: before the first number of microbatches, of which the first step is slow.
 _WARM_UP_STEPS = 3
 _EAGER_WARM_UP_STEPS = 2
 _TRACED_STEPS = 2
-_FEWEST_STEPS = 2
 # Of the time; traces take the rest.
 _ROUNDS_SHARE = 0.9
 
@@ -43,6 +44,8 @@ class RunOptions:
     Attributes:
         systems: names of :data:`benchmarks.train_shapes.SYSTEMS`, in the order in which they are built.
         shape: a name of :data:`benchmarks.train_shapes.SHAPES`.
+        layers: instead of the shape's.
+        experts: instead of the shape's.
         microbatches: numbers of microbatches a step.
         rounds: how often everything is measured; the order is another one each time.
         steps: steps in a row that one measurement averages.
@@ -54,10 +57,13 @@ class RunOptions:
             further trace once all are spent.
         json: where the report goes, if anywhere.
         traces: folder in which profiler traces stay; None deletes them once they are read.
+        profile: where :func:`benchmarks.train_profile.profile_step` of each system goes, if anywhere.
     """
 
     systems: tuple[str, ...]
     shape: str
+    layers: int | None = None
+    experts: int | None = None
     microbatches: tuple[int, ...] = (1, 4)
     rounds: int = 3
     steps: int = 5
@@ -68,6 +74,7 @@ class RunOptions:
     seconds: float = math.inf
     json: Path | None = None
     traces: Path | None = None
+    profile: Path | None = None
 
 
 @dataclass
@@ -77,7 +84,7 @@ class Result:
     Attributes:
         milliseconds: of a step, on the slowest rank; one entry a round.
         steps: in a row, that each of these averages.
-        host_ms: until the host had enqueued a step, in the last round; with waits where the GPU's queue was full.
+        host_milliseconds: until the host had enqueued a step on an idle GPU, on the slowest rank; one entry a round.
         allocated_gib: held between two steps, by PyTorch's allocator.
         peak_gib: the most that PyTorch's allocator held in a step.
         other_gib: held outside of PyTorch's allocator, by purpose.
@@ -90,7 +97,7 @@ class Result:
     microbatches: int
     milliseconds: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    host_ms: float = 0.0
+    host_milliseconds: list[float] = field(default_factory=list)
     allocated_gib: float = 0.0
     peak_gib: float = 0.0
     other_gib: dict[str, float] = field(default_factory=dict)
@@ -100,7 +107,11 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """For the report."""
-        return asdict(self) | {"median": statistics.median(self.milliseconds) if self.milliseconds else None}
+        return asdict(self) | {"median": _median(self.milliseconds), "host_ms": _median(self.host_milliseconds)}
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 class Stepper:
@@ -154,10 +165,12 @@ class Run:
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
-        self.shape = SHAPES[options.shape]
+        self.shape_name, self.shape = resized(options.shape, options.layers, options.experts)
         self.steppers: dict[str, Stepper] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.failures: dict[str, str] = {}
+        self.seconds: dict[str, float] = dict.fromkeys(options.systems, 0.0)
+        self._profiles: dict[str, Profile] = {}
         self._doing = ""
         self._begun = time.monotonic()
 
@@ -181,6 +194,8 @@ class Run:
         for name, microbatches in self._measurable():
             if microbatches == fewest and self._spent() < 1.0:
                 self._try(name, f"tracing x{microbatches}", lambda n=name, m=microbatches: self._trace(n, m))  # type: ignore[misc]
+                if self.options.profile is not None:
+                    self._try(name, f"profiling x{microbatches}", lambda n=name, m=microbatches: self._profile(n, m))  # type: ignore[misc]
         self._note("")
         return self.report()
 
@@ -194,7 +209,7 @@ class Run:
         """What is known so far."""
         return {
             "shape": asdict(self.shape),
-            "shape_name": self.options.shape,
+            "shape_name": self.shape_name,
             "flops_per_microbatch": self.shape.flops(),
             "gpus": dist.get_world_size(),
             "device": torch.cuda.get_device_name(),
@@ -202,12 +217,13 @@ class Run:
             "options": {key: str(value) for key, value in asdict(self.options).items()},
             "doing": self._doing,
             "failures": self.failures,
+            "seconds": self.seconds,
             "results": [result.as_json() for result in self.results.values()],
         }
 
     def _spent(self) -> float:
         """Which part of the time is spent; the same on all ranks."""
-        return _slowest((time.monotonic() - self._begun) / self.options.seconds)[0]
+        return slowest((time.monotonic() - self._begun) / self.options.seconds)[0]
 
     def _measurable(self) -> list[tuple[str, int]]:
         """What was built on all ranks, in the same order on all: one that has failed may be further on some."""
@@ -216,6 +232,9 @@ class Run:
     # One system ----------------------------------------------------------------------------------------------
 
     def _build(self, name: str) -> None:
+        reason = obstacle(name, self.shape, dist.get_world_size())
+        if reason:
+            raise RuntimeError(reason)
         options = BuildOptions(prefetch_depth=self.options.prefetch_depth)
         system = build(name, self.shape, options)
         self.steppers[name] = stepper = Stepper(system)
@@ -246,7 +265,7 @@ class Run:
         times = time_steps(lambda: stepper.step(microbatches), options.steps, options.warm_up, options.longest)
         result.milliseconds.append(times.device_ms)
         result.steps.append(times.steps)
-        result.host_ms = times.host_ms
+        result.host_milliseconds.append(times.host_ms)
 
     def _trace(self, name: str, microbatches: int) -> None:
         stepper = self.steppers[name]
@@ -259,6 +278,15 @@ class Run:
                 events = json.loads(path.read_text())["traceEvents"]
                 self.results[name, microbatches].trace = asdict(trace_times(events, _TRACED_STEPS))
 
+    def _profile(self, name: str, microbatches: int) -> None:
+        stepper = self.steppers[name]
+        stepper.system.activate()
+        found = profile_step(lambda: stepper.step(microbatches), microbatches=microbatches)
+        if found and self.options.profile is not None:
+            self._profiles[name] = found
+            write_json(self.options.profile, self._profiles)
+            _say(in_one_line(name, found))
+
     # Failures ------------------------------------------------------------------------------------------------
 
     def _try(self, name: str, doing: str, work: Callable[[], None]) -> None:
@@ -266,7 +294,7 @@ class Run:
         if name in self.failures:
             return
         self._note(f"{name}: {doing}")
-        reason = ""
+        begun, reason = time.monotonic(), ""
         try:
             work()
             torch.cuda.synchronize()
@@ -274,11 +302,12 @@ class Run:
             reason = f"{doing}: {_explain(error)}"
         reasons: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
+        self.seconds[name] += time.monotonic() - begun
         first = next(((rank, text) for rank, text in enumerate(reasons) if text), None)
         if first is None:
             return
         self.failures[name] = f"rank {first[0]}, {first[1]}"
-        if not doing.startswith("tracing"):
+        if not doing.startswith(("tracing", "profiling")):
             # What was built is freed; what was measured stays in the report.
             self.steppers.pop(name, None)
         _say(f"{name} failed: {self.failures[name]}")
@@ -290,84 +319,6 @@ class Run:
         _say(f"{time.monotonic() - self._begun:.0f} s: {doing or 'done'}")
         if self.options.json is not None and dist.get_rank() == 0:
             write_json(self.options.json, self.report())
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """What one measurement found, of the slowest rank.
-
-    Attributes:
-        device_ms: milliseconds of a step on the device.
-        host_ms: milliseconds until the host had enqueued a step.
-        steps: how many in a row these average.
-    """
-
-    device_ms: float
-    host_ms: float
-    steps: int
-
-
-def time_steps(step: Callable[[], None], steps: int, warm_up: int, longest: float) -> StepTimes:
-    """Time some steps in a row. Collective.
-
-    Args:
-        step: enqueues a step.
-        steps: how many to average.
-        warm_up: steps before.
-        longest: average fewer steps, but at least 2, where that many would take more than so many seconds; going by the
-            warm-up, so without one nothing is left out.
-    """
-    begun = time.perf_counter()
-    for _ in range(warm_up):
-        step()
-    torch.cuda.synchronize()
-    if warm_up:
-        steps = steps_within(longest, steps, _slowest((time.perf_counter() - begun) / warm_up)[0])
-    dist.barrier()
-    torch.cuda.synchronize()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    clock = time.perf_counter()
-    start.record()
-    for _ in range(steps):
-        step()
-    stop.record()
-    host = (time.perf_counter() - clock) * 1000 / steps
-    torch.cuda.synchronize()
-    device_ms, host_ms = _slowest(start.elapsed_time(stop) / steps, host)
-    return StepTimes(device_ms, host_ms, steps)
-
-
-def steps_within(longest: float, steps: int, seconds: float) -> int:
-    """How many steps, of which each takes so many seconds, to time in a row: at most ``steps``, at least 2 of those."""
-    affordable = max(_FEWEST_STEPS, round(min(longest / seconds, steps))) if seconds else steps
-    return min(steps, affordable)
-
-
-def _slowest(*values: float) -> list[float]:
-    """The largest of each value over all ranks."""
-    slowest = torch.tensor(values, device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    found: list[float] = slowest.tolist()
-    return found
-
-
-def trace_steps(step: Callable[[], None], steps: int, path: Path) -> None:
-    """Run steps and write rank 0's trace of them. Only the GPU is traced: tracing the host would slow it down."""
-    profile = None
-    if dist.get_rank() == 0:
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    if profile is not None:
-        profile.start()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    if profile is not None:
-        profile.stop()
-        profile.export_chrome_trace(str(path))
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -15,13 +15,14 @@ from benchmarks.train_shapes import GRAPH, SYSTEMS
 _REFERENCE_SHAPE = "llama8b-8l"
 _HEAD = (
     "system", "model", "GPUs", "microbatches", "ms", "spread", "ratio", "to eager none", "tokens/s/GPU",
-    "model TFLOP/s", "host ms", "GiB held", "/ closed form", "GiB peak", "exposed ms", "idle ms",
+    "model TFLOP/s", "host ms", "host ratio", "GiB held", "/ closed form", "GiB peak", "exposed ms", "idle ms",
 )  # fmt: skip
 
 NOTES = """\
 ratio: to "no communication" of the same run, to its CUDA graph for a CUDA graph; ~ to a calculated one.
 spread: the fastest and the slowest round, and how many there were. host ms: until the host had enqueued a step, with
-its waits where the GPU's queue was full; an eager step that takes no longer waits for the host.
+its waits for the GPU, if any; an eager step that takes no longer waits for the host. host ratio: to that of eager "no
+communication".
 GiB held: between two steps, symmetric memory included; closed form: docs/performance.md. exposed, idle: milliseconds of
 a traced step on rank 0 in which communication ran and no compute kernel did, and in which nothing ran. A graph's
 kernels are on other streams than they were captured on, so what is exposed cannot be told from its trace."""
@@ -47,6 +48,7 @@ class Row:
         tokens: a second and GPU.
         tflops: of the model, a GPU; recomputation would not count.
         host_ms: until the host had enqueued a step; None if not measured.
+        host_ratio: to that of eager "none" of the same run.
         held_gib: between two steps; None if not measured.
         closed_form_gib: what has to be held.
         peak_gib: in a step.
@@ -67,6 +69,7 @@ class Row:
     tokens: float
     tflops: float
     host_ms: float | None
+    host_ratio: float | None
     held_gib: float | None
     closed_form_gib: float | None
     peak_gib: float | None
@@ -92,6 +95,7 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
     if eager is None:
         eager = _calculated_none(report, microbatches, reports)
     like = medians.get(("none" + GRAPH, microbatches)) if result["system"].endswith(GRAPH) else eager
+    host, host_alone = result.get("host_ms") or None, _medians(report, "host_ms").get(("none", microbatches))
     other, trace = sum(result["other_gib"].values()), result.get("trace") or {}
     held = result["allocated_gib"] + other if result["allocated_gib"] else None
     return Row(
@@ -107,7 +111,8 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
         calculated=calculated,
         tokens=shape["micro_batch"] * shape["sequence"] * microbatches / ms * 1e3,
         tflops=report["flops_per_microbatch"] * microbatches / ms / 1e9,
-        host_ms=result.get("host_ms") or None,
+        host_ms=host,
+        host_ratio=host / host_alone if host and host_alone else None,
         held_gib=held,
         closed_form_gib=sum(result.get("closed_form_gib", {}).values()) or None,
         peak_gib=result["peak_gib"] + other if held else None,
@@ -122,8 +127,8 @@ def model_of(report: dict[str, Any]) -> str:
     return name
 
 
-def _medians(report: dict[str, Any]) -> dict[tuple[str, int], float]:
-    return {(r["system"], r["microbatches"]): r["median"] for r in report["results"] if r["median"]}
+def _medians(report: dict[str, Any], of: str = "median") -> dict[tuple[str, int], float]:
+    return {(r["system"], r["microbatches"]): r[of] for r in report["results"] if r.get(of)}
 
 
 def _calculated_none(report: dict[str, Any], microbatches: int, reports: Sequence[dict[str, Any]]) -> float | None:
@@ -160,8 +165,8 @@ def _cells(row: Row) -> list[str]:
         SYSTEMS.get(row.system, row.system), row.model, str(row.gpus), str(row.microbatches), f"{row.ms:.1f}",
         f"{row.spread[0]:.1f}-{row.spread[1]:.1f} ({row.rounds})", mark + _text(row.ratio, 3),
         mark + _text(row.eager_ratio, 3), f"{row.tokens:.0f}", f"{row.tflops:.0f}", _text(row.host_ms, 1),
-        _text(row.held_gib, 2), _text(share, 2), _text(row.peak_gib, 2), _text(row.exposed_ms, 1),
-        _text(row.idle_ms, 1),
+        _text(row.host_ratio, 2), _text(row.held_gib, 2), _text(share, 2), _text(row.peak_gib, 2),
+        _text(row.exposed_ms, 1), _text(row.idle_ms, 1),
     ]  # fmt: skip
 
 
@@ -169,8 +174,13 @@ def _text(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(reports: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
     """Draw bars: a row for each model and number of GPUs, with the ratios at each number of microbatches, and memory.
+
+    Args:
+        reports: what was measured.
+        path: where the plot goes; the suffix says the format.
+        title: above everything.
 
     Raises:
         SystemExit: without matplotlib.
@@ -188,12 +198,18 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
     here = {case: _first_of_each([row for row in found if (row.model, row.gpus) == case]) for case in cases}
     systems = {case: list(dict.fromkeys(row.system for row in here[case])) for case in cases}
     heights = [1.5 + len(systems[case]) for case in cases]
-    size = (3.0 + 3.4 * (len(counts) + 1), 0.4 + 0.25 * sum(heights))
+    size = (3.0 + 3.4 * (len(counts) + 1), (0.7 if title else 0.4) + 0.25 * sum(heights))
     figure = Figure(figsize=size, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=10)
     grid = figure.subplots(len(cases), len(counts) + 1, squeeze=False, sharey="row", height_ratios=heights)
     for axes, case in zip(grid, cases, strict=True):
         for axis, count in zip(axes, counts, strict=False):
-            _ratios(axis, [row for row in here[case] if row.microbatches == count], systems[case])
+            measured = [row for row in here[case] if row.microbatches == count]
+            if not measured and axis is not axes[0]:
+                axis.set_visible(False)
+                continue
+            _ratios(axis, measured, systems[case])
             axis.set_title(f"{case[0]}, {case[1]} GPUs, microbatches: {count}", fontsize=8)
             axis.set_xlabel("time of a step / without communication", fontsize=7)
         largest = max(row.microbatches for row in here[case])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SYSTEMS = {
     "none": "no communication",
     "none_graph": "no communication, CUDA graph",
     "dp": "data parallel, distributed optimizer",
+    "ep": "expert parallel",
     "upstream_gtp": "Megatron's own sharded weights (GTP)",
     "tp": "tensor and sequence parallel",
     "fsdp2": "PyTorch FSDP2 (Megatron's wrapper)",
@@ -17,8 +18,11 @@ SYSTEMS = {
     "etp_c10d_graph": "ETP, c10d, CUDA graph",
     "etp_copy_engine": "ETP, copy_engine",
     "etp_copy_engine_graph": "ETP, copy_engine, CUDA graph",
+    "etp_c10d_ep2": "ETP, c10d, and expert parallel 2",
+    "etp_copy_engine_ep2": "ETP, copy_engine, and expert parallel 2",
 }
 GRAPH = "_graph"
+EXPERT_PARALLEL = "_ep2"
 # Rows of an ETP shard are a multiple of this (`EtpConfig.pad_for_alignment`).
 _ALIGNMENT = 16
 _WEIGHT_BYTES = 2
@@ -27,7 +31,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-like model, untied, without biases, and one microbatch of data."""
+    """A Llama-like model, untied, without biases, and one microbatch of data.
+
+    Attributes:
+        ffn: of the MLP, or of each expert.
+        experts: of each layer; 0 for a dense model. With experts, queries and keys are normalized, as in Qwen3.
+        top_k: experts that each token goes to.
+        head: elements of an attention head; 0 stands for ``hidden / heads``.
+    """
 
     layers: int
     hidden: int
@@ -37,27 +48,50 @@ class Shape:
     vocabulary: int
     sequence: int
     micro_batch: int
+    experts: int = 0
+    top_k: int = 0
+    head: int = 0
 
     def flops(self) -> float:
         """Of forward and backward of one microbatch: GEMMs and causal attention, no recomputation."""
-        weights = sum(rows * columns for rows, columns in self.weights()) - self.vocabulary * self.hidden
-        attention = self.layers * 2 * self.hidden * self.sequence / 2
-        return 6.0 * self.tokens() * (weights + attention)
+        dense = sum(count * rows * columns for count, rows, columns in self.weights()) - self.vocabulary * self.hidden
+        experts = sum(rows * columns for _, rows, columns in self.expert_weights()) * self.top_k
+        router = self.layers * self.experts * self.hidden
+        attention = self.layers * 2 * self.heads * self.head_elements() * self.sequence / 2
+        return 6.0 * self.tokens() * (dense + experts + router + attention)
 
     def tokens(self) -> int:
         """Of one microbatch."""
         return self.micro_batch * self.sequence
 
-    def weights(self) -> list[tuple[int, int]]:
-        """Rows and columns of every matrix: embedding, then QKV, projection, FC1 and FC2 of each layer, output."""
-        qkv = self.hidden + 2 * self.hidden * self.kv_heads // self.heads
-        layer = [(qkv, self.hidden), (self.hidden, self.hidden), (2 * self.ffn, self.hidden), (self.hidden, self.ffn)]
-        ends = [(self.vocabulary, self.hidden)]
+    def head_elements(self) -> int:
+        """Of one attention head."""
+        return self.head or self.hidden // self.heads
+
+    def weights(self) -> list[tuple[int, int, int]]:
+        """1, rows and columns of every dense matrix.
+
+        These are the embedding, QKV and projection of each layer, FC1 and FC2 where there are no experts, and the
+        output.
+        """
+        queries, keys = self.heads * self.head_elements(), self.kv_heads * self.head_elements()
+        layer = [(1, queries + 2 * keys, self.hidden), (1, self.hidden, queries)]
+        if not self.experts:
+            layer += [(1, 2 * self.ffn, self.hidden), (1, self.hidden, self.ffn)]
+        ends = [(1, self.vocabulary, self.hidden)]
         return [*ends, *layer * self.layers, *ends]
 
-    def norms(self) -> int:
-        """Elements of all norms' scales."""
-        return (2 * self.layers + 1) * self.hidden
+    def expert_weights(self) -> list[tuple[int, int, int]]:
+        """Number, rows and columns of the matrices that are one group: FC1 of a layer's experts, and FC2."""
+        layer = [(self.experts, 2 * self.ffn, self.hidden), (self.experts, self.hidden, self.ffn)]
+        return layer * self.layers if self.experts else []
+
+    def replicated(self) -> int:
+        """Elements of all norms' scales and of the routers."""
+        layer = 2 * self.hidden
+        if self.experts:
+            layer += 2 * self.head_elements() + self.experts * self.hidden
+        return self.layers * layer + self.hidden
 
 
 SHAPES = {
@@ -67,8 +101,49 @@ SHAPES = {
     # Layers of Llama-70B. 129 GiB of bf16 weights and gradients: too much for a GPU of 141 GB, with activations.
     "llama70b-40l": Shape(40, 8192, 28672, 64, 8, 32000, 4096, 1),
     "llama8b-32l": Shape(32, 4096, 14336, 32, 8, 128256, 4096, 1),
+    # Layers of Qwen3-30B-A3B.
+    "qwen3-30b-a3b-6l": Shape(6, 2048, 768, 32, 4, 32000, 4096, 1, experts=128, top_k=8, head=128),
     "test": Shape(2, 256, 704, 8, 4, 512, 256, 1),
+    "test-moe": Shape(2, 128, 96, 4, 2, 512, 256, 1, experts=8, top_k=2, head=48),
 }
+
+
+def resized(name: str, layers: int | None = None, experts: int | None = None) -> tuple[str, Shape]:
+    """A shape of :data:`SHAPES`, or one with other numbers of layers and experts, and what to call it.
+
+    Raises:
+        ValueError: if a dense model is given experts, or a mixture of experts fewer than each token goes to.
+    """
+    shape = SHAPES[name]
+    if experts is not None and not shape.experts:
+        raise ValueError(f"{name} has no experts; choose a shape that has, or drop --experts")
+    if experts is not None and experts < shape.top_k:
+        raise ValueError(f"{experts} experts are too few: in {name} each token goes to {shape.top_k}")
+    name += "".join(f", {count} {what}" for count, what in ((layers, "layers"), (experts, "experts")) if count)
+    return name, replace(shape, layers=layers or shape.layers, experts=experts or shape.experts)
+
+
+def obstacle(system: str, shape: Shape, ranks: int) -> str:
+    """Why a system cannot run a model on so many GPUs, or ""."""
+    parallel = expert_parallel(system, ranks)
+    if system.endswith(GRAPH) and shape.experts:
+        return "the host reads how many tokens each expert gets in each pass, which a CUDA graph forbids"
+    if parallel > 1 and (not shape.experts or shape.experts % parallel):
+        return f"{shape.experts} experts cannot be distributed over {parallel} ranks"
+    if system.endswith(EXPERT_PARALLEL) and ranks < 2 * parallel:
+        return f"it needs {2 * parallel} GPUs and there are {ranks}"
+    return ""
+
+
+def shards(system: str, ranks: int) -> int:
+    """Over how many ranks a system cuts each weight, of the attention or of an expert."""
+    whole = system.removesuffix(GRAPH) in {"none", "dp", "ep"}
+    return 1 if whole else ranks // expert_parallel(system, ranks)
+
+
+def expert_parallel(system: str, ranks: int) -> int:
+    """Over how many ranks a layer's experts are distributed, each as a whole."""
+    return ranks if system == "ep" else 2 if system.endswith(EXPERT_PARALLEL) else 1
 
 
 def closed_form(
@@ -87,19 +162,23 @@ def closed_form(
         grad_bytes: of one gradient element: 2 for bf16, 4 for fp32.
     """
     system = system.removesuffix(GRAPH)
-    unit = _ALIGNMENT * ranks if system.startswith("etp") else 1
-    sizes = [-(-rows // unit) * unit * columns for rows, columns in shape.weights()]
-    over = 1 if system in {"none", "dp"} else ranks
-    held = sum(sizes) // over + shape.norms() // (ranks if "fsdp" in system else 1)
+    etp = system.startswith("etp")
+    over, parallel = shards(system, ranks), expert_parallel(system, ranks)
+    unit = _ALIGNMENT * over if etp else 1
+    local = [(count // parallel, rows, columns) for count, rows, columns in shape.expert_weights()]
+    held, slots, ring = shape.replicated() // (ranks if "fsdp" in system else 1), 0, 0
+    for groups in (shape.weights(), local):
+        sizes = [count * (-(-rows // unit) * unit) * columns for count, rows, columns in groups]
+        held += sum(sizes) // over
+        # Matrices of one shape share their slots.
+        uses = Counter(zip(groups, sizes, strict=True))
+        slots += sum(min(count, prefetch_depth + 1) * size for (_, size), count in uses.items())
+        # Each process group has a ring of its own.
+        ring += 2 * max(sizes, default=0) * (over - 1) // over
     found = {"weights": held * _WEIGHT_BYTES, "gradients": held * grad_bytes}
-    if system.startswith("etp"):
-        uses = Counter(shape.weights())
-        slots = sum(
-            min(count, prefetch_depth + 1) * (-(-rows // unit) * unit) * columns
-            for (rows, columns), count in uses.items()
-        )
+    if etp:
         found["gather slots"] = slots * _WEIGHT_BYTES
-    if system == "etp_copy_engine":
+    if system.startswith("etp_copy_engine"):
         # Gradients travel in the dtype that the GEMM writes, which is that of the weights.
-        found["receive ring"] = 2 * max(sizes) * (ranks - 1) // ranks * _WEIGHT_BYTES
+        found["receive ring"] = ring * _WEIGHT_BYTES
     return found

@@ -1,15 +1,17 @@
-"""Times one training step of a Llama-like model under several parallelization systems, side by side.
+"""Times one training step of a GPT model under several parallelization systems, side by side.
 
 ::
 
     torchrun --nproc-per-node 4 -m benchmarks.train_step --systems none,etp_c10d,etp_copy_engine --json ours.json
     torchrun --nproc-per-node 4 -m benchmarks.train_step --systems none,dp,upstream_gtp,tp,fsdp2 --json theirs.json
+    torchrun --nproc-per-node 2 -m benchmarks.train_step --systems none,ep,etp_copy_engine --shape qwen3-30b-a3b-6l
     python -m benchmarks.train_step --merge ours.json theirs.json --table table.md --plot plot.svg
 
 from the repository's root; `make bench-train` does all of it. The systems of a run live in one process group and are
 measured in random order, several rounds; every figure has its ratio to "none" (the unsharded model, no communication)
 of the same run. Megatron's own sharded weights (upstream_gtp) need an unpatched Megatron, so they are measured in a
-run of their own, against a "none" of their own. A name that ends in ``_graph`` replays whole steps from a CUDA graph.
+run of their own, against a "none" of their own. A name that ends in ``_graph`` replays whole steps from a CUDA graph;
+a mixture of experts has none, because the host reads how many tokens each expert gets.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from benchmarks.command_line import (
     require_torchrun,
 )
 from benchmarks.train_report import load, plot, table
-from benchmarks.train_shapes import SHAPES, SYSTEMS
+from benchmarks.train_shapes import SHAPES, SYSTEMS, resized
 
 _EAGER = "none,etp_copy_engine,etp_c10d"
 
@@ -45,13 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.table is not None:
         options.table.write_text(text + "\n")
     if options.plot is not None:
-        plot(reports, options.plot)
+        plot(reports, options.plot, options.title)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default=_EAGER, help="comma-separated, in the order in which they are built")
     parser.add_argument("--shape", choices=SHAPES, default="llama8b-8l")
+    parser.add_argument("--layers", type=positive, help="instead of the shape's")
+    parser.add_argument("--experts", type=positive, help="of each layer, instead of the shape's")
     parser.add_argument("--microbatches", type=positive, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=5, help="steps in a row that one measurement averages")
@@ -64,9 +68,11 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--traces", type=Path, help="folder to keep rank 0's profiler traces in")
+    parser.add_argument("--profile", type=Path, help="write here what a step of each system costs, call by call")
     parser.add_argument("--merge", type=existing_file, nargs="+", help="make table and plot of these results, and end")
     parser.add_argument("--table", type=Path, help="write the table here too")
     parser.add_argument("--plot", type=Path, help="draw a plot; the suffix says the format")
+    parser.add_argument("--title", default="", help="of the plot")
     options = parser.parse_args(arguments)
     require_matplotlib(parser.error, options.plot)
     if options.merge:
@@ -77,6 +83,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--systems {unknown[0]}: there is no such system; choose from {', '.join(SYSTEMS)}")
     if "upstream_gtp" in names and any(name.startswith("etp") for name in names):
         parser.error("upstream_gtp needs an unpatched Megatron; measure it in a run without ETP")
+    try:
+        resized(options.shape, options.layers, options.experts)
+    except ValueError as error:
+        parser.error(str(error))
     require_gpus(parser.error)
     require_torchrun(parser.error, "benchmarks.train_step")
     return options
@@ -99,6 +109,8 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
         RunOptions(
             systems=names,
             shape=options.shape,
+            layers=options.layers,
+            experts=options.experts,
             microbatches=tuple(options.microbatches),
             rounds=options.rounds,
             steps=options.steps,
@@ -109,6 +121,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
             seconds=options.seconds,
             json=options.json,
             traces=options.traces,
+            profile=options.profile,
         )
     )
     report = run.measure()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.train_shapes import GRAPH, Shape
+from benchmarks.train_shapes import EXPERT_PARALLEL, GRAPH, Shape, expert_parallel, shards
 
 # Long enough for the slowest first collective; a hang must end well before whoever started the run gives up on it.
 _TIMEOUT_MINUTES = 2
@@ -41,20 +41,24 @@ class System:
         options: what can be chosen.
     """
 
-    weight_shards = 1
-    tensor_ranks = 1
+    splits_tensors = False
+    shards_weights = False
 
     def __init__(self, name: str, shape: Shape, options: BuildOptions) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         self.name, self.shape, self.options = name, shape, options
+        cut = shards(name, dist.get_world_size())
+        self.expert_ranks = expert_parallel(name, dist.get_world_size())
+        self.tensor_ranks = cut if self.splits_tensors else 1
+        self.weight_shards = cut if self.shards_weights else 1
         self.graphed = name.endswith(GRAPH)
         # DistributedDataParallel keeps autograd nodes that belong to the stream on which it is built. A graph can be
         # captured on that stream only.
         self.stream = torch.cuda.Stream() if self.graphed else torch.cuda.current_stream()
         torch.cuda.synchronize()
         self._before = torch.cuda.memory_allocated()
-        self._parallel_state = _new_parallel_state(self.tensor_ranks, self.weight_shards)
+        self._parallel_state = self._new_parallel_state()
         model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.loss = torch.zeros(())
         with torch.cuda.stream(self.stream):
@@ -117,6 +121,24 @@ class System:
 
     # To be built ---------------------------------------------------------------------------------------------
 
+    def _new_parallel_state(self) -> dict[str, Any]:
+        """Make process groups, leave them current, and return what Megatron keeps of them."""
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        experts_cut = self.weight_shards > 1 and self.shape.experts > 0
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=self.tensor_ranks,
+            expert_model_parallel_size=self.expert_ranks,
+            gtp_remat_size=self.weight_shards,
+            expert_gtp_remat_size=self.weight_shards if experts_cut else 1,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=_TIMEOUT_MINUTES,
+            high_priority_stream_groups=["gtp_remat", "expt_gtp_remat"] if self.weight_shards > 1 else None,
+        )
+        return dict(_state_of(parallel_state))
+
     def _config(self) -> Any:
         from megatron.core.transformer import TransformerConfig
 
@@ -129,14 +151,28 @@ class System:
             gradient_accumulation_fusion=False, bias_activation_fusion=True,
             tensor_model_parallel_size=self.tensor_ranks, sequence_parallel=self.tensor_ranks > 1,
             tensor_parallel_num_weight_shards=self.weight_shards * self.tensor_ranks,
+            kv_channels=shape.head_elements(), **(self._expert_config() if shape.experts else {}),
         )  # fmt: skip
+
+    def _expert_config(self) -> dict[str, Any]:
+        """What a mixture of experts adds to the configuration: dropless, with an auxiliary loss."""
+        shape = self.shape
+        return {
+            "num_moe_experts": shape.experts, "moe_ffn_hidden_size": shape.ffn, "moe_router_topk": shape.top_k,
+            "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall", "qk_layernorm": True,
+            "expert_model_parallel_size": self.expert_ranks, "expert_tensor_parallel_size": self.tensor_ranks,
+            "expert_tensor_parallel_num_weight_shards": self.weight_shards * self.tensor_ranks,
+        }  # fmt: skip
 
     def _gpt(self) -> Any:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
+        experts = {"num_experts": self.shape.experts, "moe_grouped_gemm": True, "qk_layernorm": True}
+        spec = get_gpt_layer_with_transformer_engine_spec(**(experts if self.shape.experts else {}))
         model = GPTModel(
-            self.config, get_gpt_layer_with_transformer_engine_spec(), self.shape.vocabulary, self.shape.sequence,
+            self.config, spec, self.shape.vocabulary, self.shape.sequence,
             position_embedding_type="rope", share_embeddings_and_output_weights=False,
         )  # fmt: skip
         return model.cuda().bfloat16()
@@ -169,9 +205,7 @@ class DataParallel(System):
 class TensorParallel(DataParallel):
     """Every matrix split over all GPUs, activations between the layers split along the sequence."""
 
-    def __init__(self, name: str, shape: Shape, options: BuildOptions) -> None:
-        self.tensor_ranks = dist.get_world_size()
-        super().__init__(name, shape, options)
+    splits_tensors = True
 
     def _reduce_replicated(self) -> None:
         from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
@@ -182,9 +216,7 @@ class TensorParallel(DataParallel):
 class WeightSharded(DataParallel):
     """Megatron's own sharded weights (GTP)."""
 
-    def __init__(self, name: str, shape: Shape, options: BuildOptions) -> None:
-        self.weight_shards = dist.get_world_size()
-        super().__init__(name, shape, options)
+    shards_weights = True
 
     def _wrap(self) -> Any:
         from megatron.core.tensor_parallel.gtp_api import classify_gtp_remat_chains, configure_gtp_remat_from_recipe
@@ -214,7 +246,7 @@ class Etp(WeightSharded):
         from megatron_patches import MegatronEtpConfig
         from megatron_patches.seam import installed
 
-        transport = TransportName(self.name.removeprefix("etp_").removesuffix(GRAPH))
+        transport = TransportName(self.name.removeprefix("etp_").removesuffix(GRAPH).removesuffix(EXPERT_PARALLEL))
         engine = EtpConfig(transport=transport, prefetch_depth=self.options.prefetch_depth)
         api = installed()
         if api is None:
@@ -274,34 +306,21 @@ class MegatronFsdp(System):
 _CLASSES: dict[str, type[System]] = {
     "none": System,
     "dp": DataParallel,
+    "ep": DataParallel,
     "tp": TensorParallel,
     "upstream_gtp": WeightSharded,
     "fsdp2": Fsdp2,
     "megatron_fsdp": MegatronFsdp,
     "etp_c10d": Etp,
     "etp_copy_engine": Etp,
+    "etp_c10d_ep2": Etp,
+    "etp_copy_engine_ep2": Etp,
 }
 
 
 def build(name: str, shape: Shape, options: BuildOptions) -> System:
     """Build one of :data:`benchmarks.train_shapes.SYSTEMS`. Collective."""
     return _CLASSES[name.removesuffix(GRAPH)](name, shape, options)
-
-
-def _new_parallel_state(tensor_ranks: int, weight_shards: int) -> dict[str, Any]:
-    """Make process groups, leave them current, and return what Megatron keeps of them."""
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_ranks,
-        gtp_remat_size=weight_shards,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=_TIMEOUT_MINUTES,
-        high_priority_stream_groups=["gtp_remat"] if weight_shards > 1 else None,
-    )
-    return dict(_state_of(parallel_state))
 
 
 def _state_of(module: Any) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.vllm_process import ON_A_CPU, ServerError, running_server
+from megatron_patches.refit.credentials import Credentials
 
 __all__ = ["ALPHABET", "Sample", "ServerError", "VllmServer", "serve"]
 
@@ -81,7 +82,7 @@ class VllmServer:
         request = urllib.request.Request(  # noqa: S310 - this machine's own server
             f"{self.url}/{route}",
             b"" if body is None else json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **Credentials().headers()},
             method="POST",
         )
         try:
@@ -110,5 +111,5 @@ def serve(model: Path, backend: str, gpus: Sequence[int], arguments: Sequence[st
     """
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **({} if gpus else ON_A_CPU)}
     more = ["--dtype", "bfloat16", "--tensor-parallel-size", str(max(1, len(gpus))), *arguments]
-    with running_server(model, "benchmark", backend, more, variables, log) as url:
-        yield VllmServer(int(url.rpartition(":")[2]))
+    with running_server(model, "benchmark", backend, more, variables, log) as server:
+        yield VllmServer(int(server.url.rpartition(":")[2]))

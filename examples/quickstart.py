@@ -133,7 +133,9 @@ def run(command: list[str], log: Path) -> Iterator[str]:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait(timeout=30.0)
     if status != 0:
-        tail = "".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-15:])
+        lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        told = [line for line in lines if line.startswith("megatron_patches: error: ")]
+        tail = "".join(told[:1] or lines[-15:])  # torchrun adds tens of lines to what a run has said
         raise QuickstartError(f"{' '.join(command[:6])} ... ended with status {status}; see {log}\n{tail}")
 
 

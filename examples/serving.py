@@ -73,5 +73,5 @@ def serve(model: Path, length: int, log: Path) -> Iterator[Server]:
         *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
         *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
     ]
-    with running_server(model, "quickstart", "etp", arguments, ON_A_CPU, log) as url:
-        yield Server(url)
+    with running_server(model, "quickstart", "etp", arguments, ON_A_CPU, log) as server:
+        yield Server(server.url)

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _PORTS = range(10000, 32768)
@@ -47,10 +48,31 @@ def _free_port() -> int:
     raise ServerError(f"no free port among 100 of {_PORTS.start} to {_PORTS.stop - 1}")
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that runs.
+
+    Attributes:
+        url: its base.
+        process: its first process, which leads a session of its own.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
 @contextmanager
 def running_server(
-    model: Path, name: str, backend: str, arguments: Sequence[str], variables: Mapping[str, str], log: Path
-) -> Iterator[str]:
+    model: Path,
+    name: str,
+    backend: str,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    log: Path,
+    python: str = sys.executable,
+    *,
+    port: int = 0,
+) -> Iterator[RunningServer]:
     """Start a server whose weights mean nothing until some are pushed; it ends with the context.
 
     Args:
@@ -60,18 +82,18 @@ def running_server(
         arguments: of the command line, beside those that follow from the above.
         variables: environment variables, on top of this process's and of :data:`OF_A_SERVER`.
         log: where its output goes.
-
-    Yields:
-        Its base URL.
+        python: the interpreter of vLLM's environment.
+        port: to listen at; 0 for any that is free.
 
     Raises:
         ServerError: with the end of its log, if it does not start.
     """
-    port = _free_port()
+    port = port or _free_port()
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *(python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(model), "--served-model-name", name, "--load-format", "dummy"),
         *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
+        *("--middleware", "megatron_patches.refit.vllm.guard.RefitGuard"),
     ]
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(  # noqa: S603
@@ -88,7 +110,7 @@ def running_server(
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(f"vLLM did not start; the end of {log}:\n{log.read_text()[-4000:]}")
             time.sleep(0.5)
-        yield url
+        yield RunningServer(url, process)
     finally:
         _end(process)
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import megatron_patches
+from megatron_patches import last_line
 from megatron_patches.command_line import USAGE_ERROR, exit_with
 from megatron_patches.process_exit import ProcessGroupsAtExit
 
@@ -48,6 +49,9 @@ def main(arguments: list[str]) -> None:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         at_exit.went_well = not end.code
+        raise
+    except Exception as error:
+        last_line.leave(f"{type(error).__name__}: {error}")
         raise
     at_exit.went_well = True
 

@@ -9,12 +9,17 @@ Megatron's parser.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from etp.config import EtpConfig, GradReduction, TransportName
 from megatron_patches.refusals import GRAPH_REFUSALS, REFUSALS, Refusal, dense_size, expert_size
+
+_LATEST = "latest_checkpointed_iteration.txt"
+"""What Megatron writes beside checkpoints."""
 
 
 class UnsupportedConfigurationError(ValueError):
@@ -216,6 +221,7 @@ def check(args: argparse.Namespace) -> None:
         return
     _check_sizes(args)
     _check_evaluation(args)
+    _check_folders(args)
     _refuse(args, REFUSALS)
 
 
@@ -273,6 +279,25 @@ def _check_evaluation(args: argparse.Namespace) -> None:
             f"--eval-global-batch-size {batch} does not divide by --eval-micro-batch-size {microbatch} x data-parallel "
             f"size {data_parallel}, which are those of training by default; use a multiple of "
             f"{microbatch * data_parallel}"
+        )
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    """Before hours of training, what would fail at its first checkpoint; and what would silently start anew."""
+    save, load = (getattr(args, name, None) for name in ("save", "load"))
+    if save is not None and "://" not in save:
+        existing = next(folder for folder in (Path(save), *Path(save).absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            reason = "must not be written" if existing.is_dir() else "is no folder"
+            raise UnsupportedConfigurationError(f"--save {save} cannot be written: {existing} {reason}; name another")
+    # A run that saves where it loads from starts anew there, and goes on when it is started again.
+    starts_anew = load == save and not getattr(args, "exit_on_missing_checkpoint", False)
+    if load is None or "://" in load or starts_anew or getattr(args, "pretrained_checkpoint", None) is not None:
+        return
+    if not any((Path(load) / name).exists() for name in (_LATEST, "non_persistent")):
+        raise UnsupportedConfigurationError(
+            f"--load {load} has no checkpoint: there is no {_LATEST}; name the folder that --save named, or drop it to "
+            "train from the start"
         )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-from megatron_patches import arguments, cpu, refit_training
+from megatron_patches import arguments, cpu, last_line, refit_training
 from megatron_patches.registry import PatchRecord
 
 USAGE_ERROR = 2
@@ -29,6 +32,7 @@ def exit_with(message: str, rank: int) -> NoReturn:
     Raises:
         SystemExit: always, with status 2.
     """
+    last_line.leave(message)
     if rank == 0:
         sys.stderr.write(f"megatron_patches: error: {message}\n")
         sys.stderr.flush()
@@ -52,11 +56,25 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
                 action.help = action.help.replace("%", "%%")
 
 
+def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Let mistakes in the command line end with one line; argparse writes the usage of 1,500 lines before it."""
+    options = [option for action in parser._actions for option in action.option_strings]
+
+    def told(message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        close = difflib.get_close_matches(unknown[1], options, n=1) if unknown else ()
+        hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
+        exit_with(message + hint, int(os.environ.get("RANK", "0")))
+
+    parser.error = told  # type: ignore[method-assign]
+
+
 def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_megatron_arguments)
     def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = refit_training.add_arguments(arguments.add_arguments(add_megatron_arguments(parser)))
         _mend_help(parser)
+        _tell_mistakes_in_one_line(parser)
         return parser
 
     return replacement

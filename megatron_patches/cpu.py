@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 
+from etp.config import TransportName
 from megatron_patches import gloo_threads
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
@@ -223,6 +224,11 @@ def _tensor_records() -> tuple[PatchRecord, ...]:
 
         return replacement
 
+    # ``with torch.device(...)`` learns once, at its first use, which functions make tensors. If these were the
+    # replacements, it would not know the originals that they call, and a model built on "meta" would not be there.
+    with torch.device("meta"):
+        torch.empty(0)
+
     # One function each: torch.compile refuses two torch functions that are one object.
     def keep(_original: object) -> Callable[..., Any]:
         return lambda tensor_or_module, *_args, **_kwargs: tensor_or_module
@@ -396,6 +402,10 @@ def check(args: argparse.Namespace) -> None:
     if args.cuda_graph_impl != "none":
         raise UnsupportedConfigurationError(
             f"--cuda-graph-impl {args.cuda_graph_impl} needs CUDA, which this machine does not have; use none"
+        )
+    if args.etp_transport == TransportName.COPY_ENGINE.value:
+        raise UnsupportedConfigurationError(
+            "--etp-transport copy_engine copies between GPUs, which this machine does not have; use c10d or auto"
         )
     if args.async_save:
         raise UnsupportedConfigurationError(

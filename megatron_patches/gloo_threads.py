@@ -44,12 +44,16 @@ def _replace(init: Callable[..., None]) -> Callable[..., None]:
         options: Any = None,
         *,
         timeout: timedelta = default_pg_timeout,
+        **more: Any,
     ) -> None:
         if options is None or isinstance(options, timedelta):  # in place of options torch takes a time-out too
             limit = timeout if options is None else options
             options = type(self)._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
             options._devices, options._timeout, options._threads = _devices(), limit, 1
-        init(self, store, rank, size, options)
+            for name, value in more.items():  # such as enable_reconfigure, of torch 2.15
+                setattr(options, name, value)
+            more = {}
+        init(self, store, rank, size, options, **more)
 
     return replacement
 

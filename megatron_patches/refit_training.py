@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
+import socket
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from megatron_patches import last_line
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit import push_flags
+from megatron_patches.refit.elastic_session import ElasticSession, OnFailure
 from megatron_patches.refit.engines import http_engines
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.failing import fail
 from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
 from megatron_patches.registry import PatchRecord
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "refit-"
 
@@ -48,6 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="end a push with an error if a trainer rank or an engine worker lags this far behind the first to finish "
         "a step of it; %(default)s by default",
     )
+    group.add_argument(
+        "--refit-on-failure",
+        choices=[choice.value for choice in OnFailure],
+        default=OnFailure.CONTINUE.value,
+        help="what to do when an engine fails: continue trains on, pushes to the others, and takes it back when it "
+        "answers again; stop ends the run after this step, with a checkpoint if --save is given; %(default)s by "
+        "default",
+    )
+    group.add_argument(
+        "--refit-wait",
+        action="store_true",
+        help="go on with the next step only when all engines serve the weights of this one; without it they commit "
+        "meanwhile, and may answer with the version before for some time",
+    )
     push_flags.add_flags(group, _PREFIX)
     return parser
 
@@ -58,19 +81,28 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UnsupportedConfigurationError: naming the flag.
     """
-    if not args.refit_engines:
-        return
     if args.refit_interval < 1:
         raise UnsupportedConfigurationError(f"--refit-interval is {args.refit_interval}; it must be at least 1")
+    try:
+        options = options_from_args(args)
+    except ValueError as error:
+        raise UnsupportedConfigurationError(str(error)) from error
+    if getattr(args, "rank", 0) == 0:  # it is an address of the first rank's machine
+        try:
+            family = socket.getaddrinfo(options.host, 0, type=socket.SOCK_STREAM)[0][0]
+            socket.create_server((options.host, 0), family=family).close()
+        except OSError as error:
+            raise UnsupportedConfigurationError(
+                f"--refit-host is {options.host}, on which this machine cannot listen ({error.strerror or error}); it "
+                "must be the address of the first rank's machine at which engines reach it"
+            ) from error
+    if not args.refit_engines:
+        return
     steps = getattr(args, "train_iters", None)
     if steps and args.refit_interval > steps and not args.load:
         raise UnsupportedConfigurationError(
             f"--refit-interval is {args.refit_interval}, of --train-iters {steps}: no step would be pushed"
         )
-    try:
-        options_from_args(args)
-    except ValueError as error:
-        raise UnsupportedConfigurationError(f"a flag that begins with --refit-: {error}") from error
     try:
         http_engines(args.refit_engines, args.refit_timeout)
     except ValueError as error:
@@ -87,60 +119,107 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
 
 
 class Pusher:
-    """Pushes one training run's weights; does nothing without ``--refit-engines``."""
+    """Pushes one training run's weights; does nothing without ``--refit-engines``.
+
+    Attributes:
+        stopped: whether the run is to end because of an engine that failed.
+    """
 
     def __init__(self) -> None:
-        self._session: RefitSession | None = None
+        self._session: ElasticSession | None = None
+        self.stopped = False
 
     def before_step(self, model: Sequence[Any], iteration: int) -> None:
         """Meet the engines before the first step, and push weights that were loaded."""
         args = _args()
         if not args.refit_engines or self._session is not None:
             return
-        self._session = self._open(args, model)
-        if iteration > 0 or args.finetune:
-            self._push(iteration)
+        try:
+            self._session = self._open(args, model)
+            if iteration > 0 or args.finetune:
+                self._push(iteration)
+        except RefitError as error:  # no step was made, so nothing is lost
+            _exit_with(error)
 
     def after_step(self, iteration: int) -> None:
-        """Push where the interval says so. ``iteration`` counts the steps made."""
-        if self._session is not None and iteration % _args().refit_interval == 0:
+        """Push where the interval says so. ``iteration`` counts the steps made.
+
+        If the run is to stop, Megatron saves a checkpoint of this step, and leaves its training loop.
+        """
+        if self._session is None or iteration % _args().refit_interval != 0:
+            return
+        try:
             self._push(iteration)
+        except PartyFailedError as error:
+            self._stop(error)
+            _args().exit_interval = 1
 
     def finish(self) -> None:
-        """Wait for the last commit, and leave the engines."""
+        """Wait for the last commit, and leave the engines. The run is complete, so it is not stopped any more."""
         session, self._session = self._session, None
         if session is not None:
-            session.wait()
-            session.close()
+            try:
+                session.finish()
+            except PartyFailedError as error:
+                self._stop(error)
 
     def end(self) -> None:
         """The same where this rank ends by itself: a daemon's thread would take the last commit with it."""
         session, self._session = self._session, None
         if session is not None:
-            session.end()
+            try:
+                session.end()
+            except PartyFailedError:
+                logger.exception("refit: the last commit failed")
+                self.stopped = True
 
-    def _open(self, args: argparse.Namespace, model: Sequence[Any]) -> RefitSession:
+    def _stop(self, error: PartyFailedError) -> None:
+        if not self.stopped:
+            _print(f"refit: the run ends, as an engine failed (--refit-on-failure stop): {error}")
+        self.stopped = True
+
+    def _open(self, args: argparse.Namespace, model: Sequence[Any]) -> ElasticSession:
         import torch.distributed as dist
 
         from megatron_patches.refit.megatron_checkpoint import vocabulary_of
 
-        engines = http_engines(args.refit_engines, args.refit_timeout) if dist.get_rank() == 0 else []
-        session = RefitSession(model, engines, vocab_size=vocabulary_of(args), options=options_from_args(args))
-        digest = session.prepare()
+        credentials = push_flags.credentials_from(args, _PREFIX)
+        engines = http_engines(args.refit_engines, args.refit_timeout, credentials) if dist.get_rank() == 0 else []
+        session = RefitSession(model, [], vocab_size=vocabulary_of(args), options=options_from_args(args))
+        elastic = ElasticSession(
+            session, engines, on_failure=OnFailure(args.refit_on_failure), say=_print, wait=args.refit_wait
+        )
+        digest = elastic.prepare()
         _print(f"refit: {len(args.refit_engines)} engine(s) follow plan {digest[:12]}")
-        return session
+        return elastic
 
     def _push(self, iteration: int) -> None:
         if self._session is None:
             return
-        report = self._session.push(iteration, wait=False)
-        _print(_line(report))
+        started = time.monotonic()
+        report = self._session.push(iteration)
+        if report is not None:
+            _print(_line(report, time.monotonic() - started if _args().refit_wait else None))
 
 
-def _line(report: PushReport) -> str:
+def _line(report: PushReport, until_served: float | None) -> str:
     seconds = report.seconds["send"]
     rate = report.nbytes / 1e6 / seconds if seconds else 0.0
-    return f"refit: version {report.version} sent, {report.nbytes / 1e6:.2f} MB in {seconds:.3f} s ({rate:.0f} MB/s)"
+    line = f"refit: version {report.version} sent, {report.nbytes / 1e6:.2f} MB in {seconds:.3f} s ({rate:.0f} MB/s)"
+    return line if until_served is None else f"{line}, served {max(until_served - seconds, 0.0):.3f} s later"
+
+
+def _exit_with(error: RefitError) -> NoReturn:
+    """Ends the run on all ranks, with one line from the first.
+
+    Raises:
+        SystemExit: always.
+    """
+    import torch.distributed as dist
+
+    last_line.leave(str(error))
+    first = dist.get_rank() == 0
+    raise SystemExit(fail(error, speaks=first, leads=first)) from error
 
 
 def _args() -> argparse.Namespace:
@@ -181,9 +260,9 @@ def records(pusher: Pusher | None = None) -> tuple[PatchRecord, ...]:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = train(*args, **kwargs)
-            except SystemExit:  # Megatron's --exit-interval, --exit-duration-in-mins and --exit-signal-handler
+            except SystemExit as ending:  # --exit-interval, --exit-duration-in-mins, --exit-signal-handler
                 pushing.end()
-                raise
+                raise SystemExit(ending.code or int(pushing.stopped)) from None
             pushing.finish()
             return result
 

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ def _captures_any_number_of_tokens(args: argparse.Namespace) -> bool:
 
 REFUSALS = (
     Refusal(
+        "--vocab-size below 1",
+        lambda args: (size := getattr(args, "vocab_size", None)) is not None and size < 1,
+        "give the number of entries of the vocabulary, or leave it to the tokenizer",
+    ),
+    Refusal(
         "--delay-wgrad-compute",
         _is_set("delay_wgrad_compute"),
         "drop it: the weight gradient must exist when its reduce-scatter starts",
@@ -108,6 +116,16 @@ REFUSALS = (
         "--moe-single-grouped-weight",
         _is_set("moe_single_grouped_weight"),
         "drop it: experts are sharded one weight at a time",
+    ),
+    Refusal(
+        f"{GROUPED_TENSOR_VARIABLE} in the environment and sharded experts",
+        lambda args: grouped_tensors_are_default() and args.expert_etp_size > 1,
+        "unset it: Transformer Engine would not ask for the experts' weights again, and they would silently not train",
+    ),
+    Refusal(
+        f"{OVERRIDE_VARIABLE}=high_precision in the environment",
+        lambda _: os.environ.get(OVERRIDE_VARIABLE) == "high_precision",
+        "unset it: Transformer Engine's backward pass would compute with shards in place of weights",
     ),
     Refusal(
         "--use-transformer-engine-op-fuser",

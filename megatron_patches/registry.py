@@ -124,10 +124,14 @@ class InstalledPackage:
     """
 
     def __init__(self, name: str) -> None:
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # not even the namespace that it is in
+            spec = None
         if spec is None or not spec.submodule_search_locations:
             raise IncompatibleMegatronError(
-                f"{name} is not installed; pip install megatron-core=={MEGATRON_CORE_VERSION}"
+                f"{name.replace('.', '-')} is not installed; install this package with its extra 'megatron': "
+                "pip install '.[megatron]' where its sources are"
             )
         self.name = name
         self.root = Path(next(iter(spec.submodule_search_locations)))

@@ -25,12 +25,15 @@ class MegatronShardedParam(ETPShardedParam):
         is_routed_expert: whether it is one of a grouped layer's experts.
         chain_id: Megatron's key of prefetch chains; constant here, because a runtime has one chain.
         shows_neighbours: whether ``prev_w`` and ``next_w`` tell the order of weights.
+        knows_copies: no, because Megatron's checkpoints go by rows of whole weights, and its optimizers compute with
+            copies, which should be plain tensors.
     """
 
     is_gtp_weight_remat = True
     is_routed_expert = False
     chain_id = "eager"
     shows_neighbours = True
+    knows_copies = False
 
     @property
     def gtp_remat_size(self) -> int:
@@ -67,6 +70,13 @@ class MegatronShardedParam(ETPShardedParam):
         group: WeightGroup | None = getattr(driver.chain, direction)(self.weight_group)
         return None if group is None else group.shards[0]
 
+    def numel(self) -> int:
+        """Elements of the shard, padding included, which Megatron's optimizers take for those in memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.numel(self)
+
+    nelement = numel
+
     def belong_to_current_stream(self) -> None:
         """Belong to the current stream for autograd from now on."""
         if self.requires_grad:
@@ -94,7 +104,9 @@ class MegatronShardedParam(ETPShardedParam):
     def register_grad_accum_hook(self, grad_accum_node: Any, hook: Callable[..., None]) -> None:
         """Call DistributedDataParallel's ``hook`` once this weight's gradient is in ``main_grad``."""
         del grad_accum_node
-        self.register_reduce_hook(hook)
+        # Those of a grouped layer are told of together: see megatron_patches/fixes/grouped_experts.py.
+        if not getattr(hook, "told_with_its_layer", False):
+            self.register_reduce_hook(hook)
         # Megatron calls it by this name behind the replay of a layer's graph, where no reduction is seen to end.
         self._grad_accum_hook = hook
 

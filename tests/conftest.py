@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from etp.te import te_available
+from megatron_patches.refit.secret import VALUE_VARIABLE
+from tests.support import quick
 from tests.support.at_once import report_at_once
 from tests.support.launch import (
     DEVICE_VARIABLE,
@@ -17,6 +22,7 @@ from tests.support.launch import (
     on_gpus,
     session_pool,
 )
+from tests.support.prepared import ENGINE_PYTHON_VARIABLE
 
 # A busy machine is no failure.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,6 +49,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=1,
         help="let GPUs take so many ranks in tests that need more GPUs than there are (default: 1, such are skipped)",
     )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="leave out tests that are marked slow, and draw fewer random examples, as `make test` does",
+    )
+    parser.addoption(
+        "--engine-python",
+        help="run the engines of live tests with another environment's interpreter (default: with this one)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,13 +65,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[DEVICE_VARIABLE] = config.getoption("--device")
     os.environ[TRANSPORT_VARIABLE] = config.getoption("--transport")
     os.environ[RANKS_PER_GPU_VARIABLE] = str(config.getoption("--ranks-per-gpu"))
+    quick.configure(config)
+    if config.getoption("--engine-python"):
+        os.environ[ENGINE_PYTHON_VARIABLE] = str(Path(config.getoption("--engine-python")).absolute())
+    os.environ[VALUE_VARIABLE] = secrets.token_hex(16)  # of servers and trainers that tests start
     if on_gpus():
         report_at_once(config)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest leaves out what is not chosen by a marker after that
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is not true with ``--device cuda``; without, choose what pytest-xdist keeps together."""
+    """Mark what is slow, skip what is not true with ``--device cuda``, and choose what pytest-xdist keeps together."""
     for item in items:
+        quick.mark(item)
         if not on_gpus():
             _keep_together(item)
         if item.get_closest_marker("plain_layers") is not None and on_gpus() and te_available():
@@ -88,3 +109,12 @@ def _environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers() -> Iterator[None]:
+    """Leave our logger as it was: vLLM's plugin gives it the handlers of vLLM's, and pytest adds its own to those."""
+    ours = logging.getLogger("megatron_patches")
+    before = ours.handlers[:], ours.level
+    yield
+    ours.handlers[:], ours.level = before

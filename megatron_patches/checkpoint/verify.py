@@ -2,7 +2,8 @@
 
 Megatron loads straight into the weights, file after file: a file that turns out to be short leaves a model that is
 half old and half new. The index of a checkpoint (``.metadata``) says how long each file must be, so one look at the
-directory suffices. Bytes that have changed are not noticed here; Megatron's ``--verify-integrity`` hashes them.
+directory suffices. It is also the first to read the index, without running code from it. Bytes that have changed are
+not noticed here; Megatron's ``--verify-integrity`` hashes them, and ``integrity.py`` compares checksums for export.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingExc
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.msc_utils import MultiStorageClientFeature
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-_INDEX = ".metadata"
+from megatron_patches.checkpoint.integrity import INDEX as _INDEX
+from megatron_patches.checkpoint.integrity import ForeignCodeError, read_index
+
 _WAY_OUT = "copy the checkpoint again, or load another iteration with --ckpt-step"
 _OLD_FORMAT = (
     "it has the format torch, which cannot be loaded into shards; convert it in a run with --etp-size 1 "
@@ -86,8 +88,9 @@ def _storage_problem(root: Path) -> str | None:
     if not (root / _INDEX).is_file():
         return f"{_INDEX} is missing: the save did not end, or the file was not copied"
     try:
-        index = FileSystemReader(root).read_metadata()
-        needed = _needed_sizes(index)
+        needed = _needed_sizes(read_index(root))
+    except ForeignCodeError as error:
+        return f"{_INDEX} is not what a checkpoint has: {error}"
     except _UNREADABLE as error:
         return f"{_INDEX} cannot be read ({type(error).__name__}: {error})"
     common = root / COMMON_STATE_FNAME

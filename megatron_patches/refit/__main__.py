@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_patches.refit import checkpoint_model, plan_command, push_command
-from megatron_patches.refit.errors import CheckpointReadError, RefitError
+from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
 from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
@@ -67,24 +67,24 @@ def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
     Raises:
         RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
     """
+    try:
+        how = ExportOptions(
+            max_shard_bytes=options.max_shard_size,
+            overwrite=options.overwrite,
+            dtype=options.dtype,
+            bos_token_id=options.bos_token_id,
+            eos_token_id=options.eos_token_id,
+        )
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     directory = checkpoint_model.directory_of(options)
     probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
     if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading, not after
         probe.create()
         probe.discard()
-    with checkpoint_model.loaded(options, directory, progress) as found:
+    with checkpoint_model.loaded(options, directory, progress, how.check_tokens) as found:
         return export_checkpoint(
-            found.chunks,
-            options.output,
-            vocab_size=found.vocab_size,
-            options=ExportOptions(
-                max_shard_bytes=options.max_shard_size,
-                overwrite=options.overwrite,
-                dtype=options.dtype,
-                bos_token_id=options.bos_token_id,
-                eos_token_id=options.eos_token_id,
-            ),
-            progress=progress,
+            found.chunks, options.output, vocab_size=found.vocab_size, options=how, progress=progress
         )
 
 

@@ -17,6 +17,7 @@ from megatron_patches.refit.rendezvous_messages import (
     FOREVER_S,
     TICK_S,
     Alert,
+    Beat,
     Failure,
     Invitation,
     Join,
@@ -38,6 +39,8 @@ class Assembly:
     Attributes:
         local_host: address of this machine from which it reached the rendezvous.
         next_step: number of the next step. A party that was not there for a step that failed sets it to the others'.
+        most_silence_s: seconds without a word of the rendezvous after which this party takes it for lost, as its
+            process may hang; None for any.
 
     Args:
         invitation: from :class:`Rendezvous`.
@@ -57,6 +60,8 @@ class Assembly:
         self._notices: dict[str, dict[int, str | None]] = {}
         self._lost: str | None = None
         self.next_step = 0
+        self.most_silence_s: float | None = None
+        self._heard = time.monotonic()
         self._sending = threading.Lock()
         self._connection = frames.prepare(_connect(invitation))
         self.local_host: str = self._connection.getsockname()[0]
@@ -112,6 +117,7 @@ class Assembly:
             reason = "; ".join(verdict.reasons)
         if reason is not None or self._lost is not None:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
+        self._check_heard()
 
     def gone(self) -> list[str]:
         """Who has ended, whether in a step or not; each as a sentence."""
@@ -168,6 +174,7 @@ class Assembly:
             while step not in self._answers:
                 if self._lost is not None:
                     raise PartyFailedError(f"{what}: {self.name} lost the rendezvous: {self._lost}")
+                self._check_heard()
                 if time.monotonic() > deadline:
                     raise PartyFailedError(f"{what}: {self.name} got no answer from the rendezvous in time")
                 self._condition.wait(TICK_S)
@@ -182,18 +189,27 @@ class Assembly:
             while True:
                 patience = Patience(FOREVER_S, "the rendezvous")
                 message = decode_of_server(frames.receive(self._connection, patience))
+                self._heard = time.monotonic()
                 with self._condition:
                     if isinstance(message, Alert):
                         self._alerts.setdefault(message.step, message.reason)
                     elif isinstance(message, Notice):
                         self._note(message)
-                    else:
+                    elif not isinstance(message, Beat):
                         self._answers[message.step] = message
                     self._condition.notify_all()
         except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens any more
             with self._condition:
                 self._lost = describe_error(error)
                 self._condition.notify_all()
+
+    def _check_heard(self) -> None:
+        silence_s = time.monotonic() - self._heard
+        if self.most_silence_s is not None and silence_s > self.most_silence_s:
+            raise PartyFailedError(
+                f"{self.name} has heard nothing of the trainer's first rank for {silence_s:.0f} s, so it gives up what "
+                "it was at"
+            )
 
     def _note(self, notice: Notice) -> None:
         """Keeps a notice for :meth:`collect`, which most parties never call."""

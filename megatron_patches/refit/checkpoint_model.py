@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,9 +55,22 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
     """
     parser.add_argument("--load", type=Path, required=True, help="directory that Megatron's --save wrote")
     parser.add_argument("--iteration", type=int, help="which iteration; the latest by default")
-    parser.add_argument("--vocab-size", type=int, help="tokens without padding; from the run's tokenizer by default")
+    parser.add_argument(
+        "--vocab-size", type=_tokens, help="tokens without padding; from the run's tokenizer by default"
+    )
     ParallelSizes.add_options(parser, while_doing)
     parser.add_argument("--timeout-minutes", type=_minutes, default=30.0, help="longest wait for another process")
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of tokens")
+    return int(text)
 
 
 def _minutes(text: str) -> float:
@@ -76,13 +89,16 @@ def _minutes(text: str) -> float:
 
 
 @contextmanager
-def loaded(options: argparse.Namespace, directory: Path, progress: Progress) -> Iterator[CheckpointModel]:
+def loaded(
+    options: argparse.Namespace, directory: Path, progress: Progress, check: Callable[[int], None] = lambda _: None
+) -> Iterator[CheckpointModel]:
     """Builds the model and loads its weights; takes the process groups down afterwards.
 
     Args:
         options: with what :func:`add_options` added.
         directory: of the iteration, from :func:`directory_of`.
         progress: told of the phase.
+        check: raises a RefitError if what is to be done with the model does not fit its number of tokens.
 
     Raises:
         RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
@@ -100,7 +116,8 @@ def loaded(options: argparse.Namespace, directory: Path, progress: Progress) -> 
     sizes.check_model(args)
     progress.phase("load", 0)
     with process_groups(sizes, timedelta(minutes=options.timeout_minutes)):
-        vocab_size = options.vocab_size or vocabulary_of(args)
+        vocab_size = vocabulary_of(args) if options.vocab_size is None else options.vocab_size
+        check(vocab_size)
         chunks = build_chunks(args, sizes)
         exchange = default_exchange()
         # What has no form outside of Megatron is refused before the weights are read.

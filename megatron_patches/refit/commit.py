@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from megatron_patches.refit.engines import EngineClient, PauseMode
-from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 
 
@@ -43,7 +43,7 @@ class Pauses:
         """Pauses all engines in parallel; if one cannot be paused, resumes the others.
 
         Raises:
-            RefitError: if an engine cannot be paused.
+            PartyFailedError: if an engine cannot be paused.
         """
 
         def begin(engine: EngineClient) -> None:
@@ -54,8 +54,8 @@ class Pauses:
 
         failures = on_each(engines, begin)
         if failures:
-            failures += on_each(engines, lambda engine: self.end(engine, reset_cache=False))
-            raise RefitError("; ".join(failures))
+            stuck = on_each(engines, lambda engine: self.end(engine, reset_cache=False))
+            raise of_engines([*failures, *stuck])
 
     def begin(self, engine: EngineClient) -> None:
         """Pauses one, if it is not.
@@ -86,18 +86,21 @@ class Pauses:
         self._since.pop(id(engine), None)
 
 
-def on_each(engines: Sequence[EngineClient], work: Callable[[EngineClient], None]) -> list[str]:
-    """Runs ``work`` on all engines in parallel, so that none stays paused for another. Returns the failures.
+def on_each[E: EngineClient](engines: Sequence[E], work: Callable[[E], None]) -> list[tuple[str, Exception]]:
+    """Runs ``work`` on all engines in parallel, so that none stays paused for another.
 
     Terminates because every call of an engine has a timeout; see :class:`EngineClient`.
-    """
-    failures: list[str] = []
 
-    def run(engine: EngineClient) -> None:
+    Returns:
+        Of each engine that failed: its name, which others may have as well, and why.
+    """
+    failures: list[tuple[str, Exception]] = []
+
+    def run(engine: E) -> None:
         try:
             work(engine)
         except Exception as error:  # noqa: BLE001 - the caller's to raise, for all engines together
-            failures.append(describe_error(error))
+            failures.append((engine.name, error))
 
     threads = [
         threading.Thread(target=run, args=(engine,), name=f"refit-of-{engine.name}", daemon=True) for engine in engines
@@ -106,7 +109,17 @@ def on_each(engines: Sequence[EngineClient], work: Callable[[EngineClient], None
         thread.start()
     for thread in threads:
         thread.join()
-    return list(dict.fromkeys(failures))
+    return failures
+
+
+def of_engines(failures: Iterable[tuple[str, Exception]]) -> PartyFailedError:
+    """One error for those of several engines, each for its own fault or, if it says so, for others'."""
+    culprits: set[str] = set()
+    reasons: list[str] = []
+    for name, error in failures:
+        culprits |= set(error.engines) if isinstance(error, PartyFailedError) else {name}
+        reasons.append(describe_error(error))
+    return PartyFailedError("; ".join(dict.fromkeys(reasons)), culprits)
 
 
 class Commit:
@@ -118,7 +131,7 @@ class Commit:
         pauses: theirs.
         received: waits until every engine has ended the call in which it receives the version; raises RefitError if one
             could not be reached.
-        confirm: waits for the workers' word that they serve it; raises RefitError with the reasons of others.
+        confirm: waits for the workers' word that they serve it; raises PartyFailedError with the reasons of others.
         in_place: whether the engines are paused already, and workers receive in the memory that serves.
         timeout_s: seconds that one engine may take.
     """
@@ -138,7 +151,8 @@ class Commit:
         self._engines, self._pauses = engines, pauses
         self._received, self._confirm = received, confirm
         self._in_place, self._timeout_s = in_place, timeout_s
-        self._failures: list[str] = []
+        self._failure: PartyFailedError | None = None
+        self._done: set[int] = set()
         self._thread = threading.Thread(target=self._run, name=f"refit-commit-{version}", daemon=True)
 
     def start(self) -> None:
@@ -150,28 +164,45 @@ class Commit:
         """Whether it has begun and not ended: engines may still pause and resume because of it."""
         return self._thread.is_alive()
 
-    def give_up(self) -> list[str]:
-        """Instead of committing: resumes paused engines with the old weights. Returns why engines stay paused."""
+    def give_up(self) -> list[tuple[str, Exception]]:
+        """Instead of committing: resumes paused engines with the old weights.
+
+        Returns:
+            Of each engine that stays paused: its name, and why.
+        """
         if not self._in_place:
             return []
         with suppress(RefitError):  # known already
             self._received()
         return on_each(self._engines, lambda engine: self._settle(engine, asked=False))
 
-    def reason(self) -> str | None:
-        """Wait for the end of the commit. Returns why it failed, or None."""
+    def check(self) -> None:
+        """Waits for the end of the commit.
+
+        Raises:
+            PartyFailedError: if it failed, or does not end.
+        """
         self._thread.join(self._timeout_s * (1 + len(self._engines)))
         if self.under_way:
-            return f"the engines did not commit within {self._timeout_s:.0f} s each"
-        return "; ".join(self._failures) or None
+            raise PartyFailedError(
+                f"committing version {self.version} failed: the engines did not commit within {self._timeout_s:.0f} s "
+                "each",
+                [engine.name for engine in self._engines if id(engine) not in self._done],
+            )
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
-        self._failures = on_each(self._engines, self._commit)
+        failures = on_each(self._engines, self._commit)
         try:
-            if self._engines and not self._failures:
+            if failures:
+                raise of_engines(failures)
+            if self._engines:
                 self._confirm()
-        except Exception as error:  # noqa: BLE001 - told to all ranks by :meth:`RefitSession.wait`
-            self._failures.append(describe_error(error))
+        except Exception as error:  # noqa: BLE001 - raised by :meth:`check`
+            engines = error.engines if isinstance(error, PartyFailedError) else ()
+            message = f"committing version {self.version} failed: {describe_error(error)}"
+            self._failure = PartyFailedError(message, engines)
 
     def _commit(self, engine: EngineClient) -> None:
         # Workers still put the weights together, in the call in which they have received them, while requests end.
@@ -185,6 +216,7 @@ class Commit:
             self._settle(engine, asked=asked)
             raise
         self._pauses.end(engine, reset_cache=False)
+        self._done.add(id(engine))
 
     def _settle(self, engine: EngineClient, *, asked: bool) -> None:
         """Resumes an engine that may not have committed.

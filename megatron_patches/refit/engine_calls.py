@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.engines import EngineClient
-from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import describe_error
 
 
@@ -18,12 +19,16 @@ class EngineCalls:
     Args:
         assembly: the caller's place among the parties, which is about to take the step.
         what: name of the step.
+
+    Attributes:
+        culprits: names of the engines whose calls failed or did not end in time.
     """
 
     def __init__(self, assembly: Assembly, what: str) -> None:
         self._assembly, self._step, self._what = assembly, assembly.next_step, what
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[str, threading.Thread]] = []
         self._failures: list[str] = []
+        self.culprits: set[str] = set()
 
     def start(self, engine: EngineClient, call: Mapping[str, Any], check: Callable[[], None] | None = None) -> None:
         """Starts one.
@@ -40,25 +45,28 @@ class EngineCalls:
                 if check is not None:
                     check()
             except Exception as error:  # noqa: BLE001 - carried to all parties
+                self.culprits.add(engine.name)
                 self._failures.append(f"{engine.name}: {describe_error(error)}")
                 self._report(self._failures[-1])
 
         thread = threading.Thread(target=run, name=f"refit-{engine.name}", daemon=True)
-        self._threads.append(thread)
+        self._threads.append((engine.name, thread))
         thread.start()
 
     def finish(self, timeout_s: float) -> None:
         """Waits for all.
 
         Raises:
-            RefitError: if one failed or does not end.
+            PartyFailedError: if one failed or does not end.
         """
-        for thread in self._threads:
-            thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for name, thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                raise RefitError(f"{thread.name} did not end within {timeout_s:.0f} s")
+                self.culprits.add(name)
+                raise PartyFailedError(f"{name} did not answer a call within {timeout_s:.0f} s", self.culprits)
         if self._failures:
-            raise RefitError("; ".join(self._failures))
+            raise PartyFailedError("; ".join(self._failures), self.culprits)
 
     def _report(self, reason: str) -> None:
         try:

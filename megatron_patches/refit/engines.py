@@ -8,30 +8,27 @@ taken: there ``/pause`` itself empties the cache, and takes requests under way o
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any, Protocol
 
+from megatron_patches.refit import lease
+from megatron_patches.refit.credentials import Credentials
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.resumer import EMPTY_CACHES, RESUME, Resumer
+from megatron_patches.refit.http_calls import HttpCalls, NotShownError
+from megatron_patches.refit.lease import EMPTY_CACHES, RESUME, Lease
 
 _EMPTYING_S = 10.0  # for what still uses a prefix cache, such as a transfer of a KV connector, to end
 _RETRY_S = 0.25
+_UP_S = 10.0  # for a server to say that it is well
 _HOW_TO_START = (
-    "a server must be up before weights are pushed to it, with VLLM_SERVER_DEV_MODE=1 in its environment and "
-    '--weight-transfer-config \'{"backend": "etp"}\''
+    "a server must be up before weights are pushed to it, with VLLM_SERVER_DEV_MODE=1 in its environment, "
+    '--weight-transfer-config \'{"backend": "etp"}\' and --middleware megatron_patches.refit.vllm.guard.RefitGuard'
 )
-# Whatever http_proxy says: weights take no proxy either, and one that gives up early would hide how a commit went.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class PauseMode(StrEnum):
@@ -48,7 +45,9 @@ class PauseMode(StrEnum):
 class EngineClient(Protocol):
     """One engine. Calls block until all of its workers have done their part, and raise where that takes too long.
 
-    How that went is told at the rendezvous; what is raised here is that an engine could not be reached.
+    How that went is told at the rendezvous; what is raised here is that an engine could not be reached. What workers
+    are asked after a ``join`` must have the token of that call, so that they do nothing for a trainer that another one
+    has replaced; :class:`Joined` adds it.
     """
 
     @property
@@ -72,48 +71,75 @@ class EngineClient(Protocol):
 
 
 class Joined:
-    """Which session an engine was made to join last: what is asked of it later, it is told, is of that one."""
+    """Which session an engine was made to join last: what is asked of it later, it is told, is of that one.
+
+    Attributes:
+        token: of that session.
+    """
 
     def __init__(self) -> None:
-        self._token = ""
+        self.token = ""
 
     def told(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """The call with the session's token."""
-        self._token = call.get("token", self._token)
-        return {**call, "token": self._token}
+        self.token = call.get("token", self.token)
+        return {**call, "token": self.token}
 
 
 class HttpEngine:
-    """A vLLM server that was started with ``VLLM_SERVER_DEV_MODE=1`` and ``--weight-transfer-config``.
+    """A vLLM server that was started with ``VLLM_SERVER_DEV_MODE=1``, ``--weight-transfer-config`` and a guard.
 
     Args:
         url: its base, such as ``http://10.0.0.5:8000``.
         timeout_s: seconds that one call may take.
+        credentials: what it is shown; None for what the environment says.
 
     Raises:
         ValueError: if it is no HTTP URL of a server.
     """
 
-    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        _check_url(url)
-        self.name = url.rstrip("/")
-        self._timeout_s = timeout_s
+    def __init__(self, url: str, timeout_s: float = 600.0, *, credentials: Credentials | None = None) -> None:
+        credentials = credentials or Credentials()
+        self._http = HttpCalls(url, timeout_s, credentials)
+        self.name = self._http.url
         self._joined = Joined()
-        self._resumer = Resumer(self.name)
+        self._lease = Lease(self._http)
+        self._lease_s = lease.DEFAULT_LEASE_S
+
+    @property
+    def server(self) -> str:
+        """Which server it is, as its guard has said, whatever it is called; empty as long as that is not known."""
+        return self._http.server
 
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
         try:
-            answer = self._call("GET", "get_world_size")
+            answer = self._http.call("GET", "get_world_size")
+        except NotShownError:
+            raise
         except RefitError as error:
             raise RefitError(f"{error}; {_HOW_TO_START}") from error
         if not isinstance(answer.get("world_size"), int):
             raise RefitError(f"{self.name}/get_world_size answered {answer}, without world_size; is it a vLLM server?")
         return int(answer["world_size"])
 
+    def check_up(self) -> None:
+        """Asks it whether it is well.
+
+        Raises:
+            RefitError: if it does not say so soon.
+        """
+        self._http.call("GET", "health", timeout_s=_UP_S)
+
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`EngineClient`."""
-        self._call("POST", "init_weight_transfer_engine", {"init_info": self._joined.told(call)})
+        self._lease_s = float(call.get("lease_s", self._lease_s))
+        try:
+            self._http.call("POST", "init_weight_transfer_engine", {"init_info": self._joined.told(call)})
+        except BaseException:
+            if call["call"] == "abandon":
+                self._lease.drop()  # it stays paused, unless it can help itself
+            raise
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`. Both at once: nothing fills a cache as long as the server is paused."""
@@ -124,11 +150,11 @@ class HttpEngine:
             emptied.result()
 
     def pause(self, mode: PauseMode) -> None:
-        """See :class:`EngineClient`, and [Note: pausing]."""
-        self._resumer.pausing(keep_cache=mode is PauseMode.KEEP)
-        keeps = mode is PauseMode.KEEP
+        """See :class:`EngineClient`, [Note: pausing] and [Note: leases]."""
+        self._lease.take(self._joined.token, self._lease_s)
+        route = "pause?" if mode is PauseMode.KEEP else "sleep?level=0&"
         try:
-            self._call("POST", f"{'pause?' if keeps else 'sleep?level=0&'}mode={mode.value}")
+            self._http.call("POST", f"{route}mode={mode.value}", headers={lease.HEADER: self._joined.token})
         except BaseException:
             with suppress(RefitError):  # what counts is why it could not be paused
                 self.resume(reset_cache=False)
@@ -136,14 +162,18 @@ class HttpEngine:
 
     def resume(self, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""
-        if reset_cache:
-            self._empty_caches()
-        self._call("POST", RESUME)
-        self._resumer.resumed()
+        try:
+            if reset_cache:
+                self._empty_caches()
+            self._http.call("POST", RESUME)
+        except BaseException:
+            self._lease.drop()
+            raise
+        self._lease.give_back()
 
     def close(self) -> None:
-        """Resumes the server if it is still paused."""
-        self._resumer.close()
+        """Lets the server help itself if it is still paused."""
+        self._lease.drop()
 
     def _empty_caches(self) -> None:
         """Empties the prefix caches, those of KV connectors too, which may take some tries.
@@ -154,7 +184,7 @@ class HttpEngine:
         deadline = time.monotonic() + _EMPTYING_S
         while True:
             try:
-                if self._call("POST", EMPTY_CACHES).get("success") is not False:
+                if self._http.call("POST", EMPTY_CACHES).get("success") is not False:
                     return
                 reason = "something uses it"
             except RefitError as error:
@@ -166,43 +196,19 @@ class HttpEngine:
                 )
             time.sleep(_RETRY_S)
 
-    def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-            f"{self.name}/{route}",
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with _open(request, timeout=self._timeout_s) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            raise RefitError(f"{self.name}/{route} answered {error.code}: {_shown(error.read())}") from error
-        except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, TimeoutError):  # once it was reached: before that urllib's own error holds it
-                raise RefitError(
-                    f"{self.name}/{route} gave no answer within {self._timeout_s:g} s; where it waits for requests to "
-                    "end, a longer time-out, or another pause than 'wait', is an option"
-                ) from error
-            raise RefitError(f"cannot reach {self.name}/{route}: {error}") from error
-        try:
-            found = json.loads(content) if content else {}
-        except ValueError as error:
-            raise RefitError(f"{self.name}/{route} answered no JSON but {_shown(content)}") from error
-        return found if isinstance(found, dict) else {}
 
-
-def http_engines(urls: Sequence[str], timeout_s: float) -> list[HttpEngine]:
+def http_engines(urls: Sequence[str], timeout_s: float, credentials: Credentials | None = None) -> list[HttpEngine]:
     """One for each server.
 
     Args:
         urls: of :class:`HttpEngine`.
         timeout_s: of :class:`HttpEngine`.
+        credentials: of :class:`HttpEngine`.
 
     Raises:
         ValueError: if one is no HTTP URL of a server, or given twice: its workers would wait for each other.
     """
-    engines = [HttpEngine(url, timeout_s) for url in urls]
+    engines = [HttpEngine(url, timeout_s, credentials=credentials) for url in urls]
     check_given_once(engines)
     return engines
 
@@ -217,6 +223,19 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
     for known in ids:
         if ids.count(known) > 1:
             raise ValueError(f"{known[0]} is given {ids.count(known)} times; give each server once")
+
+
+def check_different_servers(engines: Sequence[EngineClient]) -> None:
+    """Refuses one server under two names, once all have been asked for their sizes.
+
+    Raises:
+        ValueError: naming both.
+    """
+    known: dict[str, str] = {}
+    for engine in engines:
+        server = engine.server if isinstance(engine, HttpEngine) else ""
+        if server and known.setdefault(server, engine.name) != engine.name:
+            raise ValueError(f"{known[server]} and {engine.name} are one server; give it once")
 
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
@@ -256,7 +275,9 @@ class LocalEngine:
             self._empty_caches()
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`EngineClient`."""
+        """See :class:`EngineClient`. Whoever has the object may do with it what he likes, so he is admitted."""
+        if call["call"] == "join":
+            self._llm.init_weight_transfer_engine({"init_info": {"call": "admit"}})
         self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
 
     def pause(self, mode: PauseMode) -> None:
@@ -277,18 +298,3 @@ class LocalEngine:
         """
         if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # such as a port that is no number
-        usable = False
-    if not usable or parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"engine URL {url!r} must be like http://10.0.0.5:8000 or https://host/path")
-
-
-def _shown(content: bytes) -> str:
-    text = " ".join(content.decode(errors="replace").split())
-    return text[:500] or "no reason given"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class RefitError(RuntimeError):
     """Base of every error that refit raises on purpose."""
@@ -52,7 +54,15 @@ class CheckpointReadError(ExportError):
 
 
 class PartyFailedError(RefitError):
-    """Another party of the refit failed, left, or did not answer in time; carries its reason."""
+    """Another party of the refit failed, left, or did not answer in time; carries its reason.
+
+    Attributes:
+        engines: names of the engines that failed, where it was them.
+    """
+
+    def __init__(self, message: str, engines: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.engines = tuple(engines)
 
 
 class ModelMismatchError(RefitError):

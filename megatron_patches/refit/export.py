@@ -62,6 +62,24 @@ class ExportOptions:
             raise ValueError(f"cannot export as {self.dtype!r}; choose one of {', '.join(FLOAT_DTYPES)}")
         if self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes is {self.max_shard_bytes}; it must be positive")
+        for name, token in self.tokens.items():
+            if token is not None and token < 0:
+                raise ValueError(f"{name} is {token}; tokens are numbered from 0")
+
+    @property
+    def tokens(self) -> Mapping[str, int | None]:
+        """Those for the configuration, by name."""
+        return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Refuses tokens that the model does not have.
+
+        Raises:
+            ExportError: naming it.
+        """
+        for name, token in self.tokens.items():
+            if token is not None and token >= vocab_size:
+                raise ExportError(f"{name} is {token}; the model has {vocab_size} tokens, numbered from 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +137,7 @@ def export_checkpoint(
     Raises:
         ExportError: on every rank, if any rank failed; names ranks and reasons.
     """
+    options.check_tokens(vocab_size)
     exchange = default_exchange(group)
     what = f"export to {os.fspath(path)}"
     token = exchange.gather(secrets.token_hex(4))[0]
@@ -247,8 +266,7 @@ class _Job:
             self._together(lambda: verify_tensors(mine, digests, layout, partial, chunk, self._progress.advance))
 
     def _generation_config(self) -> Mapping[str, object]:
-        ids = {"bos_token_id": self._options.bos_token_id, "eos_token_id": self._options.eos_token_id}
-        known = {name: value for name, value in ids.items() if value is not None}
+        known = {name: value for name, value in self._options.tokens.items() if value is not None}
         return {"_from_model_config": True, **known} if known else {}
 
     def _together[T](self, work: Callable[[], T]) -> list[T]:

@@ -149,12 +149,35 @@ def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
 
     inner: list[Any] = [unwrapped(chunk) for chunk in chunks]
     with _readable(directory):
+        _require_unchanged(directory)
         metadata = dist_checkpointing.load_content_metadata(str(directory)) or {}
         state = {f"model{n}": chunk.sharded_state_dict(prefix="", metadata=metadata) for n, chunk in enumerate(inner)}
         _name_norms_as_saved(state, frozenset(dist_checkpointing.load_tensors_metadata(str(directory))))
         loaded = dist_checkpointing.load(state, str(directory))
         for number, chunk in enumerate(inner):
             chunk.load_state_dict(loaded[f"model{number}"], strict=True)
+
+
+def _require_unchanged(directory: Path) -> None:
+    """Raise ExportError on all ranks if a file is missing, or the bytes of a weight have changed. Collective."""
+    import torch.distributed as dist
+
+    from megatron_patches.checkpoint.integrity import find_changed
+    from megatron_patches.checkpoint.verify import find_problem
+
+    problem = find_problem(directory)
+    if problem is None:
+        changed = find_changed(directory, _is_of_model, dist.get_rank(), dist.get_world_size())
+        problem = None if changed is None else f"{changed[1]}: {changed[0]} {changed[2]}; copy the checkpoint again"
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = next((one for one in problems if one is not None), None)
+    if found is not None:
+        raise CheckpointReadError(f"cannot read {directory}: {found}")
+
+
+def _is_of_model(name: str) -> bool:
+    return "optimizer" not in name.split(".")
 
 
 def _name_norms_as_saved(state: dict[str, Any], saved: frozenset[str]) -> None:

@@ -22,6 +22,9 @@ from megatron_patches.refit.plan import Plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.transports.memory import Receiver, refit
 
+COPIES_OF_DESTINATIONS = 4
+"""In memory: serving, incoming, as it was, what is expected."""
+
 
 class OracleError(RefitError):
     """A destination holds another byte than the dense model has there."""
@@ -48,7 +51,7 @@ def memory_needed(tensors: Sequence[TensorSpec], sources: Sequence[Manifest], de
         sum(storage.numel * itemsize(storage.dtype) for manifest in side for storage in manifest.storages)
         for side in (sources, destinations)
     )
-    return sum(spec.nbytes for spec in tensors) + held + 4 * wanted  # serving, incoming, as it was, what is expected
+    return sum(spec.nbytes for spec in tensors) + held + COPIES_OF_DESTINATIONS * wanted
 
 
 def verify_in_memory(

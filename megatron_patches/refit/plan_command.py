@@ -7,17 +7,21 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.live_refusals import check_live
 from megatron_patches.refit.oracle import memory_needed, verify_in_memory
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions
+from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
+from megatron_patches.refit.sampling import sample_layers
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions
@@ -25,6 +29,7 @@ from megatron_patches.refit.target.vllm_layout import EngineMesh
 
 ROWS = 16
 """Most rows of a table; all are in the JSON."""
+_MOST_RANKS = 1 << 14
 
 
 def add_commands(
@@ -118,36 +123,40 @@ class Outcome:
         }
 
 
-def run(options: argparse.Namespace) -> Outcome:
+def run(options: argparse.Namespace, progress: Progress) -> Outcome:
     """Plans and proves; carries the plan out where the command is ``verify``.
+
+    Args:
+        options: of the command line.
+        progress: told of each phase.
 
     Raises:
         RefitError: on any mistake of the user's, with one line that says which.
     """
-    seconds: dict[str, float] = {}
-    try:
-        trainer, engine = trainer_mesh(options.trainer), engine_mesh(options.engine)
-        hosts = Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
-        plan_options = PlanOptions(staging_bytes=options.staging)
-    except ValueError as error:
-        raise RefitError(str(error)) from error
+    trainer = _of_flag("--from", lambda: trainer_mesh(options.trainer))
+    engine = _of_flag("--to", lambda: engine_mesh(options.engine))
+    for flag, size in (("--from", trainer.size), ("--to", engine.size)):
+        if size > _MOST_RANKS:
+            raise RefitError(f"{flag} has {size} ranks; at most {_MOST_RANKS} can be planned for")
+    hosts = _of_flag(
+        "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
+    )
+    plan_options = _of_flag("--staging", lambda: PlanOptions(staging_bytes=options.staging))
     speeds = LinkSpeeds(within_host=options.within_host, between_hosts=options.between_hosts)
     config = read_config(options.model)
     family = family_from_config(config)
-    started = time.perf_counter()
-    cluster = describe_cluster(family, trainer, engine, TrainerOptions(dtype=dtype_of(config)), hosts)
-    seconds["describe"] = time.perf_counter() - started
-    started = time.perf_counter()
-    plan = cluster.plan(plan_options, _part(options))
-    seconds["plan"] = time.perf_counter() - started
-    started = time.perf_counter()
-    verdict = prove(plan, cluster.sources, cluster.destinations, plan_options)
-    seconds["prove"] = time.perf_counter() - started
+    check_live(config, family.architecture)
+    phases = _Phases(progress)
+    with phases.phase("describe"):
+        cluster = describe_cluster(family, trainer, engine, TrainerOptions(dtype=dtype_of(config)), hosts)
+    with phases.phase("plan"):
+        plan = cluster.plan(plan_options, _part(options))
+    with phases.phase("prove"):
+        verdict = prove(plan, cluster.sources, cluster.destinations, plan_options)
     comparison = None
     if options.command == "verify":
-        started = time.perf_counter()
-        comparison = _compare(options, cluster, plan)
-        seconds["verify"] = time.perf_counter() - started
+        with phases.phase("verify"):
+            comparison = _compare(options, cluster, plan, plan_options)
     return Outcome(
         architecture=family.architecture,
         trainer=asdict(trainer),
@@ -157,8 +166,40 @@ def run(options: argparse.Namespace) -> Outcome:
         traffic=traffic_of(plan, cluster.sources, cluster.destinations, speeds),
         verdict=verdict,
         comparison=comparison,
-        seconds=seconds,
+        seconds=phases.seconds,
     )
+
+
+class _Phases:
+    """Times phases, and tells of them.
+
+    Attributes:
+        seconds: of each that has ended.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """One of them."""
+        self._progress.phase(name, 0)
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+def _of_flag[T](flag: str, make: Callable[[], T]) -> T:
+    """What a flag says.
+
+    Raises:
+        RefitError: naming the flag if that cannot be.
+    """
+    try:
+        return make()
+    except ValueError as error:
+        raise RefitError(f"{flag}: {error}") from error
 
 
 def _part(options: argparse.Namespace) -> PartOf | None:
@@ -171,20 +212,24 @@ def _part(options: argparse.Namespace) -> PartOf | None:
     return None
 
 
-def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mapping[str, int]:
+def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan, plan_options: PlanOptions) -> Mapping[str, int]:
+    """Moves the model, or as many layers of it as fit into memory; what was compared."""
     needed = memory_needed(cluster.tensors, cluster.sources, cluster.destinations)
+    layers: dict[str, int] = {}
     if needed > options.max_memory:
-        raise RefitError(
-            f"carrying this plan out in memory takes {needed / 1e9:.1f} GB and --max-memory is "
-            f"{options.max_memory / 1e9:.1f} GB; verify a smaller model of the same kind, or use the command plan"
-        )
-    return asdict(verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed))
+        sample = sample_layers(cluster, options.max_memory, options.seed)
+        cluster, plan = sample.cluster, sample.cluster.plan(plan_options)
+        prove(plan, cluster.sources, cluster.destinations, plan_options)
+        layers = {"layers": sample.layers, "of_layers": sample.of}
+    return {**asdict(verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed)), **layers}
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs ``plan`` or ``verify`` and prints what came of it; returns the exit status."""
     try:
-        outcome = run(options)
+        with ExitStack() as stack:
+            progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Quiet()
+            outcome = run(options, progress)
     except RefitError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -244,6 +289,8 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
     rows += [("converted", f"{count} parameters of engine ranks: {rule}") for rule, count in sorted(rules.items())]
     if outcome.comparison is not None:
         compared = outcome.comparison
+        if "layers" in compared:
+            rows.append(("sampled", f"{compared['layers']} of {compared['of_layers']} layers fit into --max-memory"))
         rows.append(("compared", f"{compared['elements']} elements equal those of the dense model"))
         rows.append(("padding", f"{compared['untouched']} elements are as they were"))
         rows.append(("staged", f"{_size(compared['peak_staged_bytes'])} at most"))

@@ -1,4 +1,4 @@
-"""Reports the progress of an export."""
+"""Reports the progress of an export or a plan."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ class TerminalProgress:
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
-        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._task is None:
+            return
         if kind is None:
             self._finish()
         self._bars.stop()
@@ -60,6 +61,7 @@ class TerminalProgress:
     def phase(self, name: str, nbytes: int) -> None:
         """Completes the bar before and starts a new one."""
         self._finish()
+        self._bars.start()  # with the first phase: what fails before is told in one line, without an empty one
         amount = f"{nbytes / 1e6:.1f} MB on this rank" if nbytes else ""
         self._task = self._bars.add_task(name, total=nbytes or None, amount=amount)
 

@@ -48,8 +48,8 @@ def main(options: argparse.Namespace) -> int:
 def _push(options: argparse.Namespace, first: bool) -> PushReport:
     directory = checkpoint_model.directory_of(options)
     timeout_s = options.timeout_minutes * 60
-    settings = push_flags.options_from(options, timeout_s)
-    engines = http_engines(options.engines, timeout_s)
+    settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
+    engines = http_engines(options.engines, timeout_s, push_flags.credentials_from(options))
     with checkpoint_model.loaded(options, directory, Quiet()) as found:
         session = RefitSession(found.chunks, engines if first else [], vocab_size=found.vocab_size, options=settings)
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
+from megatron_patches.refit.credentials import Credentials
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions
@@ -57,27 +60,66 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         action="store_true",
         help="push also where an engine keeps a weight in a narrower type than the trainer, and rounds it",
     )
+    parser.add_argument(
+        f"--{prefix}lease",
+        type=float,
+        default=defaults.lease_s,
+        metavar="SECONDS",
+        help="how long engines wait for a sign of life of the trainer before they go on without it; %(default)s by "
+        "default",
+    )
+    parser.add_argument(
+        f"--{prefix}secret-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the secret of the engines, read by the first rank; by default ETP_REFIT_SECRET, or the file "
+        "that ETP_REFIT_SECRET_FILE names, or that in the home directory to which an engine writes one",
+    )
+    parser.add_argument(
+        f"--{prefix}headers-file",
+        type=Path,
+        metavar="FILE",
+        help="file with further headers of requests to engines, such as a proxy wants, one 'Name: value' a line; with "
+        "VLLM_API_KEY set, that key is sent without being told to",
+    )
 
 
-def options_from(args: argparse.Namespace, timeout_s: float, prefix: str = "") -> RefitOptions:
+def credentials_from(args: argparse.Namespace, prefix: str = "") -> Credentials:
+    """What they say that engines are to be shown; arguments as of :func:`options_from`."""
+    start = prefix.replace("-", "_")
+    given = vars(args)
+    return Credentials(secret_file=given[f"{start}secret_file"], headers_file=given[f"{start}headers_file"])
+
+
+def options_from(
+    args: argparse.Namespace, timeout_s: float, prefix: str = "", timeout_flag: str = "timeout"
+) -> RefitOptions:
     """What they say.
 
     Args:
         args: with what :func:`add_flags` added.
         timeout_s: seconds that a step may take after its first party has finished.
         prefix: the same as there.
+        timeout_flag: name, without the prefix, of the flag that ``timeout_s`` is of.
 
     Raises:
-        ValueError: on a value out of range.
+        ValueError: on a value out of range, naming the flag.
     """
     start = prefix.replace("-", "_")
     given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
-    return RefitOptions(
-        transport=named_transport(given["transport"]),
-        staging_bytes=given["staging_bytes"],
-        timeout_s=timeout_s,
-        pause=PauseMode(given["pause"]),
-        memory=MemoryMode(given["memory"]),
-        host=given["host"],
-        allow_narrowing=given["allow_narrowing"],
-    )
+    values: dict[str, tuple[str, Any]] = {
+        "transport": ("transport", named_transport(given["transport"])),
+        "staging_bytes": ("staging-bytes", given["staging_bytes"]),
+        "timeout_s": (timeout_flag, timeout_s),
+        "pause": ("pause", PauseMode(given["pause"])),
+        "memory": ("memory", MemoryMode(given["memory"])),
+        "host": ("host", given["host"]),
+        "allow_narrowing": ("allow-narrowing", given["allow_narrowing"]),
+        "lease_s": ("lease", given["lease"]),
+    }
+    for name, (flag, value) in values.items():
+        try:
+            RefitOptions(**{name: value})
+        except ValueError as error:
+            raise ValueError(f"--{prefix}{flag}: {error}") from error
+    return RefitOptions(**{name: value for name, (_, value) in values.items()})

@@ -25,9 +25,11 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.outbox import Outbox
 from megatron_patches.refit.rendezvous_messages import (
+    BEAT_S,
     FOREVER_S,
     TICK_S,
     Alert,
+    Beat,
     Failure,
     Invitation,
     Join,
@@ -64,6 +66,7 @@ class Rendezvous:
         self._names: dict[int, str] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._gone: dict[int, str] = {}
+        self._culprits: set[int] = set()
         self._steps: dict[int, _Step] = {}
         self._closed = False
         try:
@@ -77,6 +80,12 @@ class Rendezvous:
         self.invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16), parties, timeout_s)
         for target in (self._accept, self._watch):
             threading.Thread(target=target, name=f"refit-rendezvous-{target.__name__}", daemon=True).start()
+
+    @property
+    def culprits(self) -> frozenset[int]:
+        """Parties of which something has failed, that have ended or kept silent; not those that passed that on."""
+        with self._lock:
+            return frozenset(self._culprits)
 
     def check_joined(self, parties: Iterable[int], who: str) -> None:
         """Raises unless all of ``parties`` have joined, whatever has become of them since.
@@ -182,6 +191,7 @@ class Rendezvous:
         if self._closed:
             return
         self._gone[party] = f"{self._names[party]} has ended or closed its connection"
+        self._culprits.add(party)
         logger.debug("refit: %s (%s)", self._gone[party], error)
         self._tell_all(Notice("", party, self._gone[party]))
         for number, step in list(self._steps.items()):
@@ -208,6 +218,8 @@ class Rendezvous:
         if before is None or before.reason is None:  # a failure that was reported for it already stands
             step.outcomes[party] = outcome
         if outcome.reason is not None and step.verdict is None:
+            if all(item.reason != outcome.reason for other, item in step.outcomes.items() if other != party):
+                self._culprits.add(party)
             step.fail()
             self._tell_all(Alert(outcome.step, outcome.reason))
         self._settle(outcome.step)
@@ -225,16 +237,21 @@ class Rendezvous:
         self._steps.pop(number - _REMEMBERED, None)
 
     def _watch(self) -> None:
-        """Ends steps that some party never answered."""
+        """Ends steps that some party never answered, and lets all know that this process is there."""
+        said = time.monotonic()
         while not self._closed:
             time.sleep(TICK_S)
             with self._lock:
+                if time.monotonic() - said > BEAT_S:
+                    said = time.monotonic()
+                    self._tell_all(Beat())
                 for number, step in list(self._steps.items()):
                     if step.verdict is None and time.monotonic() > step.deadline:
                         for party in set(range(self.invitation.parties)) - set(step.outcomes):
                             reason = self._silence(party, step.what)
                             # After a failure elsewhere, a party that is still working is not a cause.
                             known = reason if not step.failed else None
+                            self._culprits |= {party} if known is not None else set()
                             step.outcomes[party] = Outcome(number, step.what, reason=known)
                         self._settle(number)
 
@@ -247,7 +264,7 @@ class Rendezvous:
             "says why it did not join if it did"
         )
 
-    def _tell_all(self, message: Results | Failure | Alert | Notice) -> None:
+    def _tell_all(self, message: Results | Failure | Alert | Notice | Beat) -> None:
         encoded = encode(message)
         for party, outbox in self._outboxes.items():
             if party not in self._gone:

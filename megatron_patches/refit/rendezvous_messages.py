@@ -53,13 +53,21 @@ class Notice(msgspec.Struct, tag=True):
     reason: str | None = None
 
 
+class Beat(msgspec.Struct, tag=True):
+    """The rendezvous is there."""
+
+
+LONGEST_TIMEOUT_S = 3600.0
+"""The longest that a step may wait for a party, whoever asks for it; an engine may answer no request meanwhile."""
+BEAT_S = 1.0
+"""How often it says so."""
 TICK_S = 0.2
 """How often a wait on either side looks around."""
 FOREVER_S = 10.0 * 365 * 86400
 """How long either side listens."""
 
 decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
-decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice).decode
+decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Beat).decode
 encode = msgspec.msgpack.encode
 
 

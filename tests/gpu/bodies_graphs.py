@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import etp
-from etp.collectives.base import GradSink
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.runtime import EtpRuntime
+from etp.stack import Stack as TensorStack
 from tests.gpu.bodies_engine import SIDE, VOCABULARY, Net, one_expert_twins, rows, train_twins
 from tests.support.launch import device
 
@@ -370,23 +370,24 @@ def parts_equal_eager(rank: int, world_size: int, transport: str, maker: str, dt
 class _Sequence:
     """A publication, and gathers and reductions of four groups but for the last one's reduction."""
 
-    SHAPES = ([(48, 64)], [(5, 8)], [(1024, 512)], [(16, 24), (32, 24), (16, 8)])
+    SHAPES = ([(48, 64)], [(5, 8)], [(1024, 512)], [(16, 24)] * 3)
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.size = world_size
         self.generator = torch.Generator(device=device()).manual_seed(rank)
-        self.shards = [[self.random(s) for s in shapes] for shapes in self.SHAPES]
+        self.shards = [TensorStack([self.random(s) for s in shapes]) for shapes in self.SHAPES]
         full = [[(world_size * rows, columns) for rows, columns in shapes] for shapes in self.SHAPES]
-        self.fulls = [[torch.empty(s, device=device()) for s in shapes] for shapes in full]
-        self.wgrads = [[self.random(s) for s in shapes] for shapes in full]
-        self.sums = [[torch.zeros(s, device=device()) for s in shapes] for shapes in self.SHAPES]
-        self.expected = [[torch.zeros(s, device=device()) for s in shapes] for shapes in self.SHAPES]
+        self.fulls = [TensorStack.allocate(len(shapes), shapes[0], torch.float32, device()) for shapes in full]
+        self.wgrads = [TensorStack([self.random(s) for s in shapes]) for shapes in full]
+        self.sums, self.expected = (
+            [TensorStack([torch.zeros(s, device=device()) for s in shapes]) for shapes in self.SHAPES] for _ in range(2)
+        )
 
     def random(self, shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
         return torch.randn(shape, device=device(), generator=self.generator)
 
     def run(self, engine: CopyEngineTransport) -> None:
-        engine.publish([shard for shards in self.shards for shard in shards])
+        engine.publish(self.shards)
         for index, (shards, full) in enumerate(zip(self.shards, self.fulls, strict=True)):
             for event in engine.all_gather(full, shards, "gather").beside:  # type: ignore[attr-defined]
                 torch.cuda.current_stream().wait_event(event)
@@ -395,8 +396,7 @@ class _Sequence:
                 self.reduce(engine, index)
 
     def reduce(self, engine: CopyEngineTransport, index: int) -> None:
-        sinks = [GradSink(total, accumulate=True) for total in self.sums[index]]
-        engine.reduce_scatter(self.wgrads[index], sinks, self.size, "reduce").join()
+        engine.reduce_scatter(self.wgrads[index], self.sums[index], self.size, "reduce", accumulate=True).join()
 
     def change(self) -> None:
         """Other weights and gradients, and nothing gathered."""
@@ -411,12 +411,13 @@ class _Sequence:
         """How many results were compared with the other transport's."""
         pairs = []
         for index, (shards, full) in enumerate(zip(self.shards, self.fulls, strict=True)):
-            theirs = [torch.empty_like(f) for f in full]
+            theirs = TensorStack([torch.empty_like(f) for f in full])
             c10d.all_gather(theirs, shards, "gather").join()
             pairs += list(zip(full, theirs, strict=True))
             if index < 3:
-                sinks = [GradSink(total, accumulate=True) for total in self.expected[index]]
-                c10d.reduce_scatter(self.wgrads[index], sinks, self.size, "reduce").join()
+                c10d.reduce_scatter(
+                    self.wgrads[index], self.expected[index], self.size, "reduce", accumulate=True
+                ).join()
                 pairs += list(zip(self.sums[index], self.expected[index], strict=True))
         for number, (mine, other) in enumerate(pairs):
             assert torch.equal(mine, other), (step, number)

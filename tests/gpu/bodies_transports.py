@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives import select_transport
-from etp.collectives.base import GradSink, Transport
+from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.config import EtpConfig
 from etp.errors import StaleWeightError
+from etp.stack import Stack
 from etp.streams import Lane
 from tests.support.launch import device
 
@@ -25,6 +26,13 @@ def _pair() -> tuple[Transport, CopyEngineTransport]:
     assert group is not None
     c10d = C10dTransport(group, fp32_accumulation=True, timeout_s=60.0, device=device())
     return c10d, CopyEngineTransport(group, device())
+
+
+def _anywhere(tensors: list[torch.Tensor]) -> Stack:
+    """The tensors' values: all of one block but the last, which lies elsewhere where there are several."""
+    if len(tensors) == 1:
+        return Stack(tensors)
+    return Stack([*torch.stack(tensors[:-1]).unbind(0), tensors[-1]])
 
 
 def _busy(seconds_hint: int) -> None:
@@ -38,8 +46,12 @@ def transports_agree(rank: int, world_size: int, dtype: torch.dtype, sink_dtype:
     """Gathers and reductions of both transports have the same bits, whoever is late. Returns how many were compared."""
     c10d, engine = _pair()
     generator = torch.Generator(device=device()).manual_seed(rank)
-    shapes = [[(48, 64)], [(5, 8)], [(1024, 512)], [(16, 24), (32, 24), (16, 8)]]
-    groups = [[torch.randn(s, device=device(), generator=generator).to(dtype) for s in shape] for shape in shapes]
+    shapes = [[(48, 64)], [(5, 8)], [(1024, 512)], [(16, 24)] * 3, [(3, 40)] * 128]
+    groups = [
+        _anywhere([torch.randn(s, device=device(), generator=generator).to(dtype) for s in shape]) for shape in shapes
+    ]
+    # As in Megatron's buffers: from the last to the first.
+    groups.append(Stack([*groups[-1]][::-1]))
     compared = 0
     for step in range(12):
         if step % world_size == rank:
@@ -48,18 +60,21 @@ def transports_agree(rank: int, world_size: int, dtype: torch.dtype, sink_dtype:
             for shards in groups:
                 for shard in shards:
                     shard.add_(torch.randn(shard.shape, device=device(), generator=generator).to(dtype))
-            engine.publish([shard for shards in groups for shard in shards])
+            engine.publish(groups)
         for shards in groups:
             full = [(world_size * s.shape[0], s.shape[1]) for s in shards]
-            ours, theirs = ([torch.full(f, float("nan"), device=device(), dtype=dtype) for f in full] for _ in "ab")
+            ours, theirs = (Stack.allocate(len(full), full[0], dtype, device()) for _ in "ab")
+            for output in (*ours, *theirs):
+                output.fill_(float("nan"))
             engine.all_gather(ours, shards, "gather").join()
             c10d.all_gather(theirs, shards, "gather").join()
-            wgrads = [torch.randn(f, device=device(), generator=generator).to(dtype) for f in full]
+            wgrads = Stack([torch.randn(f, device=device(), generator=generator).to(dtype) for f in full])
             start = [torch.randn(s.shape, device=device(), generator=generator).to(sink_dtype) for s in shards]
-            sinks = [[GradSink(t.clone(), accumulate=step % 2 == 0) for t in start] for _ in range(2)]
-            engine.reduce_scatter(wgrads, sinks[0], world_size, "reduce").join()
-            c10d.reduce_scatter(wgrads, sinks[1], world_size, "reduce").join()
-            results = [*ours, *(s.tensor for s in sinks[0])], [*theirs, *(s.tensor for s in sinks[1])]
+            sinks = [_anywhere([t.clone() for t in start]) for _ in range(2)]
+            accumulate = step % 2 == 0
+            engine.reduce_scatter(wgrads, sinks[0], world_size, "reduce", accumulate=accumulate).join()
+            c10d.reduce_scatter(wgrads, sinks[1], world_size, "reduce", accumulate=accumulate).join()
+            results = [*ours, *sinks[0]], [*theirs, *sinks[1]]
             for mine, other in zip(*results, strict=True):
                 assert torch.equal(mine, other), (step, mine.shape)
                 compared += 1
@@ -81,10 +96,10 @@ def unpublished_is_refused(rank: int, world_size: int) -> str:
     """A shard in storage that was never published cannot be gathered."""
     _, engine = _pair()
     shard = torch.randn(16, 8, device=device())
-    engine.publish([shard])
+    engine.publish([Stack([shard])])
     moved = shard.clone()
     try:
-        engine.all_gather([torch.empty(16 * world_size, 8, device=device())], [moved], "all-gather of w")
+        engine.all_gather(Stack([torch.empty(16 * world_size, 8, device=device())]), Stack([moved]), "all-gather of w")
     except StaleWeightError as error:
         return str(error)
     return ""
@@ -99,11 +114,11 @@ def reductions_of_different_weights(rank: int, world_size: int, folder: str) -> 
     lane = Lane(device())
     for step, name in enumerate(("w", "v", f"only_on_{rank}")):
         wgrad = torch.full((4 * world_size, 8), step + 1.0, device=device())
-        sink = GradSink(torch.zeros(4, 8, device=device()), accumulate=True)
+        sink = torch.zeros(4, 8, device=device())
         label = f"reduce-scatter of {name}'s gradient"
-        lane.start(partial(engine.reduce_scatter, [wgrad], [sink], 1, label)).wait()
+        lane.start(partial(engine.reduce_scatter, Stack([wgrad]), Stack([sink]), 1, label, accumulate=True)).wait()
         if step < 2:
             torch.cuda.synchronize()
-            assert bool((sink.tensor == world_size * (step + 1.0)).all())
+            assert bool((sink == world_size * (step + 1.0)).all())
     torch.cuda.synchronize()
     raise AssertionError("the gradients of different weights were added up")

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from etp.collectives.base import GradSink
 from etp.collectives.sums import accumulate_parts
+from etp.stack import Stack
 from tests.gpu.devices import needs_gpus
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -19,17 +19,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("with_own", [False, True])
 def test_sums_equal_those_of_the_cpu(dtype: torch.dtype, sink_dtype: torch.dtype, ranks: int, with_own: bool) -> None:
-    rank, numel = ranks - 1, 4096 * 3 + 77
-    parts = torch.randn(ranks, numel, device="cuda").to(dtype)
-    start = torch.randn(numel, device="cuda").to(sink_dtype)
+    rank, numel, gradients = ranks - 1, 4096 * 3 + 77, 5
+    parts = torch.randn(ranks, gradients, numel, device="cuda").to(dtype)
+    start = torch.randn(gradients, numel, device="cuda").to(sink_dtype)
     for divisor, accumulate in itertools.product((1, 3), (False, True)):
-        sink, expected = (GradSink(start.clone(), accumulate) for _ in range(2))
+        # Two runs: three that end behind one another, and two from the last to the first.
+        memory = start.clone()
+        sinks = Stack([*memory[:3], memory[4], memory[3]])
         if with_own and ranks > 1:
             others = torch.cat([parts[:rank], parts[rank + 1 :]])
-            accumulate_parts(others, sink, divisor, own=parts[rank].clone(), rank=rank)
+            whole = Stack([parts[:, gradient].contiguous() for gradient in range(gradients)])
+            accumulate_parts(others, sinks, divisor, accumulate=accumulate, own=whole, rank=rank)
         else:
-            accumulate_parts(parts, sink, divisor)
-        on_cpu = GradSink(start.cpu(), accumulate)
-        accumulate_parts(parts.cpu(), on_cpu, divisor)
-        expected.tensor.copy_(on_cpu.tensor)
-        assert torch.equal(sink.tensor, expected.tensor)
+            accumulate_parts(parts, sinks, divisor, accumulate=accumulate)
+        expected = start.cpu()
+        on_cpu = Stack([*expected[:3], expected[4], expected[3]])
+        accumulate_parts(parts.cpu(), on_cpu, divisor, accumulate=accumulate)
+        assert torch.equal(memory.cpu(), expected)

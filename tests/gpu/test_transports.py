@@ -25,7 +25,7 @@ WORLDS = [pytest.param(n, marks=needs_gpus(n)) for n in (2, 4)]
 )
 def test_copy_engine_equals_c10d(world_size: int, dtype: torch.dtype, sink_dtype: torch.dtype) -> None:
     counts = run_on_gpus(bodies.transports_agree, world_size, args=(dtype, sink_dtype))
-    assert counts == [12 * 12] * world_size
+    assert counts == [12 * 2 * (1 + 1 + 1 + 3 + 128 + 128)] * world_size
 
 
 @needs_gpus(2, shared=False)
@@ -33,7 +33,10 @@ def test_processes_that_see_one_gpu_each_copy_from_each_other() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     body = bodies.agree_though_each_sees_one_gpu
-    assert run_distributed(body, 2, None, args=(port,), fresh=True) == [(12 * 12, "CopyEngineTransport")] * 2
+    assert (
+        run_distributed(body, 2, None, args=(port,), fresh=True)
+        == [(12 * 2 * (1 + 1 + 1 + 3 + 128 + 128), "CopyEngineTransport")] * 2
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -188,7 +188,7 @@ def _without_choice_of_attention() -> Iterator[None]:
     yield
 
 
-def _engines(address: str, urls: Sequence[str], _timeout_s: float) -> list[VllmConnection]:
+def _engines(address: str, urls: Sequence[str], *_: object) -> list[VllmConnection]:
     return [VllmConnection(address) for _ in urls]
 
 

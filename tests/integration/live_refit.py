@@ -270,13 +270,13 @@ def killed_body(
         pushing.push(version)
 
 
-def kill_in(owner: Any, name: str, calls: int = 1) -> None:
-    """Ends this process, as the kernel would, in the ``calls``-th call of a method."""
+def kill_in(owner: Any, name: str, calls: int = 1, how: signal.Signals = signal.SIGKILL) -> None:
+    """Ends this process, as the kernel would, in the ``calls``-th call of a method; or lets it hang, with SIGSTOP."""
     original, left = getattr(owner, name), itertools.count(calls - 1, -1)
 
     def method(*args: Any, **kwargs: Any) -> Any:
         if next(left) == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return original(*args, **kwargs)
 
     setattr(owner, name, method)

@@ -155,7 +155,7 @@ def test_a_checkpoint_of_other_layers_is_read_by_its_own_names(root: Path) -> No
 def test_what_cannot_be_built_is_refused_before_the_weights_are_read(root: Path, tmp_path: Path) -> None:
     refusals = {
         "qwen3 --expert-model-parallel-size 2": "--expert-model-parallel-size is 2, but it has no experts",
-        "qwen3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 4": "stages of [0, 4] layers leave",
+        "qwen3 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 4": "4 on the last stage, leave 0",
         "nemotron_h --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3": "cut into 3 chunks",
         "deepseek_v3 --vocab-size 41": "its embedding has 40 rows, padding included, which cannot hold 41 tokens",
     }

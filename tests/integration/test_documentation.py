@@ -22,6 +22,8 @@ from megatron_patches.arguments import add_arguments
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
@@ -33,6 +35,7 @@ def _fenced(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     (example,) = _fenced(ROOT / "README.md", "python")
     assert len(example.splitlines()) < 20
@@ -47,6 +50,7 @@ def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.stdout.count(f"'shards': {2 * 256 * 64 * 4 // 2}") == 2
 
 
+@pytest.mark.slow
 def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
     (training,) = [command for command in _fenced(ROOT / "README.md", "sh") if "--save runs/tiny" in command]
     launcher, *arguments = training.replace("\\\n", " ").split()
@@ -106,6 +110,13 @@ def test_refit_flags_that_are_documented_are_the_flags() -> None:
     options = {option for action in parser._actions for option in action.option_strings if "refit" in option}
     documented = FLAG.findall((ROOT / "docs" / "live_refit.md").read_text())
     assert {flag for flag in documented if "refit" in flag} == options
+
+
+def test_flags_of_grpo_that_are_documented_are_the_flags() -> None:
+    options = set(re.findall(r'"(--grpo-[a-z-]+)"', (ROOT / "examples" / "grpo" / "train.py").read_text()))
+    table = (ROOT / "docs" / "rl.md").read_text().partition("| flag | meaning | default |")[2]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `--grpo-")]
+    assert {flag for row in rows for flag in re.findall(r"--grpo-[a-z-]+", row)} == options
 
 
 @pytest.mark.parametrize("command", ["export", "push", "plan", "verify"])

@@ -219,7 +219,14 @@ def assert_transformers_agrees(path: Path, expected: torch.Tensor, architecture:
 
 @pytest.mark.integration
 @pytest.mark.multiproc
-@pytest.mark.parametrize("cases", [ON_1_RANK, ON_2_RANKS, ON_4_RANKS], ids=["1_rank", "2_ranks", "4_ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(ON_1_RANK, id="1_rank"),
+        pytest.param(ON_2_RANKS, id="2_ranks", marks=pytest.mark.quick),
+        pytest.param(ON_4_RANKS, id="4_ranks"),
+    ],
+)
 def test_logits_of_the_export_equal_megatrons(tmp_path: Path, cases: tuple[Case, ...]) -> None:
     ranks = {ON_1_RANK: 1, ON_2_RANKS: 2, ON_4_RANKS: 4}[cases]
     results = run_megatron(export_cases, ranks, timeout_s=240, args=(cases, str(tmp_path)), fresh=True)

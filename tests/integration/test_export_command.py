@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,25 @@ def test_a_truncated_checkpoint_is_one_line_and_no_output(checkpoint: Path, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
+def test_a_checkpoint_with_one_changed_byte_is_one_line_and_no_output(checkpoint: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    iteration = damaged / "iter_0000002"
+    index = pickle.loads((iteration / ".metadata").read_bytes())
+    places = {key.fqn: place for key, place in index.storage_data.items()}
+    place = next(place for name, place in sorted(places.items()) if name.endswith("linear_fc2.weight"))
+    file = iteration / place.relative_path
+    data = bytearray(file.read_bytes())
+    data[place.offset + place.length // 2] ^= 1
+    file.write_bytes(data)
+    done = export(["--load", str(damaged), "--output", str(tmp_path / "model")])
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: cannot read {iteration}: {place.relative_path}: ")
+    assert "has changed bytes in" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -150,6 +170,8 @@ def test_a_truncated_checkpoint_is_one_line_and_no_output(checkpoint: Path, tmp_
         (["--load", "{tmp}"], "is not a complete checkpoint in the torch_dist format"),
         (["--output", "/proc/out"], "cannot write to /proc"),
         (["--output", "{tmp}"], "is not empty; choose another output directory, or pass --overwrite"),
+        (["--eos-token-id", "-4"], "eos_token_id is -4; tokens are numbered from 0"),
+        (["--bos-token-id", "99999"], "bos_token_id is 99999; the model has "),
         (["--etp-size", "2"], "1 processes cannot be divided by tensor 1 x pipeline 1 x ETP 2 = 2"),
         (["--expert-etp-size", "2"], "expert tensor 1 x expert 1 x expert ETP 2 x pipeline 1 = 2; start a multiple"),
         (["--num-virtual-stages-per-pipeline-rank", "2"], "is 2, but there is one pipeline stage; set --pipeline"),
@@ -165,6 +187,13 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert message in error
     assert error.count("error:") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def test_a_model_has_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(SystemExit):
+            main(["export", "--load", "x", "--output", "y", "--vocab-size", wrong])
+        assert f"'{wrong}' is not a positive number of tokens" in capsys.readouterr().err
 
 
 def test_sizes_are_read_with_their_units() -> None:

@@ -76,6 +76,13 @@ def errors(process: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in process.stderr.splitlines() if line.startswith("megatron_patches: error:")]
 
 
+def last_reason(process: subprocess.CompletedProcess[str]) -> str:
+    """The last thing that torchrun says, but for its frame."""
+    *_, line, frame = process.stderr.splitlines()
+    assert set(frame) == {"="}
+    return line.partition("traceback : ")[2]
+
+
 def test_the_script_runs_as_the_main_program(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -155,7 +162,53 @@ def test_a_refused_setting_ends_with_one_line_from_one_rank() -> None:
     assert errors(process) == [expected]
     # torchrun reports the failed processes with a traceback of its own; there is none of ours.
     assert "megatron_patches/__main__.py" not in process.stderr
+    assert last_reason(process) == expected.removeprefix("megatron_patches: error: ")
     assert "iteration" not in process.stdout
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_a_script_is_the_last_thing_that_torchrun_says(tmp_path: Path, failing: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        f"if os.environ['RANK'] == '{failing}':\n    raise ValueError('rows 7 of 12')\n"
+        "time.sleep(60)\n"
+    )
+    process = launch(str(script), ranks=2)
+    assert process.returncode != 0
+    assert last_reason(process) == "ValueError: rows 7 of 12"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--etp-size", "two"), "argument --etp-size: invalid int value: 'two'; --help lists what there is"),
+        (("--etp-transport", "foo"), "argument --etp-transport: invalid choice: 'foo' (choose from "),
+        (("--etp-sise", "2"), "unrecognized arguments: --etp-sise 2; did you mean --etp-size?"),
+        (
+            ("--etp-size", "2", "--vocab-size", "0"),
+            "--etp-size does not work with --vocab-size below 1; give",
+        ),
+        (
+            ("--etp-size", "2", "--load", "/none"),
+            "--load /none has no checkpoint: there is no latest_",
+        ),
+        (("--etp-size", "2", "--save", "/dev/null/x"), "--save /dev/null/x cannot be written: /dev/null is no folder"),
+        (
+            ("--etp-size", "2", "--etp-transport", "copy_engine"),
+            "--etp-transport copy_engine copies between GPUs",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_mistakes_in_a_command_line_end_with_one_line(flags: tuple[str, ...], message: str) -> None:
+    process = pretrain(*flags, WORLD_SIZE="2", RANK="0")
+    assert process.returncode == 2, process.stderr
+    last = process.stderr.splitlines()[-1]
+    assert errors(process) == [last]
+    assert message in last
+    assert "Traceback" not in process.stderr
+    assert "usage:" not in process.stderr
 
 
 def test_settings_that_do_not_go_together() -> None:

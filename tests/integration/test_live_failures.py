@@ -106,7 +106,7 @@ def test_a_trainer_killed_while_it_pushes_in_place_leaves_the_old_weights(
     with pytest.raises(RanksFailedError):
         run_megatron(killed_body, 2, args=args, timeout_s=120, fresh=True)
     if phase == "committing":
-        # All is received, and nobody has said what to do with it. A server is told by the trainer's resumer.
+        # All is received, and nobody has said what to do with it. A server notices by its lease.
         assert engine.connection.parameters() != before[0]
         engine.connection.call({"call": "abandon"})
     assert engine.state() == before

@@ -33,6 +33,7 @@ from tests.integration.live_refit import (
 from tests.integration.tiny_models import DEEPSEEK_V3, LLAMA, NEMOTRON_H, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
+from tests.support.prepared import engine_release
 from tests.support.vllm_host import VllmHost
 
 pytestmark = [
@@ -109,6 +110,11 @@ class Engine(NamedTuple):
         """Of the trainers that push into it."""
         return PIPELINE_MESHES.get(model, ()) if self.pp > 1 else MESHES[model]
 
+    def skip_unless_it_runs(self) -> None:
+        """VLLM 0.32.0 on CPUs: the last stage of a pipeline has no memory for what the first one sends."""
+        if self.pp > 1 and engine_release() == "0.32.0":
+            pytest.skip("vLLM 0.32.0 answers nothing with a pipeline on CPUs (AssertionError in the last stage)")
+
 
 ENGINES = (Engine(), Engine(tp=2), Engine(pp=2))
 CASES = [(model, engine, mesh) for model in CONFIGS for engine in ENGINES for mesh in engine.meshes(model)]
@@ -175,6 +181,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Engine], 
 def test_a_push_leaves_the_bits_of_a_fresh_engine(
     model: str, engine: Engine, mesh: TrainerMesh, pushed: Callable[[str, Engine], Pushed]
 ) -> None:
+    engine.skip_unless_it_runs()
     found = pushed(model, engine)
     (other, other_answers), (same, same_answers) = found.after[mesh]
     fresh, fresh_answers = found.fresh[2]
@@ -204,7 +211,7 @@ def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Calla
 @pytest.mark.parametrize(
     ("model", "mesh", "engine"),
     [
-        ("qwen3", TrainerMesh(etp=2), Engine()),
+        pytest.param("qwen3", TrainerMesh(etp=2), Engine(), marks=pytest.mark.quick),
         ("llama_tied", TrainerMesh(etp=2), Engine(pp=2)),
         ("qwen3_moe", TrainerMesh(etp=2, expert_etp=2), Engine()),
         ("deepseek_v3", TrainerMesh(etp=2, expert_etp=2), Engine()),
@@ -216,6 +223,7 @@ def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Calla
 def test_after_training_a_push_equals_a_fresh_engine_with_the_export(
     model: str, mesh: TrainerMesh, engine: Engine, tmp_path: Path
 ) -> None:
+    engine.skip_unless_it_runs()
     case, options = Case(mesh, (), CONFIGS[model]), engine.options(model)
     checkpoint = tmp_path / "first"
     run_megatron(export_body, 1, args=(Case(TrainerMesh(), (), CONFIGS[model]), 2, str(checkpoint)))

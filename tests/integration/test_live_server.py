@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -35,26 +37,36 @@ pytestmark = [
 CASE = Case(TrainerMesh(etp=2), (), LLAMA)
 OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 256}
 PROMPT = PROMPTS[0]
+LEASE_S = 4.0
 LENGTH = 200
 
 
 def body(
-    rank: int, world_size: int, url: str, version: int, seed: int, memory: MemoryMode, killed: str
+    rank: int, world_size: int, url: str, version: int, seed: int, memory: MemoryMode, killed: str, note: str = ""
 ) -> dict[str, float]:
-    """Pushes a model; the first rank is killed at ``killed``, or sends it ``slowly``. When, and how long it took."""
+    """Pushes a model. When, and how long it took.
+
+    The first rank is killed at ``killed``, or sends it ``slowly``; with a file ``note`` to write its number to, it is
+    stopped instead.
+    """
     del world_size
     chunks = start(CASE)
     fill(CASE, chunks, seed)
     engines = [HttpEngine(url)] if rank == 0 else []
-    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, memory=memory)
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0, memory=memory, lease_s=LEASE_S)
+    how = signal.SIGSTOP if note else signal.SIGKILL
     with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
         session.prepare()
+        if note and rank == 0:
+            Path(note).write_text(str(os.getpid()), encoding="utf-8")
         if rank == 0 and killed == "slowly":
             slow_down(packets.Sender, "pack_into")
         if rank == 0 and killed == "sending":
-            kill_in(packets.Sender, "pack_into", calls=2)
+            kill_in(packets.Sender, "pack_into", calls=2, how=how)
         if rank == 0 and killed == "committing":
-            kill_in(HttpEngine, "commit", calls=1)
+            kill_in(HttpEngine, "commit", calls=1, how=how)
+        if rank == 0 and killed == "resuming":
+            kill_in(HttpEngine, "resume", calls=1, how=how)
         began = time.monotonic()
         report = session.push(version)
     for engine in engines:
@@ -189,8 +201,8 @@ class Served:
     server: VllmServer
     versions: Iterator[int]
 
-    def push(self, seed: int, memory: MemoryMode, killed: str = "") -> dict[str, float]:
-        args = (self.server.url, next(self.versions), seed, memory, killed)
+    def push(self, seed: int, memory: MemoryMode, killed: str = "", note: str = "") -> dict[str, float]:
+        args = (self.server.url, next(self.versions), seed, memory, killed, note)
         seconds: dict[str, float] = run_megatron(body, 2, args=args, timeout_s=120, fresh=bool(killed))[0]
         return seconds
 
@@ -202,8 +214,9 @@ class Served:
         return self.server.log_probabilities(PROMPTS, replica=replica)
 
     def pauses(self) -> tuple[int, int]:
-        """How often it was paused and resumed."""
-        return self.server.was_asked("sleep"), self.server.was_asked("wake_up")
+        """How often it was paused, and how often it was resumed, or went on by itself."""
+        went_on = self.server.log().count("this server goes on, its prefix cache emptied")
+        return self.server.was_asked("sleep"), self.server.was_asked("wake_up") + went_on
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +246,48 @@ def test_a_trainer_killed_while_the_server_is_paused(served: Served, memory: Mem
     assert seconds["paused"] > (seconds["send"] if memory is MemoryMode.IN_PLACE else 0)
     served.push(2, memory)
     assert served.answers() == before
+
+
+@pytest.mark.parametrize(
+    ("memory", "stopped", "is_new"),
+    [
+        (MemoryMode.BESIDE, "committing", False),
+        (MemoryMode.BESIDE, "resuming", True),
+        (MemoryMode.IN_PLACE, "sending", False),
+        (MemoryMode.IN_PLACE, "committing", False),
+        (MemoryMode.IN_PLACE, "resuming", True),
+    ],
+)
+def test_a_trainer_that_hangs_while_the_server_is_paused(
+    served: Served, memory: MemoryMode, stopped: str, is_new: bool, tmp_path: Path
+) -> None:
+    """The server goes on with the old weights, or the new ones; the trainer is told when it goes on."""
+    served.push(1, memory)
+    new = served.answers()
+    served.push(2, memory)
+    old = served.answers()
+    note, logged = tmp_path / "process", len(served.server.log())
+    began = time.monotonic()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pushing = pool.submit(served.push, 1, memory, stopped, str(note))
+        while "while it had this server paused" not in served.server.log()[logged:]:
+            assert time.monotonic() - began < 60
+            time.sleep(0.1)
+        try:
+            assert served.answers() == (new if is_new else old)
+        finally:
+            os.kill(int(note.read_text(encoding="utf-8")), signal.SIGCONT)
+        if is_new:  # all was done but for what the server has done itself
+            assert pushing.result(60)["paused"] > LEASE_S
+        else:
+            with pytest.raises(RanksFailedError, match=r"heard nothing|ended or closed|has ended"):
+                pushing.result(60)
+    assert served.answers() == (new if is_new else old)
+    log = served.server.log()[logged:]
+    assert "this server goes on, its prefix cache emptied" in log
+    assert "refit: left the trainer at 127.0.0.1:" in log
+    served.push(2, memory)
+    assert served.answers() == old
 
 
 @pytest.mark.parametrize("route", ["pause?mode=keep", "sleep?level=0"])

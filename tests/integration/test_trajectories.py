@@ -11,7 +11,7 @@ from tests.integration.cases import CASES, COUNT_ZEROS, LOG_NORM, Case
 from tests.integration.megatron_run import MegatronPool, Trajectory
 from tests.support.launch import on_gpus
 
-pytestmark = [pytest.mark.integration, pytest.mark.multiproc]
+pytestmark = [pytest.mark.integration, pytest.mark.multiproc, pytest.mark.quick]
 
 STEPS = 20
 TRANSPORTS = ("copy_engine", "c10d") if on_gpus() else ("auto",)

@@ -34,6 +34,7 @@ COMMON: dict[str, object] = {
 HYBRID: dict[str, object] = COMMON | {
     "architectures": ["NemotronHForCausalLM"],
     "hybrid_override_pattern": "M-*E",
+    "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "mamba_num_heads": 8,

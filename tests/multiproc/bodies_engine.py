@@ -7,7 +7,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import etp
-from etp.collectives.base import GradSink, Transport
+from etp.collectives.base import Transport
 from etp.group import WeightGroup
+from etp.stack import Stack as TensorStack
 from etp.streams import InFlight
 from tests.multiproc.models import PlannedFailureError, Tiny, batch, loss_of
 from tests.support.launch import device
@@ -73,15 +74,17 @@ def record(transport: Transport, log: list[str]) -> Transport:
     """Let ``transport`` note when a collective is started and when its result is there."""
     gather, reduce = transport.all_gather, transport.reduce_scatter
 
-    def all_gather(outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(outputs: TensorStack, shards: TensorStack, label: str) -> InFlight:
         name = label.removeprefix("all-gather of ")
         log.append(f"gather {name}")
         return _Recorded(gather(outputs, shards, label), log, f"gathered {name}")
 
-    def reduce_scatter(wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str) -> InFlight:
+    def reduce_scatter(
+        wgrads: TensorStack, sinks: TensorStack, divisor: int, label: str, *, accumulate: bool
+    ) -> InFlight:
         name = label.removeprefix("reduce-scatter of ").removesuffix("'s gradient")
         log.append(f"reduce {name}")
-        return _Recorded(reduce(wgrads, sinks, divisor, label), log, f"reduced {name}")
+        return _Recorded(reduce(wgrads, sinks, divisor, label, accumulate=accumulate), log, f"reduced {name}")
 
     transport.all_gather = all_gather  # type: ignore[method-assign]
     transport.reduce_scatter = reduce_scatter  # type: ignore[method-assign]
@@ -360,7 +363,7 @@ def dtype_changes(rank: int, world_size: int) -> list[str]:
         assert torch.equal(out, expected)
         out.sum().backward()
         assert all(layer.weight.grad.dtype is dtype for layer in model.layers)
-        seen += [str(slot.specs[0].dtype) for slot in runtime.cache.slots()]
+        seen += [str(slot.spec.dtype) for slot in runtime.cache.slots()]
     return seen
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 import etp
+from etp.shard_copy import ShardCopy
 from tests.multiproc.models import Tiny, batch, loss_of
 from tests.multiproc.oracle import rows_of_shard
 from tests.support.launch import device
@@ -73,6 +74,20 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "addmm": lambda: x.new_zeros(ROWS, 3).addmm(weight, x.t()),
         "cosine_similarity": lambda: F.cosine_similarity(x[:, None], weight, dim=-1),
         "linalg_multi_dot": lambda: torch.linalg.multi_dot([weight, x.t()]),
+        "rand_like": lambda: torch.rand_like(weight),
+        "linalg_vector_norm": lambda: torch.linalg.vector_norm(weight),
+        "linalg_svdvals": lambda: torch.linalg.svdvals(weight),
+        "linalg_qr": lambda: torch.linalg.qr(weight),
+        "qr": partial(torch.Tensor.qr, weight),
+        "pairwise_distance": lambda: F.pairwise_distance(weight, weight + 1),
+        "mean": partial(torch.Tensor.mean, weight),
+        "norm": partial(torch.Tensor.norm, weight),
+        "max": lambda: torch.max(weight),
+        "softmax": lambda: weight.softmax(0),
+        "sort": lambda: torch.sort(weight, 0),
+        "cumsum": lambda: weight.cumsum(0),
+        "tril": partial(torch.Tensor.tril, weight),
+        "numpy": partial(torch.Tensor.numpy, weight),
         "cat": lambda: F.linear(x, torch.cat([*model.parameters()])),
         "stack": lambda: torch.stack([*model.parameters()]),
     }
@@ -85,7 +100,7 @@ def functions_of_a_shard(rank: int, world_size: int) -> tuple[dict[str, str], di
         "uniform_ of data": lambda: nn.init.trunc_normal_(weight.data),
     }
     with torch.no_grad():
-        answers = _answers(wrong, (TypeError,)), _answers(drawn, (TypeError,))
+        answers = _answers(wrong, (TypeError, etp.EtpStateError)), _answers(drawn, (TypeError,))
     assert torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])
     return answers
 
@@ -112,11 +127,17 @@ def computed_from_a_shard(rank: int, world_size: int, frozen: bool) -> dict[str,
         "add: twice": lambda: rows + weight * 2,
         "add_": lambda: rows.clone().add_(weight),
         "expand": lambda: weight.expand(2, -1, -1),
+        "__getitem__: flat": lambda: weight.flatten()[:8],
+        "narrow_copy": lambda: weight.view(-1).narrow_copy(0, 0, 8),
+        "cat": lambda: torch.cat([weight.view(-1), weight.abs().flatten()]),
+        "mean": lambda: weight.double().abs().mean(),
         "repeat": lambda: weight.repeat(2, 1),
     }
     answers = _answers(wrong, (etp.EtpStateError,))
     with torch.no_grad():
-        answers |= _answers({f"{name}, no_grad": wrong[name] for name in ("add", "expand")}, (etp.EtpStateError,))
+        answers |= _answers(
+            {f"{name}, no_grad": wrong[name] for name in ("add", "expand", "__getitem__: flat")}, (etp.EtpStateError,)
+        )
     return answers
 
 
@@ -137,7 +158,7 @@ def casts_in_an_evaluation(rank: int, world_size: int) -> dict[str, str]:
     for name, mode in {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.items():
         with mode():
             answers |= _answers({name: lambda: model(_inputs(rank))}, (etp.EtpStateError,))
-            assert type(model[0].weight.double()) is torch.Tensor
+            assert type(model[0].weight.double()) is ShardCopy
     return answers
 
 
@@ -149,15 +170,13 @@ def arithmetic_on_a_shard(rank: int, world_size: int) -> None:
     own, whole = model[0].weight, plain[0].weight
     start, whole_start = own.detach().clone() + 1, whole.detach().clone() + 1
     for weight, begin in ((own, start), (whole, whole_start)):
-        loss = (weight - begin).square().sum() + weight.double().abs().mean() * 8 + weight.flatten().square().sum()
-        loss = (
-            loss + torch.cat([weight.view(-1), weight.abs().flatten()]).norm() * 0 + (weight * 2).clone().sum(1).sum()
-        )
+        loss = (weight - begin).square().sum() + weight.double().abs().sum() / weight.numel() * 8
+        loss = loss + weight.flatten().square().sum() + (weight * 2).clone().sum(1).sum()
         loss.backward()
     expected = rows_of_shard(whole.grad, rank, world_size, ROWS)
-    # The mean is of this rank's rows, all of which rank 0 has.
+    # Rank 0 has all rows.
     assert rank > 0 or torch.equal(torch.as_tensor(own.grad), expected)
-    for made in (own.detach() * 2, own.data + 1, own.detach().clone(), torch.zeros_like(own), own.new_zeros(99, 99)):
+    for made in (own.data + 1, own.detach().sum(0), torch.zeros_like(own), own.new_zeros(99, 99)):
         assert type(made) is torch.Tensor
     assert type(own * 2) is not torch.Tensor
     node = own.expand_as(own).grad_fn.next_functions[0][0]
@@ -218,7 +237,7 @@ def changed_members(rank: int, world_size: int) -> dict[str, str]:
     """Forward passes of a model that has lost a shard, or gained a parameter, since it was sharded."""
 
     def pruned(model: nn.Sequential) -> nn.Module:
-        prune.l1_unstructured(model[0], "weight", amount=0.3)
+        prune.custom_from_mask(model[0], "weight", torch.ones(ROWS, 8, device=device()))
         return model
 
     def reassigned(model: nn.Sequential) -> nn.Module:
@@ -344,9 +363,15 @@ def unfit_optimizers(rank: int, world_size: int) -> dict[str, str]:
     before = etp.full_state_dict(model)
     model(_inputs(rank)).square().sum().backward()
     lbfgs = torch.optim.LBFGS(model.parameters())
+    whole = {
+        "Adafactor": torch.optim.Adafactor(model.parameters()),
+        "Muon": torch.optim.Muon(model.parameters()),
+        "LAMB": type("LAMB", (torch.optim.SGD,), {})(model.parameters()),
+    }
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     answers = _answers(
-        {"early": early.step, "lbfgs": lambda: lbfgs.step(lambda: 0.0), "zero": zero.step},
+        {name: optimizer.step for name, optimizer in whole.items()}
+        | {"early": early.step, "lbfgs": lambda: lbfgs.step(lambda: 0.0), "zero": zero.step},
         (TypeError, etp.EtpStateError),
     )
     assert torch.equal(etp.full_state_dict(model)["0.weight"], before["0.weight"])

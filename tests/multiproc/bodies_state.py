@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import etp
 from tests.multiproc.models import Tiny, batch
@@ -101,3 +109,85 @@ def hidden_shards(rank: int, world_size: int) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def _saved(state: Mapping[str, torch.Tensor]) -> bytes:
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getvalue()
+
+
+def _read(data: bytes) -> dict[str, torch.Tensor]:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _copies_of(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies of a state as people make them, none of which has the state dict's ``_metadata``."""
+    state = model.state_dict()
+    average = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        average[name] = 0.9 * average[name]
+        average[name].add_(param.detach(), alpha=0.1)
+    return {
+        "clones": {name: value.clone() for name, value in state.items()},
+        "cpu": {name: value.cpu() for name, value in state.items()},
+        "bf16": {name: value.to(torch.bfloat16) for name, value in state.items()},
+        "data": {name: param.data for name, param in model.named_parameters()},
+        "data, cloned": {name: param.data.clone() for name, param in model.named_parameters()},
+        "parameters, cast": {name: param.detach().double() for name, param in model.named_parameters()},
+        "average": average,
+    }
+
+
+def copied_states(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """One rank's copies, loaded on all; distributed checkpoints of copies; and what loads, bitwise."""
+    torch.manual_seed(21)
+    model = Tiny().to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    before = etp.full_state_dict(model)
+    answers: dict[str, str] = {}
+
+    def attempt(name: str, run: Callable[[], Any]) -> None:
+        try:
+            run()
+            answers[name] = "no error"
+        except (ValueError, CheckpointException) as error:
+            answers[name] = re.sub(r"\s+", " ", f"{error} {error.__cause__ or ''}")
+
+    for name, state in _copies_of(model).items():
+        attempt(f"dcp: {name}", partial(dcp.save, state, checkpoint_id=f"{folder}/{name}"))
+        files = [_saved(state)]
+        dist.broadcast_object_list(files, src=0)
+        attempt(f"torch: {name}", partial(model.load_state_dict, _read(files[0])))
+        # Each rank's own loads.
+        model.load_state_dict(state)
+        model.load_state_dict(_read(_saved(state)))
+    clones = _copies_of(model)["clones"]
+    etp.load_full_state_dict(model, before)
+    files = [safetensors.torch.save(dict(model.state_dict()))]
+    own = safetensors.torch.load(files[0])
+    dist.broadcast_object_list(files, src=0)
+    attempt("safetensors", lambda: model.load_state_dict(safetensors.torch.load(files[0])))
+    attempt("safetensors, own", lambda: model.load_state_dict(own))
+    others = [_saved(clones)]
+    dist.broadcast_object_list(others, src=0)
+    attempt("marked, of rank 0", lambda: etp.mark_own_shards(model, _read(others[0])))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(etp.mark_own_shards(model, own))
+    for name, value in etp.full_state_dict(model).items():
+        assert torch.equal(value, before[name]), name
+    return answers
+
+
+def what_a_state_dict_says(rank: int, world_size: int) -> list[str]:
+    """Warnings of several state dicts, of etp's own whole one, and of a load."""
+    model = Tiny().to(device())
+    etp.shard_module(model, dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model.load_state_dict(model.state_dict())
+            etp.full_state_dict(model)
+    return [str(one.message) for one in seen]

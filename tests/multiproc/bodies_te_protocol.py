@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -130,4 +135,70 @@ def hooks_of_two_uses(rank: int, world_size: int, shim: str) -> dict[str, dict[s
                 if name in counts:
                     assert torch.equal(seen[name], param.grad), name  # type: ignore[arg-type]
         answers[kind] = counts
+    return answers
+
+
+def chosen_inputs(rank: int, world_size: int, shim: str) -> dict[str, list[list[str]]]:
+    """Which weights have a gradient after ``backward(inputs=...)`` of one weight, and of the input, by layer."""
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+
+    answers: dict[str, list[list[str]]] = {}
+    for kind in KINDS:
+        sharded = _build(kind, bias=False, fuse=False)
+        for param in sharded.parameters():
+            dist.broadcast(param.detach(), src=0)
+        etp.shard_module(sharded, dist.group.WORLD)
+        params = dict(sharded.named_parameters())
+        whole: dict[str, torch.Tensor] = {}
+        for chosen in (None, "weight1" if "weight1" in params else "weight", "x"):
+            sharded.zero_grad()
+            x = torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            inputs = None if chosen is None else [x if chosen == "x" else params[chosen]]
+            _run(sharded, x, kind, recompute=False).square().mean().backward(inputs=inputs)
+            found = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
+            whole = whole or found
+            assert all(torch.equal(grad, whole[name]) for name, grad in found.items())
+            answers.setdefault(kind, []).append(sorted(found))
+    return answers
+
+
+def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, str]:
+    """What is refused of TE's paths that do not ask for weights again, by case."""
+    sys.path.append(shim)
+    import te_cpu_shim  # noqa: F401 - see above
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    answers: dict[str, str] = {}
+
+    def note(case: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            answers[case] = str(error)
+
+    def built(**options: Any) -> Any:
+        return te.GroupedLinear(EXPERTS, IN, OUT, bias=False, params_dtype=torch.float32, device="cpu", **options)
+
+    def sharded(module: nn.Module) -> nn.Module:
+        for param in module.parameters():
+            dist.broadcast(param.detach(), src=0)
+        etp.shard_module(module, dist.group.WORLD)
+        return module
+
+    note("argument", lambda: sharded(built(use_grouped_tensor=True)))
+    note("left out", lambda: sharded(built(use_grouped_tensor=False)))
+    with mock.patch.dict(os.environ, {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        note("variable", lambda: sharded(built()))
+        note("against the variable", lambda: sharded(built(use_grouped_tensor=False)))
+    with mock.patch.dict(os.environ, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}):
+        note("override variable", lambda: sharded(_build("LayerNormLinear", bias=False, fuse=False)))
+    for kind in KINDS:
+        module = sharded(_build(kind, bias=False, fuse=False))
+        high = recipe.Float8BlockScaling(backward_override="high_precision")
+        for case, enabled in ((f"{kind} in FP8", True), (f"{kind} without", False)):
+            with te.autocast(enabled=enabled, recipe=high):
+                note(case, partial(_run, module, torch.randn(ROWS, IN), kind, recompute=False))
     return answers

@@ -391,31 +391,6 @@ def one_reduction_per_iteration(rank: int, world_size: int, scenario: str) -> No
             assert set(twins.runtime.counters.reductions.values()) == {1}
 
 
-def looks_at_whole_matrices(rank: int, world_size: int) -> None:
-    """Adafactor's statistics are of rows and columns: on a shard it does what it does on that part of the matrix."""
-    twins = Twins(build("tiny"), rank, world_size)
-    slices = {
-        name: nn.Parameter(param.local_shard().clone())
-        for name, param in twins.model.named_parameters()
-        if isinstance(param, etp.ETPShardedParam)
-    }
-    optimizers = [
-        torch.optim.Adafactor(params, lr=0.01, foreach=False) for params in (twins.model.parameters(), slices.values())
-    ]
-    for step in range(3):
-        tokens, targets = batch(step, rank, device())
-        twins.model.zero_grad()
-        loss_of(twins.model(tokens), targets).backward()
-        for name, param in twins.model.named_parameters():
-            if name in slices:
-                slices[name].grad = param.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        for name, param in twins.model.named_parameters():
-            if name in slices:
-                assert torch.equal(param.local_shard(), slices[name].detach()), name
-
-
 def compiled(rank: int, world_size: int) -> None:
     """A compiled forward pass, and a compiled step of the optimizer, which dynamo traces after the former."""
     torch.manual_seed(7)

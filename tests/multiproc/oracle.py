@@ -19,6 +19,7 @@ import etp
 from etp.cache import Slot
 from etp.grads import WgradPool
 from etp.shard_grad import ShardGrad
+from etp.stack import Stack
 
 Scenario = Callable[[nn.Module, int, int], Iterator[Any]]
 """``scenario(model, step, data_rank)`` yields each loss to be differentiated, or ``(loss, backward_kwargs)``."""
@@ -192,10 +193,11 @@ def poisoned() -> Iterator[dict[str, int]]:
         counts["claims"] += 1
         return generation
 
-    def poisoned_lease(self: WgradPool, *args: Any, **kwargs: Any) -> torch.Tensor:
-        buffer = lease(self, *args, **kwargs)
+    def poisoned_lease(self: WgradPool, *args: Any, **kwargs: Any) -> Stack:
+        buffers = lease(self, *args, **kwargs)
         counts["leases"] += 1
-        return buffer.fill_(float("nan"))
+        buffers.block().fill_(float("nan"))
+        return buffers
 
     with mock.patch.object(Slot, "claim", poisoned_claim), mock.patch.object(WgradPool, "lease", poisoned_lease):
         yield counts

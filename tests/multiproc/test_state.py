@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.multiproc import bodies_state as bodies
@@ -36,3 +38,24 @@ def test_hooks_that_hide_shards_are_refused() -> None:
     for messages in run_distributed(bodies.hidden_shards, 2):
         assert len(messages) == 2
         assert all(message.startswith("embedding.weight: a hook of the module's state dict") for message in messages)
+
+
+def test_a_copy_of_a_state_says_whose_shards_it_holds(tmp_path: Path) -> None:
+    for rank, answers in enumerate(run_distributed(bodies.copied_states, 2, args=(str(tmp_path),))):
+        another = "embedding.weight: the state holds shard 0 of 2 of a weight of 23 rows, and this rank needs shard 1"
+        for name, answer in answers.items():
+            if name.startswith("dcp"):
+                assert "is this rank's shard, and torch.distributed.checkpoint would take" in answer, (name, answer)
+            elif name.startswith("safetensors"):
+                assert answer.startswith("embedding.weight: the state does not say which of the 2 ranks' shards"), name
+                assert "load etp.mark_own_shards(module, state)" in answer
+            else:
+                assert answer.startswith(another if rank else "no error"), (name, answer)
+        assert len(answers) == 7 * 2 + 3
+
+
+def test_a_state_dict_says_once_what_it_holds() -> None:
+    first, second = run_distributed(bodies.what_a_state_dict_says, 2)
+    assert len(first) == 1
+    assert first[0].startswith("state_dict() of a sharded module holds this rank's shards only: save it on every rank")
+    assert not second  # one rank says it for all

@@ -42,3 +42,27 @@ def test_hooks_run_once_behind_the_last_use() -> None:
         assert len(answers) == len(bodies.KINDS)
         for counts in answers.values():
             assert set(counts.values()) == {3}
+
+
+def test_backward_for_chosen_inputs_gives_no_others_gradients() -> None:
+    for answers in run_distributed(bodies.chosen_inputs, 2, args=(str(SHARED),), fresh=True):
+        assert answers == {
+            "Linear": [["weight"], ["weight"], []],
+            "LayerNormLinear": [["layer_norm_bias", "layer_norm_weight", "weight"], ["weight"], []],
+            "GroupedLinear": [["weight0", "weight1", "weight2"], ["weight1"], []],
+        }
+
+
+def test_paths_of_transformer_engine_that_leave_the_protocol_out_are_refused() -> None:
+    for answers in run_distributed(bodies.paths_past_the_protocol, 2, args=(str(SHARED),), fresh=True):
+        grouped = (
+            "the module: with use_grouped_tensor=True its experts would silently not train; build it with "
+            "use_grouped_tensor=False and without NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM in the environment"
+        )
+        assert answers.pop("argument") == answers.pop("variable") == grouped
+        assert answers.pop("override variable").startswith("the module: NVTE_BACKWARD_OVERRIDE=high_precision makes")
+        assert set(answers) == {"Linear in FP8", "LayerNormLinear in FP8", "GroupedLinear in FP8"}
+        for case, message in answers.items():
+            name = "weight0" if case.startswith("Grouped") else "weight"
+            assert message.startswith(f"{name} is used with a Float8BlockScaling recipe of backward_override='high_")
+            assert "leave backward_override out, and NVTE_BACKWARD_OVERRIDE out of the environment" in message

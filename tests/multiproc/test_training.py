@@ -89,10 +89,6 @@ def test_every_elementwise_optimizer_matches_bitwise(name: str) -> None:
     run_distributed(bodies.matches_with_optimizer, 2, args=(name,))
 
 
-def test_an_optimizer_of_whole_matrices_sees_the_shard_as_its_matrix() -> None:
-    run_distributed(bodies.looks_at_whole_matrices, 2)
-
-
 def test_a_group_of_one_matches() -> None:
     run_distributed(bodies.matches_with_optimizer, 1, args=("sgd",))
 

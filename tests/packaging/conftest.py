@@ -46,7 +46,7 @@ class Environment:
     """A virtual environment with the project installed.
 
     Attributes:
-        kind: "wheel" or "editable".
+        kind: "wheel", "editable", or "engine" for a wheel in an environment without Megatron.
         python: its interpreter.
         sources: the copy of the repository that it was installed from.
     """
@@ -103,6 +103,16 @@ def editable_environment(sources: Path, tmp_path_factory: pytest.TempPathFactory
     return _environment("editable", sources, tmp_path_factory.mktemp("env"), "--editable", str(sources))
 
 
+@pytest.fixture(scope="session")
+def engine_environment(wheel: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with the wheel installed, as an inference engine has it: megatron-core is not there."""
+    seen = tmp_path_factory.mktemp("without-megatron")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("megatron"):
+            (seen / entry.name).symlink_to(entry)
+    return _environment("engine", sources, tmp_path_factory.mktemp("env"), str(wheel), dependencies=seen)
+
+
 @pytest.fixture(params=["wheel", "editable"])
 def environment(request: pytest.FixtureRequest) -> Environment:
     """Each of the two environments in turn."""
@@ -111,13 +121,13 @@ def environment(request: pytest.FixtureRequest) -> Environment:
     return found
 
 
-def _environment(kind: str, sources: Path, folder: Path, *what: str) -> Environment:
+def _environment(kind: str, sources: Path, folder: Path, *what: str, dependencies: Path | None = None) -> Environment:
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     python = folder / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     install = ("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", *what)
     # pip builds with the target's interpreter, which needs setuptools; so the dependencies come first.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site / "dependencies.pth").write_text(f"{dependencies or sysconfig.get_path('purelib')}\n")
     run(sys.executable, "-m", "pip", "--python", python, *install, cwd=folder)
     return Environment(kind, python, sources)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 PACKAGES = {"etp": Path("transformer_engine/etp"), "megatron_patches": Path("megatron_patches")}
 
@@ -22,24 +26,39 @@ def test_wheel_holds_every_source_file_under_its_import_name_and_nothing_else(wh
     assert {name for name in names if ".dist-info/" not in name} == _expected(sources)
 
 
-def test_wheel_states_name_licence_and_requirements(wheel: Path) -> None:
+@pytest.fixture
+def metadata(wheel: Path) -> Message:
     archive = zipfile.ZipFile(wheel)
-    (metadata_name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(archive.read(metadata_name).decode())
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    return Parser().parsestr(archive.read(name).decode())
+
+
+def _required(metadata: Message, extra: str = "") -> dict[str, Requirement]:
+    """What an installation with an extra takes, by name."""
+    found = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    return {one.name: one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})}
+
+
+def test_wheel_states_name_licence_and_requirements(metadata: Message) -> None:
     assert metadata["Name"] == "megatron-etp"
     assert metadata["Version"] == "0.1.0"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.12"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "nixl", "te", "vllm"}
-    required = {line.split(";")[0].strip() for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert required == {
-        "torch<2.13,>=2.11",
-        "megatron-core==0.19.2",
-        "msgspec",
-        "numpy",
-        "psutil",
-        "rich",
-        "safetensors",
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "megatron", "nixl", "te"}
+
+
+def test_an_engines_environment_takes_neither_megatron_nor_a_bound_on_torch(metadata: Message) -> None:
+    """Each release of vLLM wants one release of torch, and newer ones a newer one."""
+    required = _required(metadata)
+    assert set(required) == {"torch", "msgspec", "numpy", "rich", "safetensors"}
+    assert all(required["torch"].specifier.contains(release) for release in ("2.11.0", "2.13.0", "2.14.1", "2.15.0"))
+
+
+def test_a_trainers_environment_takes_the_megatron_that_is_patched(metadata: Message) -> None:
+    added = {name: str(one.specifier) for name, one in _required(metadata, "megatron").items()}
+    assert added == {name: str(one.specifier) for name, one in _required(metadata).items()} | {
+        "megatron-core": "==0.19.2",
+        "psutil": "",
     }
 
 

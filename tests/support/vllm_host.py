@@ -23,8 +23,9 @@ from typing import Any, Self
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
 from tests.support.completion import Completion
-from tests.support.prepared import template_of, variables_of, vllm_on_cpu
+from tests.support.prepared import engine_python, template_of, variables_of, vllm_on_cpu
 from tests.support.template import Process
+from tests.support.vllm_digests import digests_of
 
 _KEY = b"tests"
 _START_S = 240.0
@@ -87,7 +88,7 @@ class VllmHost:
             )
         with self._log.open("w") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.support.vllm_host", self.address, self._options],
+                [engine_python(), "-m", "tests.support.vllm_host", self.address, self._options],
                 env=os.environ | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -197,7 +198,7 @@ class _Served:
         self._engine.resume(reset_cache=reset_cache)
 
     def parameters(self) -> list[dict[str, str]]:
-        found: list[dict[str, str]] = self._llm.collective_rpc(_digests)
+        found: list[dict[str, str]] = self._llm.collective_rpc(digests_of)
         return found
 
     def sabotage(self, rank: int, where: str) -> None:
@@ -222,19 +223,6 @@ class _Served:
         pairs = zip(output.token_ids, output.logprobs, strict=True)
         log_probabilities = [entry[token].logprob for token, entry in pairs]
         return Completion(list(output.token_ids), log_probabilities, answer.num_cached_tokens, output.finish_reason)
-
-
-def _digests(worker: Any) -> dict[str, str]:
-    import hashlib
-
-    import torch
-
-    model = worker.get_model()
-    return {
-        name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if tensor.dim()
-    }
 
 
 def _sabotage(worker: Any, rank: int, where: str) -> None:

@@ -8,10 +8,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from examples.serving import write_byte_tokenizer
 from examples.vllm_process import ON_A_CPU, running_server
+from megatron_patches.refit.credentials import Credentials
 from tests.support.completion import Completion
+from tests.support.prepared import engine_python
 
 MODEL = "under-test"
 _SOME = 4
@@ -20,12 +23,17 @@ _SOME = 4
 class VllmServer:
     """A running server.
 
+    Args:
+        url: its base.
+        log: where its output goes.
+        headers: of requests for inference.
+
     Attributes:
         url: its base.
     """
 
-    def __init__(self, url: str, log: Path) -> None:
-        self.url, self._log = url, log
+    def __init__(self, url: str, log: Path, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.url, self._log, self._headers = url, log, headers
 
     def log_probabilities(
         self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0, replica: int = 0
@@ -35,17 +43,34 @@ class VllmServer:
 
     def post(self, route: str) -> None:
         """Post to a route without a body; raises if it answers with an error."""
-        request = urllib.request.Request(f"{self.url}/{route}", b"", method="POST")  # noqa: S310 - as below
+        request = urllib.request.Request(  # noqa: S310 - as below
+            f"{self.url}/{route}", b"", Credentials().headers(), method="POST"
+        )
         with urllib.request.urlopen(request, timeout=60.0):  # noqa: S310 - as below
             pass
 
+    def log(self) -> str:
+        """All that it has said."""
+        return self._log.read_text()
+
+    def parameters(self) -> list[dict[str, str]]:
+        """Digest of each parameter and buffer, by name, for every worker; if it has ``vllm_digests.EXTENSION``."""
+        request = urllib.request.Request(  # noqa: S310 - as below
+            f"{self.url}/collective_rpc",
+            b'{"method": "digests"}',
+            {"Content-Type": "application/json", **Credentials().headers()},
+        )
+        with urllib.request.urlopen(request, timeout=60.0) as answer:  # noqa: S310 - as below
+            found: list[dict[str, str]] = json.load(answer)["results"]
+        return found
+
     def was_asked(self, route: str) -> int:
         """How many requests for a route it has answered."""
-        return self._log.read_text().count(f'"POST /{route} ') + self._log.read_text().count(f'"POST /{route}?')
+        return self.log().count(f'"POST /{route} ') + self.log().count(f'"POST /{route}?')
 
     def _ask(self, prompt: list[int], timeout_s: float, replica: int) -> list[float]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
-        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(replica)}
+        headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(replica), **self._headers}
         request = urllib.request.Request(  # noqa: S310 - this machine's own server
             f"{self.url}/v1/completions", json.dumps(body).encode(), headers
         )
@@ -100,13 +125,14 @@ def complete(
 
 
 @contextmanager
-def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str) -> Iterator[VllmServer]:
+def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str, api_key: str = "") -> Iterator[VllmServer]:
     """Starts a server of a model with random weights; it ends with the context.
 
     Args:
         config: content of the model's ``config.json``.
         folder: for the model and the log.
         arguments: further ones of the command line.
+        api_key: what requests for inference must show; none by default.
     """
     (folder / "config.json").write_text(json.dumps(config))
     write_byte_tokenizer(folder, 255)
@@ -115,5 +141,7 @@ def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str) -> 
     more += ["--enable-prompt-tokens-details", *arguments]
     # vLLM compiles what counts likelier tokens, and starts a compiler and two Pythons to see what they can do.
     variables = ON_A_CPU | {"TORCH_COMPILE_DISABLE": "1"}
-    with running_server(folder, MODEL, "etp", more, variables, log) as url:
-        yield VllmServer(url, log)
+    if api_key:
+        variables = {**variables, "VLLM_API_KEY": api_key}
+    with running_server(folder, MODEL, "etp", more, variables, log, engine_python()) as server:
+        yield VllmServer(server.url, log, {"Authorization": f"Bearer {api_key}"} if api_key else {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -369,6 +371,44 @@ def test_experts_are_captured_where_megatron_can(settings: dict[str, object], cu
         return
     with pytest.raises(UnsupportedConfigurationError, match=culprit):
         check_graphs(args)
+
+
+def test_folders_of_checkpoints_are_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, file, full = tmp_path / "missing", tmp_path / "file", tmp_path / "full"
+    file.write_text("")
+    full.mkdir()
+    (full / "latest_checkpointed_iteration.txt").write_text("4")
+
+    def checked(**settings: Any) -> None:
+        check(applied("--etp-size", "2", **settings))
+
+    checked(save=str(missing / "deep"), load=str(full))
+    checked(save=str(missing), load=str(missing))
+    checked(load=str(missing), pretrained_checkpoint=str(full))
+    with pytest.raises(UnsupportedConfigurationError, match="/missing has no checkpoint: there is no latest_check"):
+        checked(load=str(missing), save=str(full))
+    with pytest.raises(UnsupportedConfigurationError, match="/missing has no checkpoint: there is no latest_check"):
+        checked(load=str(missing), save=str(missing), exit_on_missing_checkpoint=True)
+    with pytest.raises(UnsupportedConfigurationError, match=r"/file/deep cannot be written: .*/file is no folder"):
+        checked(save=str(file / "deep"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UnsupportedConfigurationError, match=r"/missing cannot be written: .* must not be written"):
+        checked(save=str(missing))
+
+
+def test_a_vocabulary_without_entries() -> None:
+    with pytest.raises(UnsupportedConfigurationError, match="does not work with --vocab-size below 1; give the number"):
+        check(applied("--etp-size", "2", vocab_size=0))
+
+
+def test_variables_of_transformer_engine_with_which_shards_train_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "1")
+    check(applied("--etp-size", "2"))
+    with pytest.raises(UnsupportedConfigurationError, match="USE_FUSED_GROUPED_GEMM in the environment and"):
+        check(applied("--expert-etp-size", "2", num_experts=8))
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
+    with pytest.raises(UnsupportedConfigurationError, match="with NVTE_BACKWARD_OVERRIDE=high_precision in the envir"):
+        check(applied("--etp-size", "2"))
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron warns of what is not installed

@@ -15,6 +15,7 @@ from benchmarks.refit_vllm import main as main_vllm
 from tests.unit.test_performance_documents import REFIT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_way_is_measured_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
@@ -29,6 +30,7 @@ def test_every_way_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_a_way_that_fails_says_why_and_the_next_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--model", "tiny", "--device", "cpu", "--repeats", "1", "--transports", "cuda_ipc", "tcp"]
     assert main(command) == 1

@@ -36,7 +36,7 @@ def only(found: list[Row], system: str, microbatches: int = 1) -> Row:
 
 
 OURS = report(
-    result("none", 1, 100.0),
+    result("none", 1, 100.0, host_ms=80.0),
     result("none", 4, 400.0),
     result("none_graph", 1, 80.0),
     result(
@@ -58,7 +58,10 @@ OURS = report(
 def test_a_row_says_what_was_measured() -> None:
     row = only(rows([OURS]), "etp_copy_engine")
     assert (row.ratio, row.eager_ratio, row.calculated) == (1.1, 1.1, False)
-    assert (row.spread, row.rounds, row.host_ms) == ((108.0, 111.0), 3, 99.5)
+    assert (row.spread, row.rounds) == ((108.0, 111.0), 3)
+    assert row.host_ms == 99.5
+    assert row.host_ratio == pytest.approx(99.5 / 80)
+    assert only(rows([OURS]), "etp_copy_engine", 4).host_ratio is None
     assert row.tokens == pytest.approx(4096 / 0.110)
     assert row.tflops == pytest.approx(SHAPES["llama8b-8l"].flops() / 0.110 / 1e12)
     assert row.held_gib == pytest.approx(3.55)
@@ -112,7 +115,7 @@ def test_the_table_is_markdown_and_lists_failures() -> None:
     assert lines[-1] == "- llama8b-8l on 2 GPUs: PyTorch FSDP2 (Megatron's wrapper); Megatron-FSDP: out of memory"
     copy_engine = next(line for line in lines if line.startswith("| ETP, copy_engine | llama8b-8l | 4 | 1 |"))
     assert copy_engine.split(" | ")[4:8] == ["110.0", "108.0-111.0 (3)", "1.100", "1.100"]
-    assert copy_engine.rstrip(" |").split(" | ")[10:] == ["99.5", "3.55", "1.01", "8.80", "6.0", "4.0"]
+    assert copy_engine.rstrip(" |").split(" | ")[10:] == ["99.5", "1.24", "3.55", "1.01", "8.80", "6.0", "4.0"]
 
 
 def test_a_system_that_was_built_and_never_timed_has_no_row() -> None:
@@ -145,6 +148,18 @@ def test_a_bar_far_longer_than_the_others_is_cut_and_says_so(tmp_path: Path, mon
     assert "3.000 (cut)" in drawn
     assert "1.200<" in drawn
     assert "100.0 ms" in drawn
+
+
+def test_a_plot_of_experts_has_its_title_and_no_empty_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rcParams, "svg.fonttype", "none")
+    moe = report(result("none", 1, 250.0), result("ep", 1, 217.0), shape="qwen3-30b-a3b-6l", gpus=2)
+    plot([OURS, moe], tmp_path / "plot.svg", "Mixture of experts")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert "Mixture of experts<" in drawn
+    assert "qwen3-30b-a3b-6l, 2 GPUs, microbatches: 1<" in drawn
+    assert "qwen3-30b-a3b-6l, 2 GPUs, microbatches: 4" not in drawn
+    assert "expert parallel<" in drawn
+    assert "0.868<" in drawn
 
 
 def test_nothing_to_plot_is_refused(tmp_path: Path) -> None:

@@ -11,8 +11,20 @@ from typing import Any
 import pytest
 
 from benchmarks import run_all
-from benchmarks.run_all import Ended, Job, Time, jobs, obstacle, run_job, run_jobs, summarise, what_went_wrong
+from benchmarks.run_all import (
+    Ended,
+    Job,
+    Time,
+    cannot_run,
+    jobs,
+    possible,
+    run_job,
+    run_jobs,
+    summarise,
+    what_went_wrong,
+)
 from benchmarks.train_shapes import SYSTEMS
+from tests.unit.test_benchmark_report import report, result
 
 JOB = Job("ours", "ours", ("none", "etp_c10d", "none_graph"), 200.0, ("--shape", "test"))
 
@@ -118,13 +130,42 @@ def test_jobs_share_the_time_and_may_use_what_earlier_ones_left(tmp_path: Path) 
 
 
 def test_jobs_come_in_order_of_importance_and_know_their_systems() -> None:
-    every = jobs(("big", "small", "theirs", "ours"))
-    assert [job.name for job in every[:4]] == ["ours", "theirs", "small-ours", "small-theirs"]
-    assert [job.kind for job in every[4:]] == ["big"] * len(every[4:])
+    every = jobs(("big", "small", "moe", "theirs", "ours"))
+    together = ["ours", "theirs", "moe-ours", "moe-theirs", "small-ours", "small-theirs"]
+    assert [job.name for job in every[:6]] == together
+    assert [job.kind for job in every[6:]] == ["big"] * len(every[6:])
     assert {system for job in every for system in job.systems} == set(SYSTEMS)
     assert all("upstream_gtp" not in job.systems or not any(s.startswith("etp") for s in job.systems) for job in every)
-    assert all(job.systems[0] == "none" for job in every[:4])
+    assert all(job.systems[0] == "none" for job in every[:6])
     assert [job.name for job in jobs(["small"])] == ["small-ours", "small-theirs"]
+
+
+def test_jobs_are_left_with_what_is_wanted_and_can_run() -> None:
+    moe = jobs(["moe"])
+    assert "etp_copy_engine_ep2" in moe[0].systems
+    assert [job.systems for job in possible(moe, 4)] == [job.systems for job in moe]
+    assert possible(moe, 2)[0].systems == ("none", "ep", "etp_copy_engine", "etp_c10d")
+    assert [(job.name, job.systems) for job in possible(moe, 2, ["none", "dp"])] == [
+        ("moe-ours", ("none",)),
+        ("moe-theirs", ("none", "dp")),
+    ]
+    assert [job.name for job in possible(moe, 2, ["ep"])] == ["moe-ours"]
+
+
+def test_seconds_of_each_system_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _report("", JOB.systems) | {"seconds": {"none": 11.6, "etp_c10d": 20.2}}
+    _run(tmp_path, _soon(), Processes((Ended(0, ""), report)))
+    assert capsys.readouterr().out == "ours: none 12 s, etp_c10d 20 s\n"
+
+
+def test_a_profile_goes_where_no_report_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert run_all.torchrun(2, profile=True)(JOB, tmp_path / "ours.json", Time(9.0, 9.0)).code == 0
+    command = (tmp_path / "ours.log").read_text()
+    assert command.endswith(f"--shape test --profile {tmp_path}/profiles/ours.json\n")
 
 
 def test_a_real_process_is_ended_in_time_and_its_log_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +225,8 @@ def test_a_machine_without_gpus_is_told_so(capsys: pytest.CaptureFixture[str], m
 
 def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_all, "_PROBE", "print('noise'); print(2)")
-    assert obstacle(2) == ""
-    assert obstacle(4) == "it needs 4 GPUs and PyTorch sees 2"
+    assert cannot_run(2) == ""
+    assert cannot_run(4) == "it needs 4 GPUs and PyTorch sees 2"
 
 
 def test_a_summary_is_made_of_whatever_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,3 +234,18 @@ def test_a_summary_is_made_of_whatever_was_written(tmp_path: Path, capsys: pytes
     summarise(tmp_path)
     assert "not run: the time was up" in (tmp_path / "table.md").read_text()
     assert "no plot: these reports have no results" in capsys.readouterr().out
+
+
+def test_a_mixture_of_experts_has_a_plot_of_its_own(tmp_path: Path) -> None:
+    dense = report(result("none", 1, 100.0), result("etp_c10d", 1, 110.0))
+    moe = report(result("none", 1, 250.0), result("ep", 1, 217.0), shape="qwen3-30b-a3b-6l")
+    for name, written in (("ours", dense), ("moe-ours", moe)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(written))
+    summarise(tmp_path)
+    dense_drawn, moe_drawn = ((tmp_path / f"{name}.svg").read_text() for name in ("plot", "plot-moe"))
+    assert "<!-- Mixture of experts -->" in moe_drawn
+    assert "qwen3" in moe_drawn
+    assert "qwen3" not in dense_drawn
+    assert "llama8b-8l" in dense_drawn
+    table = (tmp_path / "table.md").read_text()
+    assert table.index("llama8b-8l") < table.index("qwen3-30b-a3b-6l")

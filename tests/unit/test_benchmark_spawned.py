@@ -48,6 +48,7 @@ def test_a_rank_that_fails_ends_the_others_and_nothing_is_lost(tmp_path: Path, m
     assert ended(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_time(tmp_path: Path) -> None:
     found: list[str] = []
     with pytest.raises(RuntimeError, match=r"^ranks \[0, 1\] were still busy after 5 s$"):

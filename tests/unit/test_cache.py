@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +15,22 @@ from etp.errors import EtpStateError, StaleWeightError
 CPU = torch.device("cpu")
 
 
-def spec(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[BufferSpec, ...]:
-    return (BufferSpec(shape, dtype, CPU),)
+@dataclass
+class Weight:
+    """An owner of slots."""
+
+    name: str
+    pending: bool = False
+
+    def abandon_gather(self) -> None:
+        """No gather is ever pending."""
+
+
+W, V = Weight("layers.0.weight"), Weight("layers.2.weight")
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32, count: int = 1) -> BufferSpec:
+    return BufferSpec(shape, dtype, CPU, count)
 
 
 ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -35,7 +51,7 @@ def test_groups_of_one_shape_take_slots_in_turn() -> None:
 
 def test_other_shapes_and_dtypes_have_slots_of_their_own() -> None:
     cache = BufferCache(slots_per_shape=1, resident_bytes=0)
-    specs = [spec(8, 4), spec(4, 8), spec(8, 4, dtype=torch.bfloat16), spec(8, 4) * 2]
+    specs = [spec(8, 4), spec(4, 8), spec(8, 4, dtype=torch.bfloat16), spec(8, 4, count=2)]
     assert len({id(cache.get(cache.reserve(each))) for each in specs}) == 4
 
 
@@ -71,7 +87,7 @@ def test_an_address_is_the_same_for_the_life_of_its_ticket() -> None:
     address = slot.buffers[0].data_ptr()
     for round_number in range(5):
         cache.reserve(spec(8, 4))
-        slot.claim(f"weight {round_number}")
+        slot.claim(Weight(f"weight {round_number}"))
         assert cache.get(ticket) is slot
         assert cache.get(ticket).buffers[0].data_ptr() == address
 
@@ -79,16 +95,16 @@ def test_an_address_is_the_same_for_the_life_of_its_ticket() -> None:
 def test_clear_frees_storage_voids_content_and_keeps_tickets() -> None:
     cache = BufferCache(slots_per_shape=1, resident_bytes=64)
     tickets = [cache.reserve(spec(4, 4)), cache.reserve(spec(4, 4))]
-    generations = [cache.get(ticket).claim("w") for ticket in tickets]
+    generations = [cache.get(ticket).claim(W) for ticket in tickets]
     slots = [cache.get(ticket) for ticket in tickets]
     cache.clear()
     assert cache.nbytes() == 0
     for ticket, slot, generation in zip(tickets, slots, generations, strict=True):
         assert cache.get(ticket) is slot
         with pytest.raises(StaleWeightError):
-            slot.check("w", generation)
-        assert slot.claim("w") > generation
-        slot.check("w", slot.generation)
+            slot.check(W, generation)
+        assert slot.claim(W) > generation
+        slot.check(W, slot.generation)
 
 
 def test_a_returned_ticket_is_refused() -> None:
@@ -160,18 +176,18 @@ def test_any_sequence_of_reserving_and_returning_keeps_slots_balanced(per_shape:
 def test_a_claim_takes_the_slot_and_counts() -> None:
     slot = Slot(spec(4, 4))
     assert (slot.owner, slot.generation) == (None, 0)
-    assert slot.claim("first") == 1
-    slot.check("first", 1)
-    assert slot.claim("second") == 2
-    slot.check("second", 2)
+    assert slot.claim(W) == 1
+    slot.check(W, 1)
+    assert slot.claim(V) == 2
+    slot.check(V, 2)
 
 
 def test_a_stale_read_names_both_owners_and_generations() -> None:
     slot = Slot(spec(4, 4))
-    generation = slot.claim("layers.0.weight")
-    slot.claim("layers.2.weight")
+    generation = slot.claim(W)
+    slot.claim(V)
     with pytest.raises(StaleWeightError) as error:
-        slot.check("layers.0.weight", generation)
+        slot.check(W, generation)
     message = str(error.value)
     assert "layers.0.weight reads its gathered weight (generation 1)" in message
     assert "now holds layers.2.weight (generation 2)" in message
@@ -180,20 +196,20 @@ def test_a_stale_read_names_both_owners_and_generations() -> None:
 
 def test_the_owners_own_older_generation_is_stale_too() -> None:
     slot = Slot(spec(4, 4))
-    generation = slot.claim("w")
-    slot.claim("w")
+    generation = slot.claim(W)
+    slot.claim(W)
     with pytest.raises(StaleWeightError, match=r"generation 1.*generation 2"):
-        slot.check("w", generation)
+        slot.check(W, generation)
 
 
 def test_a_claim_stops_autograd_from_reading_what_was_there() -> None:
     slot = Slot(spec(4, 4))
-    slot.claim("w")
+    slot.claim(W)
     gathered = slot.buffers[0].detach()
     gathered.normal_()
     x = torch.randn(2, 4, requires_grad=True)
     y = (x @ gathered.requires_grad_()).sum()
-    slot.claim("v")
+    slot.claim(V)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
@@ -201,7 +217,7 @@ def test_a_claim_stops_autograd_from_reading_what_was_there() -> None:
 def test_slots_allocated_in_inference_mode_serve_training() -> None:
     slot = Slot(spec(4, 4))
     with torch.inference_mode():
-        slot.claim("w")
+        slot.claim(W)
         assert not slot.buffers[0].is_inference()
     x = torch.randn(2, 4, requires_grad=True)
     (x @ slot.buffers[0].detach().normal_()).sum().backward()

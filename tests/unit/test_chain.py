@@ -35,7 +35,7 @@ def predictions(timeline: Timeline[Item], *order: Item) -> list[Item | None]:
     result: list[Item | None] = []
     for item in order:
         timeline.visit(item)
-        result.append(next(timeline.upcoming(), None))
+        result.append(next(iter(timeline.upcoming(1)), None))
     return result
 
 
@@ -44,12 +44,12 @@ def test_nothing_is_predicted_before_the_first_pass_is_complete() -> None:
     timeline.begin()
     assert predictions(timeline, A, B, C) == [None, None, None]
     assert timeline.learned == ()
-    assert timeline.visits == (A, B, C)
+    assert timeline.visits == [A, B, C]
 
 
 def test_a_repeated_pass_is_predicted_throughout() -> None:
     timeline = learn(A, B, C, D)
-    assert list(timeline.upcoming()) == [A, B, C, D]
+    assert list(timeline.upcoming(9)) == [A, B, C, D]
     assert predictions(timeline, A, B, C, D) == [B, C, D, None]
 
 
@@ -78,7 +78,7 @@ def test_one_changed_pass_is_learned_and_predicted_next() -> None:
     timeline = learn(A, B, C)
     predictions(timeline, C, B, A)
     timeline.begin()
-    assert timeline.learned == (C, B, A)
+    assert timeline.learned == [C, B, A]
     assert predictions(timeline, C, B, A) == [B, A, None]
 
 
@@ -86,18 +86,21 @@ def test_an_empty_pass_does_not_erase_what_is_known() -> None:
     timeline = learn(A, B)
     timeline.begin()
     timeline.begin()
-    assert timeline.learned == (A, B)
+    assert timeline.learned == [A, B]
 
 
-def test_seen_and_head_belong_to_the_pass_under_way() -> None:
+def test_visits_belong_to_the_pass_under_way() -> None:
     timeline = learn(A, B)
-    assert timeline.head is None
-    assert not timeline.seen(A)
+    assert (timeline.visits, timeline.visited) == ([], set())
     timeline.visit(B)
-    assert timeline.head is B
-    assert timeline.seen(B)
-    assert not timeline.seen(A)
-    assert len(timeline) == 1
+    assert (timeline.visits, timeline.visited) == ([B], {B})
+
+
+def test_no_more_is_predicted_than_was_asked_for() -> None:
+    timeline = learn(A, B, C, D)
+    timeline.visit(A)
+    assert [list(timeline.upcoming(count)) for count in range(5)] == [[], [B], [B, C], [B, C, D], [B, C, D]]
+    assert list(timeline.beginning(2)) == [A, B]
 
 
 def test_the_first_backward_is_guessed_as_the_forward_reversed() -> None:
@@ -106,7 +109,7 @@ def test_the_first_backward_is_guessed_as_the_forward_reversed() -> None:
     for item in (A, B, C):
         chain.forward.visit(item)
     chain.begin_backward()
-    assert list(chain.backward.upcoming()) == [C, B, A]
+    assert list(chain.backward.upcoming(9)) == [C, B, A]
     assert predictions(chain.backward, C, B, A) == [B, A, None]
 
 
@@ -121,7 +124,7 @@ def test_the_guess_does_not_replace_what_a_backward_pass_taught() -> None:
     for item in (A, B, C):
         chain.forward.visit(item)
     chain.begin_backward()
-    assert list(chain.backward.upcoming()) == [C, A]
+    assert list(chain.backward.upcoming(9)) == [C, A]
 
 
 def test_recompute_and_gradient_visits_interleave_in_the_backward_timeline() -> None:
@@ -134,7 +137,7 @@ def test_recompute_and_gradient_visits_interleave_in_the_backward_timeline() -> 
         # Two checkpointed segments: each is recomputed in forward order, then differentiated in reverse.
         guesses = predictions(chain.backward, C, D, D, C, A, B, B, A)
     assert guesses == [D, D, C, A, B, B, A, None]
-    assert chain.forward.visits == (A, B, C, D)
+    assert chain.forward.visits == [A, B, C, D]
 
 
 def test_neighbours_come_from_the_last_complete_forward() -> None:
@@ -152,7 +155,7 @@ items = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=12)
 @given(items)
 def test_replaying_any_order_predicts_every_visit(order: list[Item]) -> None:
     timeline = learn(*order)
-    assert next(timeline.upcoming()) is order[0]
+    assert timeline.upcoming(1) == order[:1]
     assert predictions(timeline, *order) == [*order[1:], None]
 
 
@@ -161,9 +164,9 @@ def test_any_order_after_any_order_only_predicts_known_items(learned: list[Item]
     timeline = learn(*learned)
     for item in visited:
         timeline.visit(item)
-        upcoming = list(timeline.upcoming())
+        upcoming = list(timeline.upcoming(len(learned)))
         assert upcoming == learned[len(learned) - len(upcoming) :]
-    assert timeline.visits == tuple(visited)
+    assert timeline.visits == visited
 
 
 def follow(sequence: PassSequence[Item], *kinds: Item) -> list[Item | None]:

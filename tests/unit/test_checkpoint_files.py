@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,3 +97,52 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     found = find(tmp_path / "iter_0000007")
     assert found is not None
     assert "iter_0000007: the directory is missing" in found
+
+
+class Runs:
+    """Runs something when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+def test_an_index_that_runs_code_is_refused_and_does_not_run(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "has run"
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data = Runs(mark)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    found = find(folder)
+    assert found is not None
+    assert ".metadata is not what a checkpoint has: it would run pathlib.Path.touch" in found
+    assert "do not load it unless you trust its origin" in found
+    assert not mark.exists()
+
+
+def changed(rank: int, world_size: int, folder: str, part: int, parts: int) -> tuple[str, str, str] | None:
+    del rank, world_size
+    from megatron_patches.checkpoint.integrity import find_changed
+
+    return find_changed(Path(folder), lambda name: name != "left out", part, parts)
+
+
+def test_one_changed_byte_of_a_tensor_is_found_by_the_rank_that_reads_it(folder: Path) -> None:
+    def find_in(part: int, parts: int) -> tuple[str, str, str] | None:
+        return run_distributed(changed, 1, backend=None, args=(str(folder), part, parts))[0]
+
+    assert find_in(0, 1) is None
+    (file,) = folder.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.randn(50, 20, generator=torch.Generator().manual_seed(0)).numpy().tobytes()[:64]) + 33] ^= 4
+    file.write_bytes(data)
+    found = find_in(0, 2)
+    assert found is not None
+    assert found[:2] == ("a", "__0_0.distcp")
+    assert found[2].startswith("has changed bytes in ")
+    assert find_in(1, 2) is None
+    file.write_bytes(bytes(len(data)))
+    found = find_in(0, 1)
+    assert found is not None
+    assert found[2].startswith("is no archive of a tensor any more")

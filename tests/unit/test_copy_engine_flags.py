@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etp.collectives import copy_engine, symmetric
-from etp.collectives.base import GradSink
 from etp.collectives.copy_engine import CopyEngineTransport
 from etp.errors import StaleWeightError
+from etp.stack import PitchedCopy, Stack
 
 _APART = 1 << 40
 """Between the memories of two ranks."""
@@ -77,8 +77,8 @@ class _Driver:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        del destination, source, nbytes, stream
+    def copy_pitched(self, copy: PitchedCopy, stream: int) -> None:
+        del copy, stream
         self._machine.me().program.append(Operation("other"))
 
     def enqueue(self, operations: Operation, stream: int) -> None:
@@ -152,29 +152,29 @@ def machine_of(size: int) -> Iterator[tuple[Machine, list[CopyEngineTransport]]]
 
 
 def _act(transport: CopyEngineTransport, action: str, size: int) -> None:
-    shard = torch.zeros(2, 4)
+    shard, weight = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2 * size, 4)])
     if action == "step":
         transport.publish([shard])
-        transport.all_gather([torch.zeros(2 * size, 4)], [shard], "gather")
+        transport.all_gather(weight, shard, "gather")
         transport.finish_reading()
     elif action == "publish":
         transport.publish([shard])
     elif action == "pair":
         transport.pair("all-reduce", ["a", "b"])
     else:
-        transport.reduce_scatter([torch.zeros(2 * size, 4)], [GradSink(shard, accumulate=True)], size, "reduce")
+        transport.reduce_scatter(weight, shard, size, "reduce", accumulate=True)
 
 
 def test_a_shard_that_was_not_published_is_refused_before_anything_is_copied() -> None:
     with machine_of(3) as (machine, transports):
         machine.current = 1
-        published, other = torch.zeros(2, 4), torch.zeros(2, 4)
+        published, other = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2, 4)])
         transports[1].publish([published])
         before = list(machine.me().program)
         with pytest.raises(
             StaleWeightError, match=r"gather of w on rank 1 \(shard group: ranks \[0, 1, 2\]\): the shard"
         ):
-            transports[1].all_gather([torch.zeros(6, 4)] * 2, [published, other], "gather of w")
+            transports[1].all_gather(Stack([torch.zeros(6, 4)]), other, "gather of w")
         assert list(machine.me().program) == before
 
 
@@ -187,9 +187,9 @@ def test_ranks_that_reduce_different_weights_wait_for_each_other(size: int, othe
             machine.current = rank
             for _ in range(before):
                 _act(transport, "reduce", size)
-            sink = GradSink(torch.zeros(2, 4), accumulate=True)
+            sink, wgrad = Stack([torch.zeros(2, 4)]), Stack([torch.zeros(2 * size, 4)])
             name = "b" if rank == other % size else "a"
-            transport.reduce_scatter([torch.zeros(2 * size, 4)], [sink], size, f"reduce-scatter of {name}'s gradient")
+            transport.reduce_scatter(wgrad, sink, size, f"reduce-scatter of {name}'s gradient", accumulate=True)
         with pytest.raises(AssertionError, match="all wait: ") as waiting:
             machine.run(random.Random(seed))  # noqa: S311
         assert str(waiting.value).count("kind='take'") == size

@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -147,24 +149,49 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     [({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"), ({"async_save": True}, "--async-save")],
 )
 def test_what_needs_cuda_is_refused(settings: dict[str, object], flag: str) -> None:
-    plain = {"cuda_graph_impl": "none", "async_save": False}
+    plain = {"cuda_graph_impl": "none", "async_save": False, "etp_transport": "auto"}
     cpu.check(argparse.Namespace(**plain))
     with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} needs CUDA, which this machine does not have"):
         cpu.check(argparse.Namespace(**plain | settings))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 @pytest.mark.parametrize("variable", ["0", "1"])
 def test_cuda_stays_away_however_torch_looks_for_it(variable: str) -> None:
     """Megatron is told of one device; torch may take the number of devices for an answer."""
     code = "import torch, megatron_patches; megatron_patches.apply(); print(torch.cuda.is_available())"
+    assert printed(code, {"PYTORCH_NVML_BASED_CUDA_CHECK": variable}) == "False"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_device_context_still_holds_for_every_factory() -> None:
+    """Libraries build models on the meta device, and take whatever is not there for computed already."""
+    code = (
+        "import torch, megatron_patches\n"
+        "megatron_patches.apply()\n"
+        "with torch.device('meta'):\n"
+        "    one = torch.ones(2)\n"
+        f"    made = [getattr(torch, name)(2) for name in {[*NOT_LIKE]}] + [torch.full((2,), 1.0)]\n"
+        "    made += [getattr(torch, name)(one) for name in ('zeros_like', 'ones_like', 'empty_like')]\n"
+        "print({tensor.device.type for tensor in made})"
+    )
+    assert printed(code) == "{'meta'}"
+
+
+NOT_LIKE = ("tensor", "zeros", "ones", "empty", "arange", "rand", "randn")
+
+
+def printed(code: str, variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The last line that a Python of its own prints."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": variable, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | variables | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "False"
+    return done.stdout.splitlines()[-1]

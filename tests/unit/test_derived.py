@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from etp.derived import ShardData, ShardDerived
 from etp.errors import EtpStateError
+from etp.group import WeightGroup
 from etp.param import ETPShardedParam
+from etp.shard_copy import ShardCopy
 from tests.support.fake_group import fake_group
 
 ROWS, COLUMNS = 8, 3
@@ -41,15 +43,14 @@ def shard() -> Iterator[Any]:
         (lambda w: w.bfloat16(), True),
         (lambda w: w.view(COLUMNS, ROWS), True),
         (lambda w: torch.zeros(ROWS, COLUMNS) + w, True),
-        (lambda w: w.flatten(), False),
+        (lambda w: w.flatten(), True),
         (lambda w: w.sum(0), False),
         (lambda w: (w * 2).sum(), False),
         (lambda w: w > 0, False),
-        (lambda w: w.detach() * 2, False),
-        (lambda w: (w * 2).detach(), False),
         (torch.ones_like, False),
         (lambda w: w.new_zeros(99, 99), False),
         (lambda w: torch.zeros(ROWS, COLUMNS).add_(w.detach()), False),
+        (lambda w: w.detach().sum(0), False),
     ],
 )
 def test_what_could_pass_for_a_weight_is_marked(shard: Any, function: Callable[[Any], Any], marked: bool) -> None:
@@ -57,6 +58,25 @@ def test_what_could_pass_for_a_weight_is_marked(shard: Any, function: Callable[[
     result = function(shard)
     assert type(result) is (ShardDerived if marked else torch.Tensor)
     assert torch.equal(torch.as_tensor(result), function(plain))
+
+
+def test_copies_keep_the_cut_whatever_is_done_to_them(shard: Any) -> None:
+    own = shard.local_shard().clone()
+    for made, expected in (
+        (shard.detach() * 2, own * 2),
+        ((shard * 2).detach() + 1, own * 2 + 1),
+        (shard.data.double().clone(), own.double()),
+        (0.5 * shard.detach().bfloat16().cpu() + 1, 0.5 * own.bfloat16() + 1),
+        (shard.detach().clone().mul_(3).add_(shard.detach()), own * 3 + own),
+    ):
+        assert type(made) is ShardCopy
+        assert made.etp_cut == (1, 4, 32)
+        assert torch.equal(made, expected)
+    assert type(shard.detach().flatten()) is torch.Tensor
+    other = ShardCopy.of(own.clone(), (2, 4, 32))
+    assert type(shard.detach() + other) is torch.Tensor
+    with pytest.raises(EtpStateError, match=r"linear on a copy of shard 1 of 4: a shard is not its weight"):
+        F.linear(torch.ones(2, COLUMNS), shard.detach())
 
 
 def test_they_are_saved_and_copied_as_plain_tensors(shard: Any) -> None:
@@ -71,8 +91,8 @@ def test_they_are_saved_and_copied_as_plain_tensors(shard: Any) -> None:
     with torch.no_grad():
         computed = shard * 2
     assert type(computed) is ShardDerived
-    copied = copy.deepcopy(computed)
-    assert type(copied) is torch.Tensor
+    copied: Any = copy.deepcopy(computed)
+    assert type(copied) is ShardCopy
     assert copied.data_ptr() != computed.data_ptr()
     assert torch.equal(copied, shard.local_shard() * 2)
 
@@ -91,7 +111,8 @@ def test_gradients_pass_through_marks(shard: Any) -> None:
 def test_without_autograd_only_a_forward_pass_marks(shard: Any, in_forward: bool) -> None:
     shard.driver.in_forward = in_forward
     with torch.no_grad():
-        assert type(shard.double()) is (ShardDerived if in_forward else torch.Tensor)
+        expected: type[torch.Tensor] = ShardDerived if in_forward else ShardCopy
+        assert type(shard.double()) is expected
         with pytest.raises(EtpStateError, match=r"^add on ETPShardedParam\(w: rows 8:16 of \(32, 3\)"):
             torch.add(torch.zeros(2, ROWS, COLUMNS), shard)
 
@@ -114,7 +135,13 @@ def test_a_marked_tensor_is_no_weight(shard: Any, name: str, function: Callable[
 
 
 def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
-    before, data = shard.content_version(), shard.data
+    group = WeightGroup([shard], shard.group)
+
+    def version() -> tuple[object, ...]:
+        group.read_shards(0)
+        return tuple(group.version)
+
+    before, data = version(), shard.data
     assert type(data) is ShardData
     assert data.data_ptr() == shard.data_ptr()
     # Megatron relies on it.
@@ -122,15 +149,17 @@ def test_data_is_an_ordinary_tensor_but_not_drawn_anew(shard: Any) -> None:
     for refused in (data.normal_, lambda: torch.nn.init.uniform_(data), lambda: torch.nn.init.trunc_normal_(data)):
         with pytest.raises(TypeError, match=r"on ETPShardedParam\(.*Initialise before etp\.shard_module"):
             refused()
-    assert shard.content_version() == before
+    assert version() == before
     assert data.mul_(2.0) is data
-    assert shard.content_version() != before
+    assert version() != before
     file = io.BytesIO()
     torch.save(data, file)
     file.seek(0)
-    copies = (data + 1, data.clone(), copy.deepcopy(data), torch.cat([data]), torch.load(file, weights_only=True))
-    assert all(type(made) is torch.Tensor for made in copies)
-    assert torch.equal(copies[-1], data)
+    loaded = torch.load(file, weights_only=True)
+    assert all(type(made) is torch.Tensor for made in (data + 1, torch.cat([data]), loaded))
+    assert torch.equal(loaded, data)
+    copies: tuple[Any, ...] = (data.clone(), copy.deepcopy(data), loaded)
+    assert all(made.etp_cut == (1, 4, 32) for made in copies)
     shard.data = data
     data.copy_(shard.detach() + 1)
     torch.empty_like(data).normal_()

@@ -1,25 +1,30 @@
-"""What each gather comes after: whatever wrote or read its slot before. Streams only note what they are ordered after.
+"""What gathers and gradients come after: whatever wrote or read their memory before.
 
-One process, with transports that copy at once, so that numbers are right whatever the order: what is compared is the
-order that streams and events give.
+One process, with transports that copy at once, so that numbers are right whatever the order. Streams only note what
+they are ordered after: what is compared is the order that streams and events give.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import etp
-from etp.collectives.base import GradSink
 from etp.group import WeightGroup
+from etp.reductions import Reductions
 from etp.runtime import EtpRuntime
+from etp.shard_grad import plain
+from etp.stack import Stack
 from etp.streams import Enqueued, Lane
 
 SIDE = 16
@@ -49,7 +54,7 @@ class Event:
 
 
 class Device:
-    """In the place of ``torch.cuda``; checks every access to gathered weights."""
+    """In the place of ``torch.cuda``; checks every access to gathered weights and to gradients."""
 
     def __init__(self) -> None:
         self.Event = Event
@@ -57,8 +62,12 @@ class Device:
         self._works = 0
         self._written: defaultdict[int, set[int]] = defaultdict(set)
         self._read: defaultdict[int, set[int]] = defaultdict(set)
+        self._fresh: set[object] = set()
+        # An address stands for one tensor: what the CPU's allocator would lend to any stream is not freed.
+        self._kept: list[torch.Tensor] = []
         self.overtaken: list[str] = []
         self.gathers = 0
+        self.reductions = 0
 
     def current_stream(self, device: object = None) -> Stream:
         del device
@@ -72,6 +81,9 @@ class Device:
         finally:
             self._current = former
 
+    def use(self, stream: Stream) -> None:
+        self._current = stream
+
     def work(self, stream: Stream) -> int:
         self._works += 1
         stream.seen.add(self._works)
@@ -80,19 +92,33 @@ class Device:
     def writes(self, buffer: torch.Tensor, streams: Sequence[Stream], label: str) -> None:
         """All of these streams write parts of ``buffer``."""
         address = buffer.data_ptr()
+        self._kept.append(buffer.detach())
         for stream in streams:
             if not self._written[address] <= stream.seen:
-                self.overtaken.append(f"{label} overtakes another gather")
+                self.overtaken.append(f"{label} overtakes another write")
             if not self._read[address] <= stream.seen:
                 self.overtaken.append(f"{label} overtakes a reader")
         self._written[address] = {self.work(stream) for stream in streams}
         self._read[address] = set()
-        self.gathers += 1
 
     def reads(self, buffer: torch.Tensor, label: str) -> None:
         if not self._written[buffer.data_ptr()] <= self._current.seen:
-            self.overtaken.append(f"a reader of {label} overtakes its gather")
+            self.overtaken.append(f"a reader of {label} overtakes its write")
         self._read[buffer.data_ptr()].add(self.work(self._current))
+
+    def allocates(self, fresh: torch.Tensor, label: str) -> None:
+        """The current stream has allocated ``fresh`` and writes it; what is freed, it may write at once."""
+        home, address = self._current, fresh.data_ptr()
+        self._kept.append(fresh.detach())
+        self._written[address], self._read[address] = {self.work(home)}, set()
+
+        def freed(_: object) -> None:
+            self._fresh.discard(reference)
+            if not self._written[address] | self._read[address] <= home.seen:
+                self.overtaken.append(f"{label} is freed while it is used")
+
+        reference = weakref.ref(fresh, freed)
+        self._fresh.add(reference)
 
 
 class Copies:
@@ -102,28 +128,30 @@ class Copies:
         self._device = device
         self._beside = Stream()
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> Enqueued:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> Enqueued:
         calling, end = self._device.current_stream(), Event()
         self._beside.wait_stream(calling)
         for output, shard in zip(outputs, shards, strict=True):
             output.copy_(shard)
             self._device.writes(output, [calling, self._beside], label)
+            self._device.gathers += 1
         end.record(self._beside)
         return Enqueued(end)
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> Enqueued:
-        del divisor, label
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> Enqueued:
+        del divisor
         for wgrad, sink in zip(wgrads, sinks, strict=True):
-            (sink.tensor.add_ if sink.accumulate else sink.tensor.copy_)(wgrad)
+            self._device.reads(wgrad, label)
+            self._device.reductions += 1
+            self._device.writes(sink, [self._device.current_stream()], f"the sum of {label}")
+            (sink.add_ if accumulate else sink.copy_)(wgrad)
         return Enqueued()
 
 
 class Publishes(Copies):
     """One to which weights are published."""
 
-    def publish(self, shards: Sequence[torch.Tensor]) -> None:
+    def publish(self, groups: Sequence[Stack]) -> None:
         """Nothing to copy."""
 
 
@@ -131,7 +159,7 @@ class Publishes(Copies):
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Every lane of the test has a stream of this device."""
     machine = Device()
-    made, take = Lane.__init__, WeightGroup.take
+    made, take, lease = Lane.__init__, WeightGroup.take, Reductions.buffer
 
     def with_stream(self: Lane, device: torch.device) -> None:
         made(self, device)
@@ -143,6 +171,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
             machine.reads(weight, self.name)
         return weights
 
+    def lent(self: Reductions, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = lease(self, group, index, dtype)
+        machine.writes(buffer, [machine.current_stream()], f"the gradient of {group.name}")
+        return buffer
+
+    monkeypatch.setattr(Reductions, "buffer", lent)
     monkeypatch.setattr(Lane, "__init__", with_stream)
     monkeypatch.setattr(WeightGroup, "take", read)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -183,7 +217,7 @@ def test_no_gather_overtakes_who_used_its_slot_before(
 ) -> None:
     """Also not one that nobody took, as where an iteration was predicted to go on like the one before."""
     model, runtime = sharded(device, transport, prefetch_depth=depth, reuse_across_forwards=reuse)
-    assert len({len({g.specs for g in runtime.groups})}) == 1, "slots are shared across process groups"
+    assert len({len({g.spec for g in runtime.groups})}) == 1, "slots are shared across process groups"
     x = torch.randn(2, SIDE, requires_grad=True)
 
     def train(microbatches: int, *, last: bool = True) -> None:
@@ -218,12 +252,103 @@ def test_a_gather_comes_after_one_on_another_lane_that_was_abandoned(device: Dev
     assert dense.slot is expert.slot
     gathers = runtime._gathers
     for first, second in ((dense, expert), (expert, dense)):
-        gathers._make_room(first)
         gathers._issue(first, runtime._routes.of(first))
         assert first.pending
-        gathers._make_room(second)
-        assert not first.pending
         gathers._issue(second, runtime._routes.of(second))
+        assert not first.pending
+    assert device.overtaken == []
+
+
+class Then(torch.autograd.Function):
+    """Call one function where the forward pass goes by and another where the backward pass does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: Callable[[], None], backward: Callable[[], None]) -> torch.Tensor:
+        ctx.backward_call = backward
+        forward()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.backward_call()
+        return grad, None, None
+
+
+class FreshGradient(torch.autograd.Function):
+    """A linear whose gradient is a tensor of its own, as that of an embedding is, and not in a leased buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, device: Device) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.device = weight, device
+        return F.linear(x, weight.materialize()[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        out = grad @ ctx.weight.materialize()[0]
+        wgrad = grad.t() @ x
+        ctx.device.allocates(wgrad, f"the fresh gradient of {ctx.weight.fqn}")
+        ctx.weight.reduce_wgrads([wgrad])
+        return out, None, None
+
+
+class Branches(nn.Module):
+    """Layers of two sizes in random order on two streams, which meet at the start and at the end only."""
+
+    def __init__(self, device: Device, order: random.Random) -> None:
+        super().__init__()
+        self.device, self.side = device, Stream()
+        self.small = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(5))
+        self.large = nn.ModuleList(nn.Linear(SIDE, 3 * SIDE, bias=False) for _ in range(3))
+        # Each weight as often as it is here; some twice, in which case its gradients are added locally.
+        layers = [*self.small, *self.large, *order.choices([*self.small, *self.large], k=2)]
+        order.shuffle(layers)
+        self.plan = [(layer, order.random() < 0.5, order.random() < 0.3) for layer in layers]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, side = self.device.current_stream(), self.side
+
+        def hop(x: torch.Tensor, to: Stream) -> torch.Tensor:
+            former = self.device.current_stream()
+            return cast("torch.Tensor", Then.apply(x, lambda: self.device.use(to), lambda: self.device.use(former)))
+
+        ends = {
+            False: x,
+            True: Then.apply(x, lambda: side.wait_stream(main), lambda: main.wait_stream(side)),
+        }
+        for layer, beside, fresh in self.plan:
+            y = hop(ends[beside], side if beside else main)
+            y = FreshGradient.apply(y, layer.weight, self.device) if fresh else layer(y)
+            ends[beside] = hop(y[:, :SIDE].contiguous(), main)
+        end = Then.apply(ends[True], lambda: main.wait_stream(side), lambda: side.wait_stream(main))
+        return ends[False] + end
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("once", [False, True])
+def test_two_compute_streams_overtake_nobody(device: Device, seed: int, once: bool) -> None:
+    order = random.Random(seed)  # noqa: S311
+    torch.manual_seed(seed)
+    model = Branches(device, order)
+    config = etp.EtpConfig(
+        pad_for_alignment=1,
+        prefetch_depth=order.choice([0, 1, 2]),
+        reduce_once_per_iteration=once,
+        reuse_across_forwards=order.random() < 0.5,
+    )
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    cast("dict[Any, Any]", runtime.transports)[dist.group.WORLD] = Copies(device)
+    for _ in range(3):
+        x = torch.randn(2, SIDE)
+        for _ in range(2):
+            model(x.requires_grad_()).square().sum().backward()
+        etp.wait_async_comms(model)
+        for param in model.parameters():
+            device.reads(plain(param.grad), "a gradient")
+        model.zero_grad()
+        runtime.mark_weights_changed()
+    assert device.reductions >= 3 * (8 if once else 16)
     assert device.overtaken == []
 
 

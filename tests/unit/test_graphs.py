@@ -27,6 +27,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     numbers: list[int] = []
     monkeypatch.setattr(GraphModes, "current_capture", lambda *_: numbers[-1] if numbers else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("etp.reductions._captured_now", lambda _: bool(numbers))
     yield numbers
     dist.destroy_process_group()
@@ -90,7 +91,7 @@ def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]
 
 def test_a_penalty_is_captured_behind_the_reduction_into_the_same_gradient(capture: list[int]) -> None:
     model, runtime = sharded(pad_for_alignment=1)
-    plain = [param.detach().clone().requires_grad_() for param in model.parameters()]
+    plain = [cast("Any", param).local_shard().clone().requires_grad_() for param in model.parameters()]
     cast("dict[Any, Any]", runtime.transports)[dist.group.WORLD] = Overlaps()
     x = torch.ones(2, SIDE)
     with capturing(capture, 1):
@@ -344,7 +345,7 @@ def test_a_captured_part_returns_its_gradient_and_runs_hooks_at_the_replay(captu
 
 def test_an_unreserved_ticket_of_a_pinned_cache_keeps_its_storage() -> None:
     cache = BufferCache(slots_per_shape=1, resident_bytes=0)
-    ticket = cache.reserve((SPEC,))
+    ticket = cache.reserve(SPEC)
     (buffer,) = cache.get(ticket).buffers
     cache.pin()
     cache.unreserve(ticket)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache
-from etp.collectives.base import GradSink
 from etp.errors import EtpStateError, StaleWeightError
-from etp.group import GatherState, ReduceState, WeightGroup
+from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.stack import Stack
 from etp.streams import Enqueued, InFlight, Lane
 from tests.support.fake_group import fake_group
 
@@ -26,6 +26,9 @@ class FakeShard:
     def __init__(self, name: str, *, requires_grad: bool = True) -> None:
         self.fqn = name
         self.requires_grad = requires_grad
+        self.has_reduce_hooks = False
+        self._former_versions = 0
+        self._data: torch.Tensor | None = None
         self.layout = ShardLayout((10, 3), RANKS, 1)
         self.data = torch.randn(self.layout.shard_shape)
         self.joined: list[tuple[WeightGroup, int]] = []
@@ -33,11 +36,12 @@ class FakeShard:
     def local_shard(self) -> torch.Tensor:
         return self.data
 
-    def content_version(self) -> tuple[int, int]:
-        return self.data._version, self.data.data_ptr()
+    @property
+    def _version(self) -> int:
+        return self.data._version
 
-    def placement(self) -> tuple[torch.dtype, torch.device]:
-        return self.data.dtype, self.data.device
+    def data_ptr(self) -> int:
+        return self.data.data_ptr()
 
     def join_group(self, group: WeightGroup, index: int) -> None:
         self.joined.append((group, index))
@@ -70,15 +74,13 @@ class Copies:
         self.started: list[str] = []
         self.joined: list[str] = []
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         for output, shard in zip(outputs, shards, strict=True):
             output.copy_(shard.repeat(RANKS, 1))
         self.started.append(label)
         return Done(self.joined, label)
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> InFlight:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         raise NotImplementedError
 
 
@@ -93,7 +95,7 @@ class Fails(Copies):
         super().__init__()
         self._where = where
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         where, self._where = self._where, ""
         if where == "start":
             raise PlannedError
@@ -122,40 +124,16 @@ def gather(group: WeightGroup, transport: Copies, *, pass_number: int = 0, epoch
     group.issue_gather(transport, LANE, pass_number=pass_number, epoch=epoch, waits=None)
 
 
-def drive(group: WeightGroup, state: GatherState | ReduceState) -> None:
-    """From NONE to a state, by allowed steps."""
-    for name in ("ISSUED", "READY")[: ("NONE", "ISSUED", "READY").index(state.name)]:
-        if isinstance(state, ReduceState):
-            group.set_reduce_state(ReduceState[name])
-        else:
-            group._set_gather_state(GatherState[name])
-
-
-@pytest.mark.parametrize("machine", [GatherState, ReduceState], ids=["gather", "reduce"])
-@pytest.mark.parametrize("old", ["NONE", "ISSUED", "READY"])
-@pytest.mark.parametrize("new", ["NONE", "ISSUED", "READY"])
-def test_every_transition_is_allowed_or_raises_with_the_weights_name(
-    world: dist.ProcessGroup, machine: type[GatherState | ReduceState], old: str, new: str
-) -> None:
+def test_a_second_reduction_waits_for_the_end_of_the_first(world: dist.ProcessGroup) -> None:
     group = WeightGroup([FakeShard("layers.7.weight")], world)
-    drive(group, machine[old])
-    setter = group.set_reduce_state if machine is ReduceState else group._set_gather_state
-    if (old, new) in {("NONE", "ISSUED"), ("ISSUED", "READY"), ("READY", "NONE")}:
-        setter(machine[new])  # type: ignore[arg-type]
-        return
-    successor = {"NONE": "ISSUED", "ISSUED": "READY", "READY": "NONE"}[old]
-    kind = "reduce" if machine is ReduceState else "gather"
-    with pytest.raises(EtpStateError) as error:
-        setter(machine[new])  # type: ignore[arg-type]
-    assert str(error.value) == f"layers.7.weight: {kind} cannot go from {old} to {new} (next is {successor})"
-
-
-def test_states_of_one_machine_leave_the_other_alone(world: dist.ProcessGroup) -> None:
-    group = WeightGroup([FakeShard("w")], world)
-    drive(group, GatherState.READY)
-    assert group.reduce_state is ReduceState.NONE
-    drive(group, ReduceState.ISSUED)
-    assert group.gather_state is GatherState.READY
+    for _ in range(2):
+        group.begin_reduction(8)
+        assert group.reducing
+        with pytest.raises(EtpStateError, match=r"a gradient of layers\.7\.weight is being reduced already"):
+            group.begin_reduction(8)
+        group.end_reduction()
+        assert not group.reducing
+    assert (group.reductions, group.reduced_bytes, group.pending) == (2, 16, False)
 
 
 def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dist.ProcessGroup) -> None:
@@ -164,11 +142,10 @@ def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dis
     group.attach(BufferCache(1, 0))
     assert (group.name, group.size, group.nbytes) == ("a (+1)", RANKS, 2 * 12 * 3 * 4)
     gather(group, transport)
-    assert group.gather_state.name == "ISSUED"
     assert group.pending
     assert transport.joined == []
     weights = group.take(LANE)
-    assert group.gather_state is GatherState.NONE
+    assert not group.pending
     assert transport.joined == ["all-gather of a (+1)"]
     for weight, shard, buffer in zip(weights, shards, group.slot.buffers, strict=True):
         assert tuple(weight.shape) == (10, 3)
@@ -183,13 +160,13 @@ def test_gathering_twice_without_taking_is_refused(world: dist.ProcessGroup) -> 
     group, transport = WeightGroup([FakeShard("w")], world), Copies()
     group.attach(BufferCache(1, 0))
     gather(group, transport)
-    with pytest.raises(EtpStateError, match="w: gather cannot go from ISSUED to ISSUED"):
+    with pytest.raises(EtpStateError, match="w is being gathered already"):
         gather(group, transport)
 
 
 def test_a_group_without_a_buffer_says_so(world: dist.ProcessGroup) -> None:
     group = WeightGroup([FakeShard("w")], world)
-    assert not group.holds(0)
+    assert not group.holds(0, gathered_in=None)
     with pytest.raises(EtpStateError, match="w has no gather buffer yet"):
         _ = group.slot
 
@@ -213,29 +190,30 @@ def test_a_slot_holds_a_weight_until_it_changes_or_is_overwritten(world: dist.Pr
         each.attach(cache)
     gather(group, transport)
     group.take(LANE)
-    assert group.holds(0)
-    assert not group.holds(1), "an announced change"
+    assert group.holds(0, gathered_in=None)
+    assert not group.holds(1, gathered_in=None), "an announced change"
     shard.data.add_(1.0)
-    assert not group.holds(0), "a counted change"
+    group.read_shards(0)
+    assert not group.holds(0, gathered_in=None), "a counted change"
     gather(group, transport)
     group.take(LANE)
-    assert group.holds(0)
+    assert group.holds(0, gathered_in=None)
     shard.data = shard.data.clone()
-    assert not group.holds(0), "other storage"
+    group.read_shards(0)
+    assert not group.holds(0, gathered_in=None), "other storage"
     gather(group, transport)
     group.take(LANE)
     gather(other, transport)
-    assert not group.holds(0), "another weight in the slot"
+    assert not group.holds(0, gathered_in=None), "another weight in the slot"
 
 
 def test_an_abandoned_gather_is_waited_for_and_frees_its_slot(world: dist.ProcessGroup) -> None:
     group, transport = WeightGroup([FakeShard("w")], world), Copies()
     group.attach(BufferCache(1, 0))
     gather(group, transport)
-    assert group.slot.tenant is group
+    assert group.slot.owner is group
     group.abandon_gather()
     assert transport.joined == ["all-gather of w"]
-    assert group.slot.tenant is None
     assert not group.pending
     group.abandon_gather()
     assert transport.joined == ["all-gather of w"]
@@ -258,13 +236,12 @@ def test_what_a_failed_gather_left_is_taken_for_no_weight(
         then(group, *[LANE] * (then is WeightGroup.take))
     for each in (group, other):
         assert not each.pending
-        assert not each.holds(0)
-    assert group.slot.tenant is None
+        assert not each.holds(0, gathered_in=None)
     with pytest.raises(StaleWeightError, match="w reads"):
         group.take(LANE)
     gather(group, transport)
     assert torch.equal(group.take(LANE)[0], group.shards[0].local_shard().repeat(RANKS, 1)[:10])
-    assert group.holds(0)
+    assert group.holds(0, gathered_in=None)
 
 
 def test_a_slot_without_memory_leaves_its_group_as_it_was(
@@ -277,7 +254,7 @@ def test_a_slot_without_memory_leaves_its_group_as_it_was(
         with pytest.raises(torch.OutOfMemoryError):
             gather(group, Copies())
     assert not group.pending
-    assert not group.holds(0)
+    assert not group.holds(0, gathered_in=None)
     gather(group, Copies())
     group.take(LANE)
 
@@ -295,11 +272,12 @@ def test_a_new_dtype_takes_a_new_ticket_and_returns_the_old_one(world: dist.Proc
     group.attach(cache)
     assert group.slot is old
     shard.data = shard.data.to(torch.bfloat16)
+    group.read_shards(0)
     group.attach(cache)
     assert group.slot is not old
     assert not old.allocated
     assert cache.slots() == [group.slot]
-    assert group.slot.specs[0].dtype is torch.bfloat16
+    assert group.slot.spec.dtype is torch.bfloat16
 
 
 def test_an_empty_group_is_refused(world: dist.ProcessGroup) -> None:

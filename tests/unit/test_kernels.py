@@ -9,8 +9,8 @@ import os
 import pytest
 import torch
 
-from etp.collectives.base import GradSink
 from etp.collectives.sums import accumulate_parts
+from etp.stack import Stack
 from tests.support.launch import run_distributed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -29,17 +29,19 @@ def equals_pytorch(rank: int, world_size: int) -> int:
     compared = 0
     cases = itertools.product(PARTS, SUMS, (1, 17, 4096, 5000), (False, True), (None, 0, 2), (1, 3))
     for dtype, target, numel, accumulate, place, divisor in cases:
-        rows = torch.randn(3, numel).to(dtype)
+        rows = torch.randn(3, 3, numel).to(dtype)
         # A part's sign survives where all parts are negative zeros.
-        rows[:, 0] = -0.0
-        own = None if place is None else rows[place].clone()
+        rows[:, :, 0] = -0.0
+        own = None if place is None else Stack(rows.transpose(0, 1).contiguous().unbind(0))
         parts = rows if place is None else torch.cat([rows[:place], rows[place + 1 :]])
-        sink = GradSink(torch.randn(numel).to(target), accumulate)
-        out = sink.tensor.clone()
-        accumulate_parts(parts, sink, divisor, own=own, rank=place or 0)
-        kernels.accumulate_parts(parts, out, divisor, own, place or 0, accumulate=accumulate)
-        assert torch.equal(out, sink.tensor)
-        assert torch.equal(out.signbit(), sink.tensor.signbit())
+        memory = torch.randn(4, numel).to(target)
+        out = memory.clone()
+        # From the last to the first, and one further on.
+        expected, sinks = (Stack([place[2], place[1], place[3]]) for place in (memory, out))
+        accumulate_parts(parts, expected, divisor, accumulate=accumulate, own=own, rank=place or 0)
+        kernels.accumulate_parts(parts, sinks, divisor, own, place or 0, accumulate=accumulate)
+        assert torch.equal(out, memory)
+        assert torch.equal(out.signbit(), memory.signbit())
         compared += 1
     return compared
 
@@ -68,6 +70,9 @@ def sums_parts_far_apart(rank: int, world_size: int) -> list[float]:
             own,
             out,
             numel,
+            numel,
+            0,
+            0,
             1.0,
             rank=0,
             world=ranks + has_own,

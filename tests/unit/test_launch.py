@@ -119,6 +119,7 @@ def test_a_process_that_aborts_says_where() -> None:
         run_distributed(abort_on_rank, 1, backend=None, args=(0,))
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_the_timeout_and_shows_where_it_stands() -> None:
     run_distributed(process_id, 2)  # so that starting workers does not count
     started = time.monotonic()

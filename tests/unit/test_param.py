@@ -86,15 +86,21 @@ def test_assigning_data_is_a_change_and_reading_it_is_none(world: dist.ProcessGr
     """The same address is no proof of the same values: a swapped-in average is trained on, and swapped in again."""
     param = ETPShardedParam.from_full(torch.randn(10, 3), world, pad_for_alignment=4)
     average, other = torch.randn(4, 3), torch.randn(4, 3)
+    group = WeightGroup([param], world)
+
+    def version() -> tuple[object, ...]:
+        group.read_shards(0)
+        return group.version
+
     param.data = average
-    before = param.content_version()
+    before = version()
     param.data = other
     average.mul_(2.0)
     param.data = average
-    after = param.content_version()
+    after = version()
     assert after != before
     assert torch.equal(param.data, average)
-    assert param.content_version() == after
+    assert version() == after
 
 
 def test_its_name_says_which_rows_of_what(world: dist.ProcessGroup) -> None:
@@ -123,9 +129,16 @@ def test_a_weight_is_in_one_group(world: dist.ProcessGroup) -> None:
 
 def test_ordinary_operations_give_plain_tensors(world: dist.ProcessGroup) -> None:
     param = ETPShardedParam.from_full(torch.randn(8, 3), world)
-    for result in (param * 2, param.detach(), torch.zeros_like(param), param.sum(), param.norm(), param.clone()):
+    for result in (param * 2, param.detach(), torch.zeros_like(param), param.sum(), param.clone()):
         assert type(result) is torch.Tensor
     assert param.data.shape == param.shape
+
+
+def test_its_number_of_elements_is_that_of_the_weight(world: dist.ProcessGroup) -> None:
+    """As ``sum(p.numel() for p in model.parameters())`` counts a model's; the shard has padding rows here."""
+    param = ETPShardedParam.from_full(torch.randn(41, 3), world, pad_for_alignment=4)
+    assert (param.numel(), param.nelement(), torch.numel(param)) == (123, 123, 123)
+    assert param.local_shard().numel() == param.data.numel() == param.shape.numel() == 36
 
 
 def test_a_module_state_dict_holds_plain_shards_that_pickle(world: dist.ProcessGroup, tmp_path: object) -> None:

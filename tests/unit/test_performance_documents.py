@@ -21,6 +21,7 @@ TRAINING = {
     "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
     "h200x4": ("h200x4-etp", "h200x4-others", "h200x4-small"),
     "h200x2": ("h200x2-etp", "h200x2-others"),
+    "h100x2-moe": ("h100x2-moe-first", "h100x2-moe-second"),
     "h200x2-sizes": (
         "h200x2-small-etp",
         "h200x2-small-others",

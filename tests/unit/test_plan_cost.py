@@ -15,6 +15,7 @@ MOST_S, MOST_BYTES = 60.0, 4 << 30
 REPORT = json.loads((ROOT / "docs" / "performance" / "refit-plan.json").read_text())
 
 
+@pytest.mark.slow
 def test_part_of_one_rank_is_planned_in_time_and_is_the_one_in_the_report() -> None:
     """The fastest of the measurements; where its digest differs, all figures are stale: measure them anew."""
     found = in_own_process("qwen3-235b", "source")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
-from etp.collectives.base import GradSink
+from etp.stack import Stack
 from etp.streams import Enqueued
 
 SIDE, LAYERS = 16, 5
@@ -29,42 +29,38 @@ class RunsOut:
             self.lacking = ""
             raise torch.OutOfMemoryError
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> Enqueued:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> Enqueued:
         del label
         self._needs_memory("gather")
         for output, shard in zip(outputs, shards, strict=True):
             output.copy_(shard)
         return Enqueued()
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> Enqueued:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> Enqueued:
         del divisor, label
         self._needs_memory("reduction")
         for wgrad, sink in zip(wgrads, sinks, strict=True):
-            (sink.tensor.add_ if sink.accumulate else sink.tensor.copy_)(wgrad)
+            (sink.add_ if accumulate else sink.copy_)(wgrad)
         return Enqueued()
 
 
 class Overlaps(RunsOut):
     """A transport whose reductions, as on a GPU, read and write their sink some time between start and end."""
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> Enqueued:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> Enqueued:
         del divisor, label
-        sums = [w + sink.tensor if sink.accumulate else w.clone() for w, sink in zip(wgrads, sinks, strict=True)]
+        sums = [w + sink if accumulate else w.clone() for w, sink in zip(wgrads, sinks, strict=True)]
         return _Written(sums, sinks)
 
 
 class _Written(Enqueued):
-    def __init__(self, sums: Sequence[torch.Tensor], sinks: Sequence[GradSink]) -> None:
+    def __init__(self, sums: Sequence[torch.Tensor], sinks: Stack) -> None:
         super().__init__()
         self._sums, self._sinks = sums, sinks
 
     def join(self) -> None:
         for total, sink in zip(self._sums, self._sinks, strict=True):
-            sink.tensor.copy_(total)
+            sink.copy_(total)
 
 
 def differentiate(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

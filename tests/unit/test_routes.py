@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any, cast
 
 import pytest
@@ -13,9 +11,7 @@ from torch import nn
 
 import etp
 from etp import routes
-from etp.collectives import select_transport
 from etp.group import WeightGroup
-from etp.runtime import EtpRuntime
 from etp.traffic import TrafficCounters
 from tests.unit.test_group import FakeShard
 
@@ -56,7 +52,8 @@ def test_a_transport_serves_one_kind_of_device(world: dist.ProcessGroup, monkeyp
     def transports(device: str) -> list[Any]:
         for shard, group in zip(shards, groups, strict=True):
             shard.data = torch.empty(4, 3, device=device)
-            group._specs = ()
+            group.read_shards(0)
+            vars(group).pop("spec", None)
         return [found.of(group).transport for group in groups]
 
     cpu = transports("cpu")
@@ -79,11 +76,11 @@ def test_a_transport_that_was_put_there_is_used(world: dist.ProcessGroup, monkey
 
 
 def test_groups_of_one_name_are_counted_together(world: dist.ProcessGroup) -> None:
-    counters = TrafficCounters()
     groups = [WeightGroup([FakeShard(name)], world) for name in ("Linear.weight", "Linear.weight", "other")]
+    counters = TrafficCounters(groups)
     for group in groups:
-        counters.gathered(group)
-        counters.reduced(group, [torch.zeros(4)])
+        group.gathers, group.gathered_bytes = 1, group.nbytes
+        group.begin_reduction(16)
     assert counters.gathers == counters.reductions == {"Linear.weight": 2, "other": 1}
     # A group of one rank gets nothing from peers.
     assert counters.gather_bytes == counters.reduce_bytes == {"Linear.weight": 0, "other": 0}
@@ -91,82 +88,7 @@ def test_groups_of_one_name_are_counted_together(world: dist.ProcessGroup) -> No
     each = groups[0].nbytes // 2
     assert counters.gather_bytes == {"Linear.weight": 2 * each, "other": 0}
     assert counters.reduce_bytes == {"Linear.weight": 2 * 8, "other": 0}
-    counters.forget(groups[0])
+    groups[0].reset_counts()
     assert counters.gathers == counters.reductions == {"Linear.weight": 1, "other": 1}
     counters.reset()
     assert counters.gathers == {}
-
-
-def test_a_runtime_keeps_nothing_of_groups_that_another_adopts(world: dist.ProcessGroup) -> None:
-    layers = [nn.Linear(6, 6) for _ in range(2)]
-    model = nn.Sequential(*layers)
-    former = etp.shard_module(model, world)
-    model(torch.randn(2, 6)).sum().backward()
-    assert former.counters.gathers
-    EtpRuntime(etp.EtpConfig()).adopt(model)
-    assert former.counters.gathers == {}
-    alive = [weakref.ref(cast("Any", layer.weight).weight_group) for layer in layers]
-    model.zero_grad()
-    del model, layers
-    gc.collect()
-    assert former.groups == []
-    assert [group() for group in alive] == [None, None]
-
-
-def _full(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.weight.full_tensor(), layer.bias
-
-
-@pytest.mark.parametrize("options", [{}, {"timeout_s": 5.0}, {"fp32_accumulation": False}, {"transport": "c10d"}])
-def test_sharding_again_makes_no_other_transport_unless_its_options_differ(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """A transport's communicators are never given back."""
-    made: list[Any] = []
-    select = select_transport
-
-    def counted(*arguments: Any) -> Any:
-        made.append(select(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(routes, "select_transport", counted)
-    model = nn.Sequential(etp.Linear(6, 6, etp_group=world), etp.Linear(6, 6, etp_group=world))
-    x = torch.randn(2, 6)
-    model(x).sum().backward()
-    assert len(made) == 2, "loose layers have a runtime each"
-    former = etp.shard_module(model, world)
-    assert former.transports == {world: made[0]}
-    for extra in (1, 2):
-        model.append(nn.Linear(6, 6))
-        config = etp.EtpConfig(prefetch_depth=extra, **options)
-        runtime = etp.shard_module(model, world, config=config)
-        expected = x
-        for layer in model.children():
-            expected = torch.nn.functional.linear(expected, *_full(layer))
-        assert torch.equal(model(x), expected)
-        model(x).sum().backward()
-        assert list(runtime.transports) == [world]
-    assert former.transports == {} or options
-    assert len(made) == (3 if options else 2)
-
-
-def test_a_runtime_that_keeps_groups_keeps_its_transports(world: dist.ProcessGroup) -> None:
-    """As one whose weights are adopted chunk by chunk."""
-    layers = [nn.Linear(6, 6, bias=False) for _ in range(2)]
-    owner = EtpRuntime()
-    for layer in layers:
-        shard = etp.ETPShardedParam.from_full(layer.weight, world)
-        layer._parameters["weight"] = shard
-        shard.attach(owner, "weight")
-        owner.add(WeightGroup([shard], world))
-    x = torch.randn(2, 6)
-    expected = layers[1](layers[0](x))
-    first, second = EtpRuntime(), EtpRuntime()
-    first.adopt(layers[0])
-    assert list(owner.transports) == [world]
-    assert first.transports == {}
-    assert torch.equal(layers[1](layers[0](x)), expected)
-    second.adopt(layers[1])
-    assert owner.transports == {}
-    assert torch.equal(layers[1](layers[0](x)), expected)
-    assert len({id(runtime.transports[world]) for runtime in (first, second)}) == 2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
+from etp.te import refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam
 from megatron_patches.weight_shard_api import WeightShardApi
@@ -103,3 +104,27 @@ def test_a_layer_that_delays_its_weight_gradients_is_refused() -> None:
     ):
         WeightShardApi(MegatronEtpConfig()).wrap_module(layer, ["weight0"], group, is_grouped=True)
     assert layer.weight0.shape == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "variables", "culprit"),
+    [
+        ({"use_grouped_tensor": True}, {}, "experts: with use_grouped_tensor=True its experts would silently"),
+        ({}, {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}, "and without NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED"),
+        ({}, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}, "experts: NVTE_BACKWARD_OVERRIDE=high_precision"),
+        ({"use_grouped_tensor": False}, {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}, ""),
+        ({}, {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "0", "NVTE_BACKWARD_OVERRIDE": "dequantized"}, ""),
+    ],
+)
+def test_experts_that_would_not_train_are_refused(
+    monkeypatch: pytest.MonkeyPatch, attributes: dict[str, bool], variables: dict[str, str], culprit: str
+) -> None:
+    layer = type("GroupedLinear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.grouped"})()
+    vars(layer).update(attributes)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    if not culprit:
+        refuse_unsupported_te("experts", layer)
+        return
+    with pytest.raises(ValueError, match=culprit):
+        refuse_unsupported_te("experts", layer)

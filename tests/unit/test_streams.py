@@ -56,6 +56,9 @@ def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, d
     ready = lane.start(lambda: Enqueued(beside))
     ready.wait()
     assert devices.streams[device].waited == [lane.tail, beside]
-    assert ready.mark().stream is devices.streams[device]
+    ready.wait()
+    assert devices.streams[device].waited == [lane.tail, beside], "the second time it is ordered already"
+    ((stream, event),) = ready.mark().items()
+    assert stream is event.stream is devices.streams[device]
     other = OTHER if device == CURRENT else CURRENT
     assert devices.streams[other].waited == []

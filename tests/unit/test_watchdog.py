@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives import c10d
+from etp.collectives import watchdog as watchdog_file
 from etp.collectives.driver import CudaDriver
 from etp.collectives.watchdog import Watchdog
 from etp.errors import EtpCommunicationError
@@ -32,6 +33,19 @@ def test_what_has_happened_is_forgotten_in_order() -> None:
     watchdog.timeout_s = 0.0
     assert watchdog.overdue() == "second"
     second.happened = True
+    assert watchdog.overdue() is None
+
+
+def test_what_is_stuck_is_watched_however_much_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_file, "_KEEP_AT_MOST", 3)
+    watchdog = Watchdog(timeout_s=1000.0)
+    events = [_Event(happened=index != 1) for index in range(6)]
+    for index, event in enumerate(events):
+        watchdog.expect(event, f"number {index}")
+    assert watchdog.overdue() is None
+    watchdog.timeout_s = 0.0
+    assert watchdog.overdue() == "number 1"
+    events[1].happened = events[5].happened = True
     assert watchdog.overdue() is None
 
 

@@ -10,6 +10,7 @@ from etp.layout import ShardLayout
 from etp.modules import GroupedLinear, LayerNormLinear, Linear
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
+from etp.shard_states import mark_own_shards
 from etp.state import full_state_dict, load_full_state_dict
 from etp.wrap import resident_nbytes, shard_module, wait_async_comms
 
@@ -34,6 +35,7 @@ __all__ = [
     "clip_grad_norm_",
     "full_state_dict",
     "load_full_state_dict",
+    "mark_own_shards",
     "resident_nbytes",
     "shard_module",
     "wait_async_comms",

@@ -13,29 +13,50 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from etp.errors import EtpStateError, StaleWeightError
+from etp.stack import Stack
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Shape, dtype and device of one gathered weight, padding included."""
+    """What a group's gather fills.
+
+    Attributes:
+        shape: of one gathered weight, padding included.
+        dtype: of the weights.
+        device: where they are.
+        count: how many weights the group has.
+        descending: whether the first weight lies behind the others, as shards in Megatron's buffers do; one copy moves
+            all of them where both ends have one order.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    count: int = 1
+    descending: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffer takes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes that the buffers take."""
+        return self.count * math.prod(self.shape) * self.dtype.itemsize
 
 
-class Tenant(Protocol):
-    """What a slot's next user needs from the group whose gather it still holds (:class:`etp.group.WeightGroup`)."""
+class Owner(Protocol):
+    """What a slot needs from the group that gathers into it (:class:`etp.group.WeightGroup`)."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether its gather has not been handed out yet."""
 
     def abandon_gather(self) -> None:
         """Wait for the gather, and drop it."""
@@ -44,67 +65,91 @@ class Tenant(Protocol):
 class Slot:
     """Storage for the gathered weights of one group at a time."""
 
-    def __init__(self, specs: tuple[BufferSpec, ...]) -> None:
-        self.specs = specs
-        self.owner: str | None = None
+    def __init__(self, spec: BufferSpec) -> None:
+        self.spec = spec
+        self.owner: Owner | None = None
+        """The group that has claimed it last."""
         self.generation = 0
-        self.reader_stream: Any = None
-        """The stream of the last reader; a new gather must not overtake it."""
-        self.last_read: Any = None
-        """An event after the last read, once the reader's work is known to be enqueued (see
-        :meth:`etp.group.WeightGroup.read_until_here`), or after a gather that was never consumed."""
-        self.tenant: Tenant | None = None
-        """The group whose gather into this slot has not been consumed yet, or None."""
+        self.reads: dict[Any, Any] = {}
+        """Streams that have read the content, or waited for a gather that nobody read; a new gather must not overtake
+        them. For each an event after its last read, None until the reader's work is known to be enqueued; see
+        :meth:`etp.group.WeightGroup.read_until_here`."""
         self.sharers = 0
         """How many tickets share it; 0 for a dedicated slot."""
-        self._buffers: list[torch.Tensor] | None = None
+        self._aliases: dict[tuple[int, tuple[bool, ...]], list[torch.Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage when allocated."""
-        return sum(spec.nbytes for spec in self.specs)
+        return self.spec.nbytes
 
     @property
     def allocated(self) -> bool:
         """Whether storage exists now."""
-        return self._buffers is not None
+        return "buffers" in self.__dict__
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The storage, allocated at first use; one tensor for each weight, of the padded shape."""
-        if self._buffers is None:
-            # Outside inference mode even when called inside: these buffers outlive the caller's mode.
-            with torch.inference_mode(False):
-                self._buffers = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in self.specs]
-        return self._buffers
+    @cached_property
+    def buffers(self) -> Stack:
+        """The storage, allocated at first use: one block, a tensor of the padded shape for each weight."""
+        # Outside inference mode even when called inside: these buffers outlive the caller's mode.
+        with torch.inference_mode(False):
+            spec = self.spec
+            buffers = torch.empty((spec.count, *spec.shape), dtype=spec.dtype, device=spec.device).unbind(0)
+            return Stack(buffers[::-1] if spec.descending else buffers)
 
-    def claim(self, owner: str) -> int:
+    def weights(self, rows: int, trained: tuple[bool, ...]) -> list[torch.Tensor]:
+        """The gathered weights without their padding: aliases whose ``requires_grad`` does not reach the slot.
+
+        Args:
+            rows: logical rows of each weight.
+            trained: for each weight, its alias's ``requires_grad``.
+
+        Returns:
+            one tensor for each weight. Several are made once and handed out again, so that a visit does not work for
+            each of them; a single one is new each time.
+        """
+        if len(trained) == 1:
+            (buffer,) = self.buffers.tensors
+            alias = (buffer[:rows] if rows < self.spec.shape[0] else buffer).detach()
+            return [alias.requires_grad_(trained[0])]
+        made = self._aliases.get((rows, trained))
+        if made is None:
+            made = self._aliases[rows, trained] = _aliases(self.buffers, rows, trained)
+        return list(made)
+
+    def claim(self, owner: Owner) -> int:
         """Assign the slot to ``owner`` for a new gather, which voids its content. Returns the new generation."""
         self.owner = owner
         self.generation += 1
-        torch.autograd.graph.increment_version(self.buffers)
+        # All tensors of the block share one counter.
+        torch.autograd.graph.increment_version(self.buffers.tensors[0])
         return self.generation
 
-    def check(self, owner: str, generation: int) -> None:
+    def check(self, owner: Owner, generation: int) -> None:
         """Raise StaleWeightError unless the slot still holds what ``owner`` gathered as ``generation``."""
-        if self.owner != owner or self.generation != generation:
-            raise StaleWeightError(
-                f"{owner} reads its gathered weight (generation {generation}) from a slot that now holds "
-                f"{self.owner} (generation {self.generation}). A gathered weight is valid until another weight of "
-                "its shape is gathered; gather it again where it is used"
-            )
+        if self.owner is owner and self.generation == generation:
+            return
+        holder = "nothing" if self.owner is None else self.owner.name
+        raise StaleWeightError(
+            f"{owner.name} reads its gathered weight (generation {generation}) from a slot that now holds {holder} "
+            f"(generation {self.generation}). A gathered weight is valid until another weight of its shape is "
+            "gathered; gather it again where it is used"
+        )
 
     def void(self) -> None:
         """Void the content and forget its readers. The storage stays."""
         self.owner = None
         self.generation += 1
-        self.tenant = None
-        self.reader_stream = None
-        self.last_read = None
+        self.reads.clear()
 
     def drop(self) -> None:
         """Free the storage. Tickets stay valid; the content is gone."""
-        self._buffers = None
+        if self.allocated and self.spec.device.type == "cuda":
+            # The allocator returns it to the stream that it was allocated on; others may still read it.
+            for stream in self.reads:
+                self.buffers[0].record_stream(stream)
+        self.__dict__.pop("buffers", None)
+        self._aliases.clear()
         self.void()
 
 
@@ -129,7 +174,7 @@ class BufferCache:
             raise ValueError(f"slots_per_shape is {slots_per_shape}; a gather needs at least one")
         self.slots_per_shape = slots_per_shape
         self._resident_left = resident_bytes
-        self._shared: dict[tuple[BufferSpec, ...], list[Slot]] = defaultdict(list)
+        self._shared: dict[BufferSpec, list[Slot]] = defaultdict(list)
         self._dedicated: list[Slot] = []
         self._tickets: set[Ticket] = set()
         self._pinned = False
@@ -138,15 +183,15 @@ class BufferCache:
         """Never free storage from now on: a CUDA graph reads and writes it whenever it is replayed."""
         self._pinned = True
 
-    def reserve(self, specs: tuple[BufferSpec, ...]) -> Ticket:
-        """Reserve a slot for gathers of these buffers: a dedicated one while the budget lasts, then a shared one."""
-        slot = Slot(specs)
+    def reserve(self, spec: BufferSpec) -> Ticket:
+        """Reserve a slot for gathers of this kind: a dedicated one while the budget lasts, then a shared one."""
+        slot = Slot(spec)
         if slot.nbytes <= self._resident_left:
             self._resident_left -= slot.nbytes
             self._dedicated.append(slot)
             ticket = Ticket(slot, dedicated=True)
         else:
-            shared = self._shared[specs]
+            shared = self._shared[spec]
             if len(shared) < self.slots_per_shape:
                 shared.append(slot)
             else:
@@ -176,7 +221,7 @@ class BufferCache:
             return
         ticket.slot.sharers -= 1
         if ticket.slot.sharers == 0:
-            self._shared[ticket.slot.specs].remove(ticket.slot)
+            self._shared[ticket.slot.spec].remove(ticket.slot)
             ticket.slot.drop()
 
     def void(self) -> None:
@@ -199,3 +244,11 @@ class BufferCache:
     def nbytes(self) -> int:
         """Bytes of storage allocated now."""
         return sum(slot.nbytes for slot in self.slots() if slot.allocated)
+
+
+def _aliases(buffers: Stack, rows: int, trained: tuple[bool, ...]) -> list[torch.Tensor]:
+    padded = rows < buffers.shape[0]
+    aliases = [(buffer[:rows] if padded else buffer).detach() for buffer in buffers.tensors]
+    for alias, requires_grad in zip(aliases, trained, strict=True):
+        alias.requires_grad_(requires_grad)
+    return aliases

@@ -15,82 +15,64 @@ end of one microbatch's backward pass can gather what the next microbatch's forw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 _MOST_PASSES = 4096
 
 
 class Timeline[T]:
-    """Visits of one kind of pass."""
+    """Visits of one kind of pass.
+
+    Attributes:
+        learned: the order that predictions come from; empty before the first complete pass.
+        visits: what the current pass has visited so far, in order.
+        visited: the same, as a set. What is visited compares by identity.
+    """
 
     def __init__(self) -> None:
-        self._order: list[T] = []
-        self._visits: list[T] = []
-        self._orders: dict[int, list[T]] = {}
-        self._seen: set[int] = set()
+        self.learned: Sequence[T] = ()
+        self.visits: list[T] = []
+        self.visited: set[T] = set()
+        self._orders: dict[T, Sequence[T]] = {}
         self._cursor = -1
-
-    def __len__(self) -> int:
-        """Visits of the current pass."""
-        return len(self._visits)
-
-    @property
-    def learned(self) -> Sequence[T]:
-        """The order that predictions come from; empty before the first complete pass."""
-        return tuple(self._order)
-
-    @property
-    def visits(self) -> Sequence[T]:
-        """What the current pass has visited so far."""
-        return tuple(self._visits)
-
-    @property
-    def head(self) -> T | None:
-        """The first visit of the current pass."""
-        return self._visits[0] if self._visits else None
 
     def begin(self, guess: Sequence[T] = ()) -> None:
         """Start a pass. The previous pass becomes the prediction; before the first pass, ``guess`` does."""
-        if self._visits:
-            self._order = self._orders[id(self._visits[0])] = self._visits
-        elif not self._order:
-            self._order = list(guess)
-        self._visits = []
-        self._seen = set()
+        if self.visits:
+            self.learned = self._orders[self.visits[0]] = self.visits
+        elif not self.learned:
+            self.learned = guess
+        self.visits, self.visited = [], set()
         self._cursor = -1
 
     @property
     def knows_pass(self) -> bool:
         """Whether an earlier pass began like the one under way."""
-        return bool(self._visits) and id(self._visits[0]) in self._orders
-
-    def seen(self, item: T) -> bool:
-        """Whether the current pass has visited ``item``."""
-        return id(item) in self._seen
+        return bool(self.visits) and self.visits[0] in self._orders
 
     def visit(self, item: T) -> None:
         """Record a visit and move the cursor to it: the next occurrence ahead, else the first one in the order."""
-        if not self._visits:
-            self._order = self._orders.get(id(item), self._order)
-        self._visits.append(item)
-        self._seen.add(id(item))
+        if not self.visits:
+            self.learned = self._orders.get(item, self.learned)
+        self.visits.append(item)
+        self.visited.add(item)
         following = self._cursor + 1
-        if following < len(self._order) and self._order[following] is item:
+        if following < len(self.learned) and self.learned[following] is item:
             self._cursor = following
             return
-        for position in (*range(following, len(self._order)), *range(min(following, len(self._order)))):
-            if self._order[position] is item:
+        for position in (*range(following, len(self.learned)), *range(min(following, len(self.learned)))):
+            if self.learned[position] is item:
                 self._cursor = position
                 return
 
-    def upcoming(self) -> Iterator[T]:
-        """What should come next, nearest first."""
-        for position in range(self._cursor + 1, len(self._order)):
-            yield self._order[position]
+    def upcoming(self, count: int) -> Sequence[T]:
+        """What should come next, nearest first: as many as ``count``, fewer at the end of the pass."""
+        following = self._cursor + 1
+        return self.learned[following : following + count]
 
-    def beginning(self) -> Iterator[T]:
-        """What the next pass should visit, first visit first."""
-        yield from self._order or self._visits
+    def beginning(self, count: int) -> Sequence[T]:
+        """What the next pass should visit first: as many as ``count``."""
+        return (self.learned or self.visits)[:count]
 
 
 class PassSequence[K]:
@@ -137,7 +119,7 @@ class Chain[T]:
     def begin_backward(self) -> None:
         """Start a backward pass; before one was seen, expect the reverse of the forward pass."""
         forward = self.forward.visits or self.forward.learned
-        self.backward.begin(guess=tuple(reversed(forward)))
+        self.backward.begin(guess=forward[::-1])
 
     def next_of(self, item: T) -> T | None:
         """What the last complete forward pass visited right after ``item``'s first visit."""

@@ -10,7 +10,7 @@ cannot describe shards with padding.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from etp.copies import Part, differing_copies
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.layout import ShardLayout
 from etp.param import ETPShardedParam
+from etp.shard_copy import ShardCopy
 from etp.shard_grad import plain
 from etp.shard_states import refuse_hidden_shards
 from etp.wrap import runtimes_of
@@ -269,18 +270,20 @@ def _entry(value: Any, refusal: str) -> Any:
 
 
 def _local(value: Any) -> Any:
-    return value.local_shard() if isinstance(value, ETPShardedParam) else value
+    return ShardCopy.of(value.local_shard(), value.cut) if isinstance(value, ETPShardedParam) else value
 
 
 def _missing_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     """State, for a checkpoint to be loaded into, of the parameters for which an optimizer has none yet.
 
-    Its values are those of no step as far as can be told: a step on zeros, counted as none.
+    Its values are those of no step as far as can be told: a step on zeros, counted as none, and told to no hook.
     """
-    # A copy, because a scheduler's counts and the user's hooks belong to the optimizer's own steps.
+    # A copy, because a scheduler's counts belong to the optimizer's own steps.
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(vars(optimizer))
-    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    step = type(optimizer).step
+    # Without what PyTorch puts around it, which calls hooks: the optimizer's, and those of all in this process.
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     made: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -289,7 +292,7 @@ def _missing_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[
             zeros = torch.zeros_like(plain(param))
             zeros.grad = torch.zeros_like(zeros)
             copied.param_groups, copied.state = [{**group, "params": [zeros]}], defaultdict(dict)
-            type(optimizer).step(copied)
+            step(copied)
             values = dict(copied.state[zeros])
             if values:
                 made[param] = values

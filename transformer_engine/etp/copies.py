@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from etp.collectives.failures import reported
 from etp.digest import tensor_digest
 
 Part = tuple[int, int]
@@ -57,7 +58,8 @@ def _hashed(text: str) -> str:
 
 def _gathered[Item](own: Item, group: dist.ProcessGroup | None) -> list[Item]:
     everyone: list[Item] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+    with reported("comparison of parameters of equal names", group):
+        dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 

@@ -14,24 +14,30 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
-import torch.nn.functional as F
 
+from etp.allowed import ALLOWED, is_refused
+from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.refusals import INITIALISERS, REFUSED, named_functions, refusal
+from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
+from etp.shard_copy import COPIES, CUT, Cut, ShardCopy
 
-_AS_WEIGHT = frozenset({F.linear, F.embedding})
-
-# The result holds none of the shard's values, or the caller has asked for this rank's.
+# The result holds none of the shard's values.
 _UNRELATED = named_functions(
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
-    "new_tensor new_empty_strided detach",
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor new_empty_strided",
     torch,
     torch.Tensor,
 )
 
+_DETACH = frozenset({torch.detach, torch.Tensor.detach})
 
-# The usual way to the node that accumulates a parameter's gradient, by ``param.expand_as(param).grad_fn``.
-_REACHES_NODE = frozenset({torch.Tensor.expand_as})
+
+# The usual ways to the node that accumulates a parameter's gradient: by ``param.expand_as(param).grad_fn``, and what
+# ``torch.autograd.graph.get_gradient_edge`` does.
+_REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
+
+
+# Rows of the result are not rows of the shard, let alone of the weight.
+_RESHAPES = named_functions("view view_as reshape reshape_as flatten ravel", torch, torch.Tensor)
 
 
 class DrivenShard(Protocol):
@@ -41,29 +47,48 @@ class DrivenShard(Protocol):
     def driver(self) -> Any:
         """The runtime; its ``in_forward`` tells whether the model computes."""
 
-    def numel(self) -> int:
-        """Number of elements."""
+    @property
+    def cut(self) -> Cut:
+        """Which shard it is."""
+
+    shape: torch.Size
+    knows_copies: bool
 
 
-class _CopiedPlain(torch.Tensor):
-    """A tensor that knows a shard, and whose copies do not: a shard cannot be copied or pickled with it."""
+class _OfShard(OneOfMany, torch.Tensor):
+    """A tensor that knows a shard, and whose copies know only which one: the shard cannot be copied with it."""
 
     _source: DrivenShard
 
+    @property
+    def etp_cut(self) -> Cut | None:
+        """Which shard it is, if it has its shape and its copies say so."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._source.cut if self._source.knows_copies and self.shape == self._source.shape else None
+
     def _plain(self) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
+            plain = self.as_subclass(torch.Tensor)
+        if self.etp_cut is not None:
+            setattr(plain, CUT, self.etp_cut)
+        return plain
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As a copy of the shard: ``async_save`` fills it with a copy, and only then asks what to write."""
+        made = self._plain().new_empty(*args, **kwargs)
+        return ShardCopy.of(made, self._source.cut) if self._source.knows_copies else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy to a plain tensor, where PyTorch copies at all."""
-        return copy.deepcopy(self._plain(), memo)
+        """Copy where PyTorch copies at all."""
+        copied = copy.deepcopy(self._plain(), memo)
+        return ShardCopy.of(copied, getattr(copied, CUT)) if hasattr(copied, CUT) else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain tensor, as state dicts do."""
         return self._plain().__reduce_ex__(protocol)
 
 
-class ShardDerived(_CopiedPlain):
+class ShardDerived(_OfShard):
     """What was computed from a shard: for arithmetic and reductions, not for a model's layers."""
 
     @classmethod
@@ -72,21 +97,23 @@ class ShardDerived(_CopiedPlain):
     ) -> Any:
         """Raise EtpStateError for what needs the whole weight; mark the results of other functions."""
         kwargs = kwargs or {}
+        if func in RUNS_BACKWARD:
+            return run_backward(func, args, kwargs)
         operands = [*args, *kwargs.values()]
         derived = [operand for operand in operands if isinstance(operand, cls)]
-        if func in REFUSED or func in _AS_WEIGHT:
+        if is_refused(func):
             # No TypeError, which Tensor's operators would turn into one without these words.
             raise EtpStateError(refusal(func, derived))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return mark_derived(func, result, derived[0]._source, operands) if derived else result
+        return mark_result(func, result, derived[0]._source, operands) if derived else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """What it was computed from; no values, because this rank's say little."""
         return f"a tensor computed from {self._source!r}"
 
 
-class ShardData(_CopiedPlain):
+class ShardData(_OfShard):
     """What ``data`` of a shard is: for all that a tensor is for, but not to be drawn anew.
 
     ``weight.data.normal_()`` is how many models initialise. Ranks with the same seed would draw the same rows.
@@ -104,7 +131,7 @@ class ShardData(_CopiedPlain):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise TypeError for what would draw it anew; results of other functions are plain tensors."""
+        """Raise TypeError for what would draw it anew; copies know which shard they are, other results are plain."""
         kwargs = kwargs or {}
         if any(kind is not cls for kind in types):
             return NotImplemented
@@ -112,11 +139,15 @@ class ShardData(_CopiedPlain):
             operands = (*args, *kwargs.values())
             raise TypeError(refusal(func, [operand._source for operand in operands if isinstance(operand, cls)]))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        source = args[0]._source if func in COPIES and isinstance(args[0], cls) else None
+        if source is None or not source.knows_copies or not isinstance(result, torch.Tensor):
+            return result
+        return ShardCopy.of(result, source.cut)
 
 
-def mark_derived(func: Any, result: Any, source: DrivenShard, operands: Iterable[Any]) -> Any:
-    """The ``result`` of ``func``, as a :class:`ShardDerived` where it could be mistaken for a weight.
+def mark_result(func: Any, result: Any, source: DrivenShard, operands: Sequence[Any]) -> Any:
+    """The ``result`` of ``func``: a :class:`ShardDerived` where it could pass for a weight; copies know.
 
     Args:
         func: the PyTorch function that was called.
@@ -127,22 +158,25 @@ def mark_derived(func: Any, result: Any, source: DrivenShard, operands: Iterable
     Raises:
         EtpStateError: if the result is larger than the shard.
     """
-    if type(result) is not torch.Tensor or func in _UNRELATED or _is_collective(func):
+    if type(result) is not torch.Tensor or func in _UNRELATED or func not in ALLOWED:
         return result
     with torch._C.DisableTorchFunctionSubclass():
-        size = source.numel()
+        shape = source.shape
+    size = shape.numel()
     if result.numel() > size:
         raise EtpStateError(refusal(func, [source]))
-    same = func not in _REACHES_NODE and result.numel() == size and result.dim() > 1 and result.is_floating_point()
+    reaches_node = func in _REACHES_NODE and all(operand is source for operand in operands)
+    # Megatron's optimizers cut flat views of shards.
+    dims = 0 if source.knows_copies else 1
+    same = not reaches_node and result.numel() == size and result.dim() > dims and result.is_floating_point()
     if not same or any(result is operand for operand in operands):
         return result
-    if not torch.is_grad_enabled() and not source.driver.in_forward:
-        return result
+    reshaped = source.knows_copies and func in _RESHAPES and result.shape != shape
+    plain = not torch.is_grad_enabled() and not source.driver.in_forward and not reshaped
+    if plain or func in _DETACH:
+        # The caller has asked for this rank's, which says so.
+        is_copy = func in COPIES and source.knows_copies and result.shape == shape
+        return ShardCopy.of(result, source.cut) if is_copy else result
     derived = result.as_subclass(ShardDerived)
     derived._source = source
     return derived
-
-
-def _is_collective(func: Any) -> bool:
-    """Whether it is one of ``torch.distributed``, which the caller uses to put the ranks' shards together."""
-    return "c10d_functional" in (getattr(func, "__module__", None) or "")

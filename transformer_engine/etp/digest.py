@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from etp.collectives.failures import reported
 from etp.errors import PeerMismatchError
 
 # Words of 32 bits at a time: large enough for a GPU, and some caches of a CPU hold it.
@@ -39,6 +40,35 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+def unless_refused[T](own: T | Exception, groups: Sequence[dist.ProcessGroup], what: str) -> T:
+    """Let all ranks end, with the reason, if one of them refuses what it was given. Collective over each group.
+
+    Args:
+        own: what this rank has made of it, or its refusal.
+        groups: the ranks that would wait for each other otherwise.
+        what: name of the call in the error message.
+
+    Returns:
+        ``own``.
+
+    Raises:
+        Exception: ``own``, on a rank that refuses.
+        PeerMismatchError: on the others.
+    """
+    found = f"rank {dist.get_rank()} refuses: {type(own).__name__}: {own}" if isinstance(own, Exception) else ""
+    for group in groups:
+        everyone = [found] * dist.get_world_size(group)
+        with reported(f"start of {what}", group):
+            dist.all_gather_object(everyone, found, group=group)
+        # A rank between two groups passes on what it has learned.
+        found = found or next(filter(None, everyone), "")
+    if isinstance(own, Exception):
+        raise own
+    if found:
+        raise PeerMismatchError(f"{what}: {found}")
+    return own
+
+
 def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
     """Compare names, shapes, dtypes and bytes over a group. Collective.
 
@@ -54,14 +84,15 @@ def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGr
     # The device that the group's backend needs; the tensors may be elsewhere, such as a state dict read from a file.
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
     shape_digest = int.from_bytes(hashlib.sha256("\n".join(manifest).encode()).digest()[:8], "little", signed=True)
-    if not _all_equal(torch.tensor([shape_digest], device=device), group).all():
+    if not _all_equal(torch.tensor([shape_digest], device=device), group, what).all():
         manifests: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(manifests, manifest, group=group)
+        with reported(f"comparison of names in {what}", group):
+            dist.all_gather_object(manifests, manifest, group=group)
         _raise_for_manifests(manifests, group, what)
     if not tensors:
         return
     signed = [_signed(tensor_digest(tensor)) for tensor in tensors.values()]
-    equal = _all_equal(torch.tensor(signed, dtype=torch.int64, device=device), group)
+    equal = _all_equal(torch.tensor(signed, dtype=torch.int64, device=device), group, what)
     if not equal.all():
         differing = [name for name, same in zip(tensors, equal.tolist(), strict=True) if not same]
         raise PeerMismatchError(
@@ -70,9 +101,10 @@ def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGr
         )
 
 
-def _all_equal(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_equal(values: torch.Tensor, group: dist.ProcessGroup, what: str) -> torch.Tensor:
     everyone = values.new_empty(dist.get_world_size(group) * values.numel())
-    dist.all_gather_into_tensor(everyone, values, group=group)
+    with reported(f"comparison of weights in {what}", group):
+        dist.all_gather_into_tensor(everyone, values, group=group)
     return (everyone.view(-1, values.numel()) == everyone[: values.numel()]).all(dim=0)
 
 

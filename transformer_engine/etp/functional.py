@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from etp.errors import EtpStateError
 from etp.layout import ShardLayout
 
 
@@ -24,6 +26,10 @@ class ShardedWeight(Protocol):
 
     fqn: str
     requires_grad: bool
+    weight_group: Any
+    """The :class:`etp.group.WeightGroup` that it is gathered and reduced with."""
+    driver: Any
+    """An :class:`etp.param.ShardDriver`."""
 
     @property
     def _version(self) -> int:
@@ -33,29 +39,14 @@ class ShardedWeight(Protocol):
     def layout(self) -> ShardLayout:
         """How the weight is sharded."""
 
-    def gathered_with(self) -> Sequence[Any]:
-        """The weights of this weight's group, itself included, in their order."""
-
-    def materialize(self) -> list[torch.Tensor]:
-        """The group's full weights."""
-
-    def wgrad_buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Buffers of the full weights' shapes to compute gradients into."""
-
-    def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing full gradients into the shards. Returns what to pass to autograd for each shard."""
-
-    def returns_gradients(self) -> bool:
-        """Whether autograd receives the gradients, as under ``torch.autograd.grad``."""
-
 
 def _require_group(weights: Sequence[Any]) -> None:
     """Raise ValueError unless these are all weights of one group, in its order.
 
     The group's weights are gathered and reduced by place: others would be computed with in silence.
     """
-    group = weights[0].gathered_with()
-    if len(group) != len(weights) or any(one is not other for one, other in zip(group, weights, strict=True)):
+    group = weights[0].weight_group.shards
+    if len(group) != len(weights) or not all(map(is_, group, weights)):
         raise ValueError(
             f"a layer computes with {_names(weights)}, but {_names(group)} are gathered together: layers may share all "
             "of their weights, in one order, or none"
@@ -69,21 +60,22 @@ def _names(weights: Sequence[ShardedWeight]) -> str:
 def _remember(ctx: Any, weights: Sequence[ShardedWeight], first_input: int) -> None:
     # Not save_for_backward: under hooks on saved tensors, as activation checkpointing has, it returns plain tensors.
     ctx.weights = weights
-    ctx.versions = [weight._version for weight in weights]
+    with torch._C.DisableTorchFunctionSubclass():
+        ctx.versions = [weight._version for weight in weights]
     ctx.first_input = first_input
     """Index of the first weight among the tensor arguments of the function."""
 
 
-def _unchanged(ctx: Any) -> Sequence[ShardedWeight]:
-    """The weights, for a gradient that depends on their values; raises if they changed since the forward pass."""
-    for weight, version in zip(ctx.weights, ctx.versions, strict=True):
-        if weight._version != version:
-            raise RuntimeError(
-                f"{weight.fqn} was modified by an inplace operation between its forward (version {version}) and its "
-                f"backward (version {weight._version}); step the optimizer after backward"
-            )
-    weights: Sequence[ShardedWeight] = ctx.weights
-    return weights
+def _require_unchanged(ctx: Any) -> None:
+    """Raise EtpStateError if the weights changed since the forward pass: a gradient depends on their values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        current = [weight._version for weight in ctx.weights]
+    if current != ctx.versions:
+        changed = next(i for i, version in enumerate(ctx.versions) if version != current[i])
+        raise EtpStateError(
+            f"{ctx.weights[changed].fqn} was modified by an inplace operation between its forward (version "
+            f"{ctx.versions[changed]}) and its backward (version {current[changed]}); step the optimizer after backward"
+        )
 
 
 def _accumulates(ctx: Any) -> bool:
@@ -94,23 +86,29 @@ def _accumulates(ctx: Any) -> bool:
     """
     nodes = [node for node, _ in ctx.next_functions[ctx.first_input : ctx.first_input + len(ctx.weights)]]
     try:
-        wanted = [
-            weight.requires_grad and node is not None and torch._C._will_engine_execute_node(node)
-            for weight, node in zip(ctx.weights, nodes, strict=True)
-        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = [
+                weight.requires_grad and node is not None and torch._C._will_engine_execute_node(node)
+                for weight, node in zip(ctx.weights, nodes, strict=True)
+            ]
     except RuntimeError as error:
-        if ctx.weights[0].returns_gradients():
+        # What autograd answers for a leaf whose gradient torch.autograd.grad was asked for.
+        if "autograd.grad" not in str(error):
+            raise
+        if ctx.weights[0].driver.returns_gradients(ctx.weights[0].weight_group):
             return True
-        raise RuntimeError(
+        raise EtpStateError(
             f"torch.autograd.grad cannot return the gradient of the sharded weight {ctx.weights[0].fqn}, which goes to "
             "its main_grad; call backward()"
         ) from error
     return any(wanted)
 
 
-def _cast(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The gathered weight as autocast would cast it; as it is where autocast is off (``dtype`` is None)."""
-    return weight if dtype is None or weight.dtype is torch.float64 else weight.to(dtype)
+def _cast_all(weights: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The gathered weights as autocast would cast them; as they are where autocast is off (``dtype`` is None)."""
+    if dtype is None:
+        return weights
+    return [weight if weight.dtype is torch.float64 else weight.to(dtype) for weight in weights]
 
 
 def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +122,7 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def refusing(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise EtpStateError(
                 f"create_graph=True with the sharded weight {ctx.weights[0].fqn}, whose gradient cannot be "
                 "differentiated again: leave out the gradient penalty or second derivative, or pass the modules that "
                 "need it in replicated_modules of etp.shard_module"
@@ -144,24 +142,26 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias, ctx.cast = bias is not None, cast
         # PyTorch flattens these into one matrix. Of others it adds up the bias's gradient in memory order.
         ctx.flattened = x.dim() <= 2 or x.is_contiguous()
-        (full,) = weight.materialize()
-        return F.linear(x, _cast(full, cast), bias)
+        (full,) = _cast_all(weight.driver.materialize(weight.weight_group), cast)
+        return F.linear(x, full, bias)
 
     @staticmethod
     @_first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         (weight,) = ctx.weights
+        driver, group = weight.driver, weight.weight_group
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         flat_grad = grad.reshape(-1, grad.shape[-1])
         if needs_x:
-            (full,) = _unchanged(ctx)[0].materialize()
-            grad_x = _input_gradient(x, flat_grad, _cast(full, ctx.cast))
+            _require_unchanged(ctx)
+            (full,) = _cast_all(driver.materialize(group), ctx.cast)
+            grad_x = _input_gradient(x, flat_grad, full)
         if _accumulates(ctx):
-            (wgrad,) = weight.wgrad_buffers(x.dtype)
+            (wgrad,) = driver.wgrad_buffers(group, x.dtype)
             torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
-            (grad_weight,) = weight.reduce_wgrads([wgrad])
+            (grad_weight,) = driver.reduce_wgrads(group, [wgrad])
         if ctx.has_bias and needs_bias:
             grad_bias = flat_grad.sum(0) if ctx.flattened else grad.sum(dim=list(range(grad.dim() - 1)))
         return grad_x, grad_weight, grad_bias, None
@@ -182,7 +182,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(indices)
         _remember(ctx, [weight], first_input=0)
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
-        (full,) = weight.materialize()
+        (full,) = weight.driver.materialize(weight.weight_group)
         return F.embedding(indices, full)
 
     @staticmethod
@@ -195,7 +195,7 @@ class _Embedding(torch.autograd.Function):
             wgrad = torch.ops.aten.embedding_dense_backward(
                 grad, indices, weight.layout.rows, ctx.padding_idx, ctx.scale_grad_by_freq
             )
-            (grad_weight,) = weight.reduce_wgrads([wgrad])
+            (grad_weight,) = weight.driver.reduce_wgrads(weight.weight_group, [wgrad])
         return grad_weight, None, None, None
 
 
@@ -209,10 +209,10 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         _remember(ctx, weights, first_input=1)
         ctx.m_splits, ctx.num_biases, ctx.cast = m_splits, len(biases), cast
-        fulls = weights[0].materialize()
+        fulls = _cast_all(weights[0].driver.materialize(weights[0].weight_group), cast)
         parts = x.split(m_splits)
         out = [
-            F.linear(part, _cast(full, cast), biases[i] if biases else None)
+            F.linear(part, full, biases[i] if biases else None)
             for i, (part, full) in enumerate(zip(parts, fulls, strict=True))
         ]
         return torch.cat(out)
@@ -222,19 +222,33 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         weights = ctx.weights
+        driver, group = weights[0].driver, weights[0].weight_group
         grads, parts = grad.split(ctx.m_splits), x.split(ctx.m_splits)
         grad_x = None
         grad_weights: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            fulls = _unchanged(ctx)[0].materialize()
-            grad_x = torch.cat([g.mm(_cast(full, ctx.cast)) for g, full in zip(grads, fulls, strict=True)])
+            _require_unchanged(ctx)
+            fulls = _cast_all(driver.materialize(group), ctx.cast)
+            grad_x = torch.cat([g.mm(full) for g, full in zip(grads, fulls, strict=True)])
         if _accumulates(ctx):
-            wgrads = weights[0].wgrad_buffers(x.dtype)
+            wgrads = driver.wgrad_buffers(group, x.dtype)
             for g, part, wgrad in zip(grads, parts, wgrads, strict=True):
                 torch.mm(g.t(), part, out=wgrad)
-            grad_weights = weights[0].reduce_wgrads(wgrads)
+            grad_weights = driver.reduce_wgrads(group, wgrads)
         grad_biases = [g.sum(0) for g in grads] if ctx.num_biases else []
         return grad_x, None, None, None, *grad_weights, *grad_biases
+
+
+class _Unrecorded:
+    """In place of an autograd function's context, where nothing is recorded."""
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Keep nothing."""
+
+
+def _recording(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """How to call ``function``: where nothing is recorded, by its forward alone, as ``etp/passes.py`` relies on."""
+    return function.apply if torch.is_grad_enabled() else partial(function.forward, _Unrecorded())
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -254,11 +268,15 @@ def _cast_input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     return tensor.to(dtype) if eligible else tensor
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    input: torch.Tensor,  # noqa: A002  # as in torch.nn.functional
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``torch.nn.functional.linear`` with a sharded weight. Collective over the shard group.
 
     Args:
-        x: ``[..., in_features]``.
+        input: ``[..., in_features]``.
         weight: an :class:`etp.param.ETPShardedParam` of logical shape ``[out_features, in_features]``.
         bias: ``[out_features]``, replicated, or None.
 
@@ -268,11 +286,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Raises:
         ValueError: if the weight is gathered together with others, as those of a grouped linear are.
     """
-    _require_group((weight,))
-    cast = _autocast_dtype(x)
+    if len(weight.weight_group.shards) > 1:  # type: ignore[attr-defined]
+        _require_group((weight,))
+    cast = _autocast_dtype(input)
+    if cast is None:
+        plain: torch.Tensor = _recording(_Linear)(input, weight, bias, None)
+        return plain
     bias = None if bias is None else _cast_input(bias, cast)
-    with _without_autocast(x, cast):
-        out: torch.Tensor = _Linear.apply(_cast_input(x, cast), weight, bias, cast)
+    with _without_autocast(input, cast):
+        out: torch.Tensor = _recording(_Linear)(_cast_input(input, cast), weight, bias, cast)
     return out
 
 
@@ -317,7 +339,7 @@ def embedding(
         padding = padding_idx % rows
     else:
         raise ValueError(f"padding_idx {padding_idx} is out of range for an embedding of {rows} rows")
-    out: torch.Tensor = _Embedding.apply(weight, indices, padding, scale_grad_by_freq)
+    out: torch.Tensor = _recording(_Embedding)(weight, indices, padding, scale_grad_by_freq)
     return out
 
 
@@ -347,5 +369,5 @@ def grouped_linear(
     biases = [_cast_input(bias, cast) for bias in biases]
     with _without_autocast(x, cast):
         args = (list(m_splits), len(weights), cast, *weights, *biases)
-        out: torch.Tensor = _GroupedLinear.apply(_cast_input(x, cast), *args)
+        out: torch.Tensor = _recording(_GroupedLinear)(_cast_input(x, cast), *args)
     return out

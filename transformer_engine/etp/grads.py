@@ -6,112 +6,164 @@ pass. It thus runs beside the next layers' GEMMs, and compute does not wait for 
 shard's ``grad`` or ``main_grad`` contain it, and only then do hooks run: a data-parallel bucket that was sent earlier
 would lack this gradient. A reduction that is finished in a later pass runs no hooks, because they would be attributed
 to that pass, and Megatron sends a bucket once it has counted the last microbatch's hooks.
+
+[Note: home streams] Compute may use several streams. The memory of a gradient, pooled or fresh, goes back to the stream
+that it came from, its *home*, as PyTorch's allocator does: only that stream is lent it again, and only behind the
+reduction that read it, whichever stream finished that.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any, Self
 
 import torch
 
-from etp.collectives.base import GradSink
 from etp.errors import EtpStateError
-from etp.group import ReduceState, WeightGroup
-from etp.shard_grad import plain
+from etp.group import WeightGroup
+from etp.layout import ShardLayout
+from etp.shard_grad import ShardGrad, plain
+from etp.stack import Stack
 from etp.streams import Ready
+
+# Applied by map(), in C: a Python call for each expert of a layer would take long.
+_ADDRESS = methodcaller("data_ptr")
+_IS_CONTIGUOUS = methodcaller("is_contiguous")
+
+
+class _Block:
+    """Flat memory of the pool, and the stacks that it has been lent as."""
+
+    def __init__(self, flat: torch.Tensor, stream: Any) -> None:
+        self.flat = flat
+        self.stream = stream
+        self._stacks: dict[tuple[int, tuple[int, ...]], Stack] = {}
+
+    def as_stack(self, count: int, shape: tuple[int, ...]) -> Stack:
+        """``count`` tensors of ``shape``; the same object whenever it is asked for."""
+        made = self._stacks.get((count, shape))
+        if made is None:
+            made = self._stacks[count, shape] = Stack(self.flat.view(count, *shape).unbind(0))
+        return made
 
 
 class WgradPool:
-    """Recycled buffers of full (padded) gradients, keyed by element count, dtype and device.
+    """Recycled memory of full (padded) gradients, keyed by element count, dtype, device and stream.
 
-    The pool accepts back only buffers that it lent.
+    The pool accepts back only what it lent. ``stream`` is the current one, None where there are no streams; see
+    [Note: home streams].
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
-        self._lent: dict[int, torch.Tensor] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device, Any], list[_Block]] = defaultdict(list)
+        self._lent: dict[int, _Block] = {}
 
-    def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous buffer of ``shape`` with arbitrary content."""
-        numel = math.prod(shape)
-        free = self._free[numel, dtype, device]
-        flat = free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
-        self._lent[flat.data_ptr()] = flat
-        return flat.view(shape)
+    def lease(
+        self, count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: Any = None
+    ) -> Stack:
+        """``count`` tensors of ``shape`` in one block, with arbitrary content, which ``stream`` may write."""
+        numel = count * math.prod(shape)
+        free = self._free[numel, dtype, device, stream]
+        block = free.pop() if free else _Block(torch.empty(numel, dtype=dtype, device=device), stream)
+        self._lent[block.flat.data_ptr()] = block
+        return block.as_stack(count, shape)
 
-    def has_free(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    def has_free(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any = None) -> bool:
         """Whether a lease of this kind needs no new memory."""
-        return bool(self._free[math.prod(shape), dtype, device])
+        return bool(self._free[numel, dtype, device, stream])
 
     def owns(self, buffer: torch.Tensor) -> bool:
-        """Whether ``buffer`` starts at the address of a buffer that is lent out now."""
+        """Whether ``buffer`` starts at the address of a block that is lent out now."""
         return buffer.data_ptr() in self._lent
 
+    def leased(self, tensors: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Stack | None:
+        """The lease whose tensors, of ``shape``, begin where ``tensors`` do; None if there is none."""
+        block = self._lent.get(tensors[0].data_ptr())
+        if block is None or block.flat.numel() != len(tensors) * math.prod(shape):
+            return None
+        stack = block.as_stack(len(tensors), shape)
+        return stack if list(map(_ADDRESS, tensors)) == list(map(_ADDRESS, stack.tensors)) else None
+
     def restore(self, buffer: torch.Tensor) -> None:
-        """Take a leased buffer back."""
-        flat = self._lent.pop(buffer.data_ptr(), None)
-        if flat is None:
+        """Take a block back by its first tensor; its stream may write it from now on."""
+        block = self._lent.pop(buffer.data_ptr(), None)
+        if block is None:
             raise EtpStateError(
                 f"a gradient buffer of shape {tuple(buffer.shape)} was returned to a pool that did not lend it, "
                 "or was returned twice"
             )
-        self._free[flat.numel(), flat.dtype, flat.device].append(flat)
+        self._free[block.flat.numel(), block.flat.dtype, block.flat.device, block.stream].append(block)
 
     def write_off(self) -> None:
-        """Forget the buffers that are lent out: their users have failed and will not return them."""
+        """Forget what is lent out: its users have failed and will not return it."""
         self._lent.clear()
 
     def nbytes(self) -> int:
-        """Bytes of all buffers, lent or free."""
-        buffers = [*self._lent.values(), *(flat for free in self._free.values() for flat in free)]
-        return sum(flat.numel() * flat.dtype.itemsize for flat in buffers)
+        """Bytes of all blocks, lent or free."""
+        blocks = [*self._lent.values(), *(block for free in self._free.values() for block in free)]
+        return sum(block.flat.nbytes for block in blocks)
 
     def clear(self) -> None:
-        """Free the buffers that are not lent."""
+        """Free the blocks that are not lent."""
         self._free.clear()
 
 
 class PendingReduction:
-    """One group's reduction, started and not yet finished."""
+    """One group's reduction, started and not yet finished.
+
+    Args:
+        group: the group whose gradient is reduced.
+        ready: the reduction's end.
+        wgrads: the full gradients.
+        pool: where those that are leased go back to.
+        publish: makes the gradient visible on the shards; told whether hooks may run.
+        home: the stream that the memory of ``wgrads`` goes back to; see [Note: home streams].
+    """
 
     def __init__(
         self,
         group: WeightGroup,
         ready: Ready,
-        wgrads: list[torch.Tensor],
+        wgrads: Stack,
         pool: WgradPool,
         publish: Callable[[bool], None],
+        home: Any = None,
     ) -> None:
         self.group = group
-        self._ready = ready
+        self.ready = ready
+        """The reduction's end."""
         # Held until finished: the side stream still reads them.
-        self._wgrads = wgrads
+        self._wgrads: Stack | None = wgrads
         self._pool = pool
+        self._home = home
         self._publish = publish
         self.belated = False
         """Whether another pass has begun since it was started."""
-        self.nbytes = sum(wgrad.nbytes for wgrad in wgrads)
+        self.nbytes = len(wgrads.tensors) * wgrads.nbytes
         """Bytes of the gradients that it keeps alive until it is finished."""
 
-    def holds(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether finishing it gives the pool a buffer for this shape back."""
-        return any(
-            wgrad.numel() == math.prod(shape) and wgrad.dtype == dtype and wgrad.device == device
-            for wgrad in self._wgrads
-            if self._pool.owns(wgrad)
+    def holds(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any = None) -> bool:
+        """Whether finishing it gives the pool a block of ``numel`` elements back, which ``stream`` may use."""
+        wgrads = self._wgrads
+        return (
+            wgrads is not None
+            and self._home == stream
+            and (len(wgrads) * wgrads.numel, wgrads.dtype, wgrads.device) == (numel, dtype, device)
+            and self._pool.owns(wgrads[0])
         )
 
     def order(self) -> None:
         """Order the current stream after the sum, which others add to as well; publish nothing yet."""
-        self._ready.wait()
+        self.ready.wait()
 
     def finish(self) -> None:
         """Wait, then publish the gradient on the shards."""
         try:
-            self._wait()
+            self.ready.wait()
             self._publish(not self.belated)
         finally:
             # A peer may be late, a hook may raise; the weight must be usable in the next step all the same.
@@ -120,41 +172,35 @@ class PendingReduction:
     def discard(self) -> None:
         """Wait, and drop the result, because its backward pass was abandoned."""
         try:
-            self._wait()
+            self.ready.wait()
         finally:
             self._release()
 
-    def _wait(self) -> None:
-        try:
-            self._ready.wait()
-        finally:
-            self.group.set_reduce_state(ReduceState.READY)
-
     def _release(self) -> None:
-        self.group.set_reduce_state(ReduceState.NONE)
-        for wgrad in self._wgrads:
-            if self._pool.owns(wgrad):
-                self._pool.restore(wgrad)
-        self._wgrads = []
+        self.group.end_reduction()
+        self.ready.wait(self._home)
+        wgrads, self._wgrads = self._wgrads, None
+        if wgrads is not None and self._pool.owns(wgrads[0]):
+            self._pool.restore(wgrads[0])
 
 
-def padded_wgrad(wgrad: torch.Tensor, padded_shape: tuple[int, ...], pool: WgradPool) -> torch.Tensor:
-    """The gradient as a contiguous tensor of the padded shape, with zeros in the padding rows.
+def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: WgradPool, stream: Any = None) -> Stack:
+    """A group's gradients as contiguous tensors of the padded shape, with zeros in the padding rows.
 
     Args:
-        wgrad: gradient of the logical shape: a fresh tensor, or the leading rows of a buffer leased from ``pool``.
-        padded_shape: shape with padding rows.
-        pool: provides a buffer when ``wgrad`` cannot be used in place.
+        wgrads: gradients of the logical shape: fresh tensors, or the leading rows of those leased from ``pool``.
+        layout: how each weight is cut.
+        pool: provides memory where ``wgrads`` cannot be used in place.
+        stream: the current stream, None where there are none.
     """
-    rows = wgrad.shape[0]
-    if tuple(wgrad.shape) == padded_shape and wgrad.is_contiguous():
-        return wgrad
-    if pool.owns(wgrad):
-        padded = wgrad.as_strided(padded_shape, wgrad.stride())
-    else:
-        padded = pool.lease(padded_shape, wgrad.dtype, wgrad.device)
-        padded[:rows].copy_(wgrad)
-    padded[rows:].zero_()
+    padded = pool.leased(wgrads, layout.padded_shape)
+    if padded is None:
+        if layout.pad_rows == 0 and all(map(_IS_CONTIGUOUS, wgrads)):
+            return Stack.of(wgrads)
+        padded = pool.lease(len(wgrads), layout.padded_shape, wgrads[0].dtype, wgrads[0].device, stream)
+        torch._foreach_copy_([whole[: layout.rows] for whole in padded], list(wgrads))
+    if layout.pad_rows:
+        padded.block()[:, layout.rows :].zero_()
     return padded
 
 
@@ -163,16 +209,70 @@ def gradient_is_absent(param: Any) -> bool:
     return param.requires_grad and param.grad is None and getattr(param, "main_grad", None) is None
 
 
-def gradient_sink(param: torch.nn.Parameter) -> GradSink:
-    """The destination of a reduction into ``param``: ``main_grad`` if it has one, else ``grad`` or a new tensor.
+@dataclass(frozen=True, slots=True)
+class Destinations:
+    """Where the reduced gradients of some shards go.
 
-    A new tensor becomes ``param.grad`` only when the reduction is published.
+    Attributes:
+        sinks: a tensor of the shard's shape for each.
+        accumulate: whether the gradients are added to the sinks; otherwise they overwrite them.
+        fresh: shards whose sink is a new tensor, which becomes their ``grad``, or is added to it, by :meth:`publish`.
     """
-    target: torch.Tensor | None = getattr(param, "main_grad", None)
-    if target is None:
-        target = param.grad
-    if target is not None:
-        return GradSink(plain(target), accumulate=True)
-    # Preserve-format would keep a view's strides; a gradient is contiguous like its shard.
-    fresh = torch.empty_like(param, memory_format=torch.contiguous_format, requires_grad=False)
-    return GradSink(fresh, accumulate=False)
+
+    sinks: Stack
+    accumulate: bool
+    fresh: Sequence[tuple[Any, torch.Tensor]] = ()
+
+    @classmethod
+    def of(cls, shards: Sequence[Any], former: Self | None = None) -> Self:
+        """``main_grad`` of each shard if it has one, else ``grad`` or a new tensor.
+
+        Args:
+            shards: at least one, of one layout.
+            former: what this function returned for the same shards before; the same object if nothing has changed.
+        """
+        # An owner's property of a subclass of Tensor costs a Python call; with this off, it costs none.
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [shard.grad if (main := getattr(shard, "main_grad", None)) is None else main for shard in shards]
+            known = [
+                target.as_subclass(torch.Tensor) if isinstance(target, ShardGrad) else target
+                for target in found
+                if target is not None and target.is_contiguous()
+            ]
+        if len(known) == len(shards):
+            if former is not None and list(map(_ADDRESS, known)) == list(map(_ADDRESS, former.sinks.tensors)):
+                return former
+            return cls(Stack(known), accumulate=True)
+        local = shards[0].local_shard()
+        if not known:
+            made = new_gradients(len(shards), local)
+            return cls(made, accumulate=False, fresh=list(zip(shards, made, strict=True)))
+        # Some have a gradient to add to. To the others' a negative zero is added, which changes no number.
+        targets, fresh = [], []
+        for shard, target in zip(shards, found, strict=True):
+            if target is not None and target.is_contiguous():
+                targets.append(plain(target))
+                continue
+            dtype = local.dtype if target is None else target.dtype
+            targets.append(torch.full_like(local, -0.0, dtype=dtype, memory_format=torch.contiguous_format))
+            fresh.append((shard, targets[-1]))
+        return cls(Stack(targets), accumulate=True, fresh=fresh)
+
+    def publish(self) -> None:
+        """Make the gradients in new tensors visible on their shards, once the reduction is done."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for shard, made in self.fresh:
+                # Autograd may have put a gradient there meanwhile, for example of a penalty on the shard itself.
+                target = shard.grad if (main := getattr(shard, "main_grad", None)) is None else main
+                if target is None:
+                    shard.grad = made
+                else:
+                    target.add_(made)
+
+
+def new_gradients(count: int, local: torch.Tensor) -> Stack:
+    """``count`` new gradients like the shard ``local``, with arbitrary content."""
+    if count == 1:
+        # Preserve-format would keep a view's strides; a gradient is contiguous like its shard.
+        return Stack([torch.empty_like(local, memory_format=torch.contiguous_format)])
+    return Stack.allocate(count, local.shape, local.dtype, local.device)

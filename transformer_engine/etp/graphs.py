@@ -41,7 +41,8 @@ class GraphModes:
 
     Attributes:
         capture: number of the capture that the engine takes part in; None outside of one.
-        whole: whether the current capture contains the forward of the sharded module.
+        is_part: whether a part of the model is being captured.
+        buffers: the buffers of the current mode.
         has_parts: whether parts of the model have been captured.
     """
 
@@ -50,24 +51,17 @@ class GraphModes:
         self._driver: CudaDriver | None = None
         self._eager = Buffers(new_cache(), WgradPool())
         self._captured: Buffers | None = None
+        self.buffers = self._eager
+        self.possible = torch.cuda.is_available()
+        """Whether work can be captured at all."""
         self.capture: int | None = None
-        self.whole = False
+        self.is_part = False
         self.has_parts = False
-
-    @property
-    def buffers(self) -> Buffers:
-        """The buffers of the current mode."""
-        return self._eager if self.capture is None or self._captured is None else self._captured
 
     @property
     def all_buffers(self) -> list[Buffers]:
         """The buffers of both modes."""
         return [self._eager] if self._captured is None else [self._eager, self._captured]
-
-    @property
-    def is_part(self) -> bool:
-        """Whether a part of the model is being captured."""
-        return self.capture is not None and not self.whole
 
     def current_capture(self, device: torch.device) -> int | None:
         """Number of the capture that the calling stream takes part in; None outside of one."""
@@ -79,7 +73,7 @@ class GraphModes:
 
     def enter(self, capture: int) -> None:
         """A capture begins, with the device idle."""
-        self.capture, self.whole = capture, False
+        self.capture, self.is_part = capture, True
         if self._captured is None:
             self._captured = self._eager
             self._captured.cache.pin()
@@ -89,10 +83,18 @@ class GraphModes:
             self._eager.cache.clear()
             self._eager.pool.clear()
         self._captured.cache.void()
+        self.buffers = self._captured
+
+    def is_whole(self) -> None:
+        """The current capture contains the forward of the sharded module."""
+        self.is_part = False
 
     def leave(self) -> bool:
         """The capture has ended. Returns whether it was whole."""
-        was_whole = self.whole
-        self.has_parts |= not was_whole
-        self.capture, self.whole = None, False
+        was_whole = not self.is_part
+        self.has_parts |= self.is_part
+        self.capture, self.is_part = None, False
+        self.buffers = self._eager
+        self.possible = torch.cuda.is_available()
+        """Whether work can be captured at all."""
         return was_whole

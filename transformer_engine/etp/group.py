@@ -1,19 +1,17 @@
 """The unit of gathering and reducing: one weight, or the experts of one grouped layer together.
 
-[Note: state machines] Each group has two, checked at every step:
-
-    gather: NONE -> ISSUED (collective started) -> READY (its result is ordered) -> NONE (handed to a consumer)
-    reduce: NONE -> ISSUED (collective started) -> READY (result ordered)        -> NONE (published, buffer free)
-
-A gathered weight stays in its slot after it was handed out, and may be handed out again without a gather as long
-as no other group has claimed the slot and the shard has not changed: see :meth:`WeightGroup.holds`. A gather that fails
-to start or to finish returns to NONE, and its slot is void.
+[Note: one at a time] A group has at most one gather that was not handed out yet (:attr:`WeightGroup.pending`) and one
+reduction in flight (:attr:`WeightGroup.reducing`); a second one is refused. A gathered weight stays in its slot after
+it was handed out, and may be handed out again without a gather as long as no other group has claimed the slot and the
+shard has not changed: see :meth:`WeightGroup.holds`. A gather that fails to start or to finish voids its slot.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from enum import Enum
+from functools import cached_property, partial
+from operator import attrgetter, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -24,40 +22,40 @@ from etp.cache import BufferCache, BufferSpec, Slot, Ticket
 from etp.collectives.base import Transport
 from etp.errors import EtpStateError
 from etp.layout import ShardLayout
+from etp.stack import Stack
 from etp.streams import Lane, Ready
 
-
-class GatherState(Enum):
-    """State of the gather whose result is handed out next."""
-
-    NONE = "none"
-    ISSUED = "issued"
-    READY = "ready"
-
-
-class ReduceState(Enum):
-    """State of the gradient reduction in flight."""
-
-    NONE = "none"
-    ISSUED = "issued"
-    READY = "ready"
-
-
-_SUCCESSOR = {
-    GatherState.NONE: GatherState.ISSUED,
-    GatherState.ISSUED: GatherState.READY,
-    GatherState.READY: GatherState.NONE,
-    ReduceState.NONE: ReduceState.ISSUED,
-    ReduceState.ISSUED: ReduceState.READY,
-    ReduceState.READY: ReduceState.NONE,
-}
+# Applied to all shards of a group by map(), in C: a Python call for each expert would take longer than its gather.
+_VERSION = attrgetter("_version")
+_FORMER_VERSIONS = attrgetter("_former_versions")
+_DATA = attrgetter("_data")
+_ADDRESS = methodcaller("data_ptr")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Shard(Protocol):
-    """What a group needs from its parameters (:class:`etp.param.ETPShardedParam`)."""
+    """What a group needs from its parameters (:class:`etp.param.ETPShardedParam`).
+
+    Attributes:
+        fqn: its name in messages.
+        requires_grad: whether it is trained.
+    """
 
     fqn: str
     requires_grad: bool
+    has_reduce_hooks: bool
+    """Whether anybody waits for this shard's complete gradient."""
+    _former_versions: int
+    """Writes through earlier aliases of ``data``, and assignments to it."""
+    _data: torch.Tensor | None
+    """The alias that ``data`` returns, whose writes are counted there; None if it was never asked for."""
+
+    @property
+    def _version(self) -> int:
+        """Autograd's version counter."""
+
+    def data_ptr(self) -> int:
+        """Where the shard lies."""
 
     @property
     def layout(self) -> ShardLayout:
@@ -65,12 +63,6 @@ class Shard(Protocol):
 
     def local_shard(self) -> torch.Tensor:
         """The shard as a plain contiguous tensor, sharing storage and version counter."""
-
-    def content_version(self) -> tuple[int, int]:
-        """Changes when the shard changes in a way that PyTorch counts, or is bound to other storage."""
-
-    def placement(self) -> tuple[torch.dtype, torch.device]:
-        """The shard's dtype and device."""
 
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Record the group that this shard is gathered with, and its index in it."""
@@ -92,44 +84,83 @@ class WeightGroup:
     """Weights that one collective gathers and one collective reduces.
 
     Args:
-        shards: this rank's shards, in the order in which the consumer wants the weights.
+        shards: this rank's shards, of one layout, in the order in which the consumer wants the weights.
         process_group: the ranks that hold the shards.
+
+    Attributes:
+        layout: how each of the weights is cut.
+
+    Raises:
+        ValueError: if there are no shards, or their layouts differ.
     """
 
     def __init__(self, shards: Sequence[Shard], process_group: dist.ProcessGroup) -> None:
         if not shards:
             raise ValueError("a weight group needs at least one shard")
         self.shards = list(shards)
+        self.layout = self.shards[0].layout
+        for shard in self.shards:
+            if shard.layout != self.layout:
+                raise ValueError(
+                    f"{shard.fqn} of {shard.layout} cannot be gathered together with {self.shards[0].fqn} of "
+                    f"{self.layout}: the weights of a group have one shape"
+                )
         self.process_group = process_group
         self.size = dist.get_world_size(process_group)
-        self.gather_state = GatherState.NONE
-        self.reduce_state = ReduceState.NONE
+        self.pending = False
+        """Whether a gather was started whose result has not been handed out yet."""
+        self.reducing = False
+        """Whether a reduction is in flight."""
         self.issued_in_pass = -1
         """Number of the pass in which the latest gather was started."""
         self.used_more_than_once = False
         """Whether some forward pass used it twice, so that one backward pass reduces it twice."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
+        self.reduce_hooks: list[Callable[[], None]] = []
+        """Called whenever a backward pass's gradients have been added to the shards."""
         self._slot: Slot | None = None
         self._cache: BufferCache | None = None
         self._tickets: dict[BufferCache, Ticket] = {}
         self._ready: Ready | None = None
         self._generation = -1
-        self._gathered_version: tuple[int, ...] = ()
-        self._specs: tuple[BufferSpec, ...] = ()
-        self._nbytes = 0
-        self._named, self._name = "", ""
+        self._gathered_version: tuple[Any, ...] = ()
+        self.version: tuple[Any, ...] = ()
+        """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage; as of the last
+        :meth:`read_shards`."""
+        self.read_in_pass = -1
+        """Number of the pass of the last :meth:`read_shards`."""
+        self._spec_of: Stack | None = None
+        self._local: Stack | None = None
+        self._addresses: tuple[int, ...] = ()
+        self.reset_counts()
         for index, shard in enumerate(self.shards):
             shard.join_group(self, index)
 
-    @property
+    def reset_counts(self) -> None:
+        """Count collectives and their bytes from zero; see :class:`etp.traffic.TrafficCounters`."""
+        self.gathers = self.gathered_bytes = self.reductions = self.reduced_bytes = 0
+
+    @cached_property
     def name(self) -> str:
         """The first weight's name, and the number of further weights."""
-        first = self.shards[0].fqn
-        if self._named != first:
-            more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
-            self._named, self._name = first, f"{first}{more}"
-        return self._name
+        more = f" (+{len(self.shards) - 1})" if len(self.shards) > 1 else ""
+        return f"{self.shards[0].fqn}{more}"
+
+    @cached_property
+    def gather_label(self) -> str:
+        """Names the group's gathers in messages."""
+        return f"all-gather of {self.name}"
+
+    @cached_property
+    def reduce_label(self) -> str:
+        """Names the group's reductions in messages."""
+        return f"reduce-scatter of {self.name}'s gradient"
+
+    def renamed(self) -> None:
+        """A shard has got another name."""
+        for name in ("name", "gather_label", "reduce_label"):
+            self.__dict__.pop(name, None)
 
     @property
     def has_slot(self) -> bool:
@@ -143,32 +174,58 @@ class WeightGroup:
             raise EtpStateError(f"{self.name} has no gather buffer yet; attach a cache first")
         return self._slot
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the gathered weights, padding included."""
-        return self._nbytes if self._specs else sum(spec.nbytes for spec in self.specs)
+        return self.spec.nbytes
 
-    @property
-    def specs(self) -> tuple[BufferSpec, ...]:
-        """Buffers that a gather fills; :meth:`attach` brings them up to date after a change of dtype or device."""
-        if not self._specs:
-            dtype, device = self.shards[0].placement()
-            self._specs = tuple(BufferSpec(shard.layout.padded_shape, dtype, device) for shard in self.shards)
-            self._nbytes = sum(spec.nbytes for spec in self._specs)
-        return self._specs
+    @cached_property
+    def spec(self) -> BufferSpec:
+        """What a gather fills; :meth:`attach` brings it up to date after a change of dtype, device or order."""
+        self._spec_of = local = self.local_shards()
+        # By the longest run: Megatron may spread a layer over two buckets.
+        longest = max(local.runs, key=lambda run: run.count)
+        shape, count = self.layout.padded_shape, len(local)
+        return BufferSpec(shape, local.dtype, local.device, count, descending=longest.stride < 0)
 
-    def attach(self, cache: BufferCache) -> None:
-        """Use the group's ticket of ``cache``, reserving one if there is none or if dtype or device have changed."""
-        (dtype, device), first = self.shards[0].placement(), self.specs[0]
-        if first.dtype != dtype or first.device != device:
-            self._specs = ()
-            self.detach()
-        if self._cache is cache and self._slot is not None:
-            return
-        self.abandon_gather()
-        if cache not in self._tickets:
-            self._tickets[cache] = cache.reserve(self.specs)
-        self._cache, self._slot = cache, cache.get(self._tickets[cache])
+    def read_shards(self, pass_number: int) -> None:
+        """Bring :attr:`version` up to date, and what depends on where the shards lie."""
+        shards = self.shards
+        with torch._C.DisableTorchFunctionSubclass():
+            aliases = [data for data in map(_DATA, shards) if data is not None]
+            counted = sum(map(_VERSION, shards)) + sum(map(_FORMER_VERSIONS, shards)) + sum(map(_VERSION, aliases))
+            addresses = tuple(map(_ADDRESS, shards))
+        self.version, self.read_in_pass = (counted, addresses), pass_number
+        if self._local is not None and self._addresses != addresses:
+            self._local = None
+
+    def local_shards(self) -> Stack:
+        """This rank's shards as plain tensors; the same object until one of them is bound to other storage."""
+        if self._local is None:
+            self._local = Stack([shard.local_shard() for shard in self.shards])
+            self._addresses = tuple(tensor.data_ptr() for tensor in self._local)
+        return self._local
+
+    def attach(self, cache: BufferCache) -> Slot:
+        """Use the group's ticket of ``cache``, reserving one if there is none or if :attr:`spec` has changed.
+
+        Returns:
+            where the group's gathers land.
+        """
+        slot = self._slot
+        if slot is not None and self._cache is cache and self._local is not None and self._spec_of is self._local:
+            return slot
+        if self._spec_of is not self.local_shards():
+            former = self.__dict__.pop("spec", None)
+            self.__dict__.pop("nbytes", None)
+            if former is not None and former != self.spec:
+                self.detach()
+        if self._cache is not cache or self._slot is None:
+            self.abandon_gather()
+            if cache not in self._tickets:
+                self._tickets[cache] = cache.reserve(self.spec)
+            self._cache, self._slot = cache, cache.get(self._tickets[cache])
+        return self._slot
 
     def detach(self) -> None:
         """Return all tickets."""
@@ -183,25 +240,23 @@ class WeightGroup:
         self._ready = None
         self._generation, self._gathered_version = -1, ()
         self._cache = self._slot = None
-        self.gather_state, self.reduce_state = GatherState.NONE, ReduceState.NONE
+        self.pending = self.reducing = False
 
-    @property
-    def pending(self) -> bool:
-        """Whether a gather was started whose result has not been taken yet."""
-        return self.gather_state is not GatherState.NONE
-
-    def holds(self, epoch: int) -> bool:
+    def holds(self, epoch: int, *, gathered_in: int | None) -> bool:
         """Whether the slot has (or is receiving) these weights as they are now.
 
         Args:
             epoch: the runtime's count of announced weight changes.
+            gathered_in: only a gather counts that this pass has started and nobody was handed; None counts any.
         """
+        if gathered_in is not None and not (self.pending and self.issued_in_pass == gathered_in):
+            return False
         slot = self._slot
         return (
             slot is not None
             and slot.generation == self._generation
-            and slot.owner == self.name
-            and self._gathered_version == (epoch, *self.weights_version())
+            and slot.owner is self
+            and self._gathered_version == (epoch, *self.version)
         )
 
     def issue_gather(
@@ -215,32 +270,33 @@ class WeightGroup:
             pass_number: the runtime's count of passes.
             epoch: the runtime's count of announced weight changes.
             waits: see :meth:`etp.streams.Lane.start`.
+
+        Raises:
+            EtpStateError: if a gather is pending.
         """
-        self._set_gather_state(GatherState.ISSUED)
+        if self.pending:
+            raise EtpStateError(f"{self.name} is being gathered already; its last gather was not handed out")
         slot = self.slot
-        slot.tenant = self
+        self.pending = True
         try:
-            self._generation = slot.claim(self.name)
-            shards = [shard.local_shard() for shard in self.shards]
-            self._gathered_version = (epoch, *self.weights_version())
+            self._generation = slot.claim(self)
+            self._gathered_version = (epoch, *self.version)
             self.issued_in_pass = pass_number
-            label = f"all-gather of {self.name}"
-            self._ready = lane.start(lambda: transport.all_gather(slot.buffers, shards, label), waits=waits)
+            gather = partial(transport.all_gather, slot.buffers, self.local_shards(), self.gather_label)
+            self._ready = lane.start(gather, waits=waits)
+            self.gathers += 1
+            self.gathered_bytes += self.nbytes
         except BaseException:
             self._gather_failed()
             raise
 
-    def weights_version(self) -> tuple[int, ...]:
-        """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage."""
-        if len(self.shards) == 1:
-            return self.shards[0].content_version()
-        return tuple(value for shard in self.shards for value in shard.content_version())
-
     def read_until_here(self, lane: Lane) -> None:
         """Record that the consumer of the weights has enqueued its work on them by now."""
         slot = self._slot
-        if slot is not None and slot.generation == self._generation and slot.last_read is None:
-            slot.last_read = lane.mark(slot.reader_stream)
+        if slot is not None and slot.generation == self._generation:
+            for stream, event in slot.reads.items():
+                if event is None:
+                    slot.reads[stream] = lane.mark(stream)
 
     def take(self, lane: Lane) -> list[torch.Tensor]:
         """Hand out the gathered weights, ordered after the gather on the current stream.
@@ -252,44 +308,35 @@ class WeightGroup:
             StaleWeightError: if the slot was claimed by another group since the gather.
         """
         reader = lane.current_stream()
+        # Also for weights that were handed out before: that may have been on another stream.
         if self._ready is not None:
             self._join(self._ready, reader)
-        if self.gather_state is GatherState.ISSUED:
-            self._set_gather_state(GatherState.READY)
         slot = self.slot
-        slot.check(self.name, self._generation)
-        if self.gather_state is GatherState.READY:
-            self._set_gather_state(GatherState.NONE)
-        slot.tenant = None
-        slot.reader_stream = reader
-        slot.last_read = None
-        return [
-            _handed_out(buffer, shard.layout, trained)
-            for shard, buffer, trained in zip(self.shards, slot.buffers, self.trained(), strict=True)
-        ]
+        slot.check(self, self._generation)
+        if self.pending:
+            self.pending = False
+            # The gather came after the readers of what was there before.
+            slot.reads.clear()
+        slot.reads[reader] = None
+        return slot.weights(self.layout.rows, self.trained())
 
-    def trained(self) -> list[bool]:
+    def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""
         # Not through __torch_function__, which would take most of the time.
         with torch._C.DisableTorchFunctionSubclass():
-            return [shard.requires_grad for shard in self.shards]
+            return tuple(map(_REQUIRES_GRAD, self.shards))
 
     def abandon_gather(self) -> None:
         """Wait for a gather that was not taken, and drop it; its slot is free afterwards."""
-        if self._ready is not None:
-            ready = self._ready
+        if self._ready is not None and self.pending:
+            ready, slot = self._ready, self.slot
             self._join(ready)
             # The next gather into the slot may be on another lane, which waits only for this event.
-            self.slot.last_read = ready.mark()
-        if self.gather_state is GatherState.ISSUED:
-            self._set_gather_state(GatherState.READY)
-        if self.gather_state is GatherState.READY:
-            self._set_gather_state(GatherState.NONE)
-        if self._slot is not None and self._slot.tenant is self:
-            self._slot.tenant = None
+            slot.reads.clear()
+            slot.reads.update(ready.mark())
+        self.pending = False
 
     def _join(self, ready: Ready, stream: Any = None) -> None:
-        self._ready = None
         try:
             ready.wait(stream)
         except BaseException:
@@ -300,27 +347,28 @@ class WeightGroup:
         """Void the slot's content for all readers; the next visit gathers again."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
-        self.gather_state = GatherState.NONE
-        if self._slot is not None and self._slot.tenant is self:
-            self._slot.tenant = None
+        self.pending = False
 
-    def _set_gather_state(self, state: GatherState) -> None:
-        self._check(self.gather_state, state, "gather")
-        self.gather_state = state
+    def run_reduce_hooks(self) -> None:
+        """The gradients of one backward pass are complete: run the group's hooks, and those of its trained shards."""
+        for hook in self.reduce_hooks:
+            hook()
+        for shard in itertools.compress(self.shards, self.trained()):
+            if shard.has_reduce_hooks:
+                shard.run_reduce_hooks()
 
-    def set_reduce_state(self, state: ReduceState) -> None:
-        """Advance the reduction's state machine."""
-        self._check(self.reduce_state, state, "reduce")
-        self.reduce_state = state
+    def begin_reduction(self, nbytes: int) -> None:
+        """A reduction of gradients of so many bytes was started.
 
-    def _check(self, old: GatherState | ReduceState, new: GatherState | ReduceState, machine: str) -> None:
-        if _SUCCESSOR[old] is not new:
-            raise EtpStateError(
-                f"{self.name}: {machine} cannot go from {old.name} to {new.name} (next is {_SUCCESSOR[old].name})"
-            )
+        Raises:
+            EtpStateError: if one is in flight.
+        """
+        if self.reducing:
+            raise EtpStateError(f"a gradient of {self.name} is being reduced already; finish that reduction first")
+        self.reducing = True
+        self.reductions += 1
+        self.reduced_bytes += nbytes
 
-
-def _handed_out(buffer: torch.Tensor, layout: ShardLayout, trained: bool) -> torch.Tensor:
-    """The logical rows of a gathered weight: a fresh alias, whose ``requires_grad`` does not reach the slot."""
-    alias = (buffer if layout.pad_rows == 0 else buffer[: layout.rows]).detach()
-    return alias.requires_grad_() if trained else alias
+    def end_reduction(self) -> None:
+        """The reduction has ended, or failed."""
+        self.reducing = False

@@ -47,12 +47,12 @@ class ShardLayout:
                 f"set pad_for_alignment to 1 or more, or choose a size that is a multiple of {self.num_shards}"
             )
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Logical rows, all shards together, without padding."""
         return self.shape[0]
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         """Elements in one row."""
         return math.prod(self.shape[1:])
@@ -68,7 +68,7 @@ class ShardLayout:
         """Rows of padding at the tail."""
         return self.padded_rows - self.rows
 
-    @property
+    @cached_property
     def shard_rows(self) -> int:
         """Rows in each shard, padding included."""
         return self.padded_rows // self.num_shards
@@ -78,7 +78,7 @@ class ShardLayout:
         """Shape of the gathered weight, padding included."""
         return (self.padded_rows, *self.shape[1:])
 
-    @property
+    @cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of what one rank holds, padding included."""
         return (self.shard_rows, *self.shape[1:])

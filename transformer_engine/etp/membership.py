@@ -50,8 +50,9 @@ class Membership:
         """
         del args
         self._refuse_ddp()
-        unchanged = all([*map(id, now.values())] == then for now, _, then in self._known)
-        if unchanged and not any(param.requires_grad for param in self._frozen):
+        # A list, not a generator, which Python resumes by a call for each item.
+        changed = [True for now, _, then in self._known if [*map(id, now.values())] != then]
+        if not changed and not any(param.requires_grad for param in self._frozen):
             return
         self._refuse_replaced(root)
         self._refuse_added(root)

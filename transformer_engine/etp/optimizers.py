@@ -14,8 +14,20 @@ from etp.param import ETPShardedParam
 # Attribute of a parameter that has been cut: a weak reference to its shard.
 _SHARD = "_etp_shard"
 
-# By name, because importing the second takes long and warns.
+_WHOLE_MATRICES = (
+    "treats each weight as a whole matrix, and would take every shard for one, so that the result depends on the "
+    "number of ranks; use an element-wise optimizer such as AdamW or SGD, or keep these weights whole by "
+    "replicated_modules of etp.shard_module"
+)
+
+_OF_WHOLE_MATRICES = (
+    *("Adafactor", "Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "Dion", "Shampoo", "DistributedShampoo", "SOAP"),
+    *("LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "GaLoreAdamW"),
+)
+
+# By name, because importing the second takes long and warns, and others come from packages of their own.
 _REFUSED = {
+    **dict.fromkeys(_OF_WHOLE_MATRICES, _WHOLE_MATRICES),
     "LBFGS": "computes dot products over all parameters, each rank over its own shards, so the ranks would take "
     "different steps; use an element-wise optimizer such as AdamW or SGD",
     "ZeroRedundancyOptimizer": "takes the ranks' shards for copies and would overwrite them with one rank's; leave it "

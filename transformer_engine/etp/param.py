@@ -10,10 +10,11 @@ The parameter's data is this rank's shard. Its :class:`WeightGroup` knows what i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,16 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from etp import functional
-from etp.derived import ShardData, mark_derived
+from etp.allowed import ALLOWED, is_refused
+from etp.derived import ShardData, mark_result
+from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
-from etp.refusals import REFUSED, OneOfMany, refusal
+from etp.refusals import OneOfMany, refusal
+from etp.shard_copy import Cut
 from etp.shard_grad import GradDriver, owned_grad
+from etp.te import refuse_override
 
 
 class ShardDriver(GradDriver, Protocol):
@@ -37,8 +42,11 @@ class ShardDriver(GradDriver, Protocol):
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """The group's full weights, for use right now."""
 
+    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A buffer for each of the group's full gradients."""
+
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer for one of the group's full gradients."""
+        """One of these buffers, for a consumer that asks for them one by one."""
 
     def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
@@ -53,25 +61,38 @@ class ShardDriver(GradDriver, Protocol):
         """``[ranks, n]``: what every rank has in ``own``, ``[n]``."""
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
-    """``functional.linear`` under the argument names of ``torch.nn.functional.linear``."""
-    return functional.linear(input, weight, bias)
-
-
 # Functions whose sharded counterpart replaces them when a shard is the weight.
 _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.linear: _linear,
+    F.linear: functional.linear,
     F.embedding: functional.embedding,
 }
 
-# These ask for torch.Tensor.layout, which a shard's own ``layout`` hides: they get a plain (differentiable) alias.
-_READ_TENSOR_LAYOUT = frozenset({torch.norm, torch.Tensor.norm})
-
+_NUMEL = frozenset({torch.numel, torch.Tensor.numel, torch.Tensor.nelement})
 
 # What reading ``param.grad`` calls, and reading and assigning ``param.data``.
 _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _SetLater[T]:
+    """An attribute that is set once the object is part of a model; until then, reading it raises EtpStateError.
+
+    A property would cost a Python call at each of the many reads afterwards.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    @overload
+    def __get__(self, obj: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, obj: ETPShardedParam, owner: type) -> T: ...
+    def __get__(self, obj: ETPShardedParam | None, owner: type) -> T | Self:
+        """Found only where the object itself has no such attribute."""
+        if obj is None:
+            return self
+        raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
 
 
 class ETPShardedParam(OneOfMany, torch.nn.Parameter):
@@ -80,14 +101,18 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     Attributes:
         group: the process group whose rank r holds shard r.
         group_rank: this process's rank in ``group``, also once the group is gone.
+        weight_group: the weights that this one is gathered and reduced with.
+        driver: the runtime that runs their collectives.
         fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
         is_distributed_weight: marker of TE's ``DistributedWeight`` protocol.
+        knows_copies: whether its copies say which shard they are (``etp/shard_copy.py``), so that states must.
     """
 
     group: dist.ProcessGroup
     group_rank: int
     fqn: str
     is_distributed_weight = True
+    knows_copies = True
 
     def __new__(
         cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
@@ -116,9 +141,8 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         param._layout = layout
         param.group, param.group_rank = group, rank
         param.fqn = f"<unnamed {layout.shape}>"
-        param._weight_group = None
         param._group_index = 0
-        param._driver = None
+        param.has_reduce_hooks = False
         param._reduce_hooks = []
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
@@ -126,11 +150,13 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         param._placeholder_due = False
         return param
 
+    weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
+    driver: ShardDriver = _SetLater["ShardDriver"]("has no runtime yet")  # type: ignore[assignment]
+
     # Assigned in __new__; declared here for readers and type checkers.
     _layout: ShardLayout
-    _weight_group: WeightGroup | None
     _group_index: int
-    _driver: ShardDriver | None
+    has_reduce_hooks: bool
     _reduce_hooks: list[Callable[[], None]]
     _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
     _reference: weakref.ref[Self]
@@ -151,44 +177,40 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         return self._layout
 
     @property
-    def weight_group(self) -> WeightGroup:
-        """The group that this weight is gathered with."""
-        if self._weight_group is None:
-            raise EtpStateError(f"{self.fqn} belongs to no weight group; pass its module to etp.shard_module")
-        return self._weight_group
+    def cut(self) -> Cut:
+        """Which shard of how many, and the rows of the weight."""
+        return self.group_rank, self._layout.num_shards, self._layout.rows
+
+    def numel(self) -> int:
+        """Elements of the whole weight, without padding: ``sum(p.numel() for p in ...)`` counts the model's.
+
+        ``shape``, and all else, is of the shard; its elements are ``local_shard().numel()``.
+        """
+        return math.prod(self._layout.shape)
+
+    nelement = numel
 
     def join_group(self, group: WeightGroup, index: int) -> None:
         """Become weight ``index`` of a group; called once, when the group is constructed."""
-        if self._weight_group is not None:
-            raise EtpStateError(f"{self.fqn} is in group {self._weight_group.name} already")
-        self._weight_group, self._group_index = group, index
+        if "weight_group" in self.__dict__:
+            raise EtpStateError(f"{self.fqn} is in group {self.weight_group.name} already")
+        self.weight_group, self._group_index = group, index
 
     def attach(self, driver: ShardDriver, fqn: str) -> None:
         """Set the driver that runs this weight's collectives, and the weight's name."""
-        self._driver, self.fqn = driver, fqn
+        self.driver, self.fqn = driver, fqn
+        if "weight_group" in self.__dict__:
+            self.weight_group.renamed()
 
     @property
     def has_driver(self) -> bool:
         """Whether a runtime drives this weight."""
-        return self._driver is not None
-
-    @property
-    def driver(self) -> ShardDriver:
-        """What runs this weight's collectives."""
-        if self._driver is None:
-            raise EtpStateError(f"{self.fqn} has no runtime yet; pass its module to etp.shard_module")
-        return self._driver
+        return "driver" in self.__dict__
 
     def local_shard(self) -> torch.Tensor:
         """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.detach()
-
-    def content_version(self) -> tuple[int, int]:
-        """Changes when PyTorch counts a change of the shard, or of its ``data``, or when ``data`` is assigned."""
-        with torch._C.DisableTorchFunctionSubclass():
-            written = self._former_versions if self._data is None else self._former_versions + self._data._version
-            return self._version + written, self.data_ptr()
+        # As detach() does, which would come through __torch_function__ where dynamo has compiled this.
+        return torch.Tensor._make_subclass(torch.Tensor, self)
 
     def _shared_data(self) -> torch.Tensor:
         """What ``data`` returns: one alias, so that the writes through it can be counted.
@@ -207,23 +229,13 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             self._former_versions += self._data._version + 1
             self._data = None
 
-    def placement(self) -> tuple[torch.dtype, torch.device]:
-        """The shard's dtype and device; faster than reading the two attributes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.dtype, self.device
-
-    def gathered_with(self) -> Sequence[Any]:
-        """The shards that are gathered together with this one, itself included, in the group's order."""
-        return self.weight_group.shards
-
     def materialize(self) -> list[torch.Tensor]:
         """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
         return self.driver.materialize(self.weight_group)
 
     def wgrad_buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Buffers of the group's logical shapes to compute full gradients into; pass them to ``reduce_wgrads``."""
-        group = self.weight_group
-        return [self.driver.wgrad_buffer(group, index, dtype) for index in range(len(group.shards))]
+        return self.driver.wgrad_buffers(self.weight_group, dtype)
 
     def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``.
@@ -233,10 +245,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """
         return self.driver.reduce_wgrads(self.weight_group, wgrads)
 
-    def returns_gradients(self) -> bool:
-        """Whether the current backward pass is a ``torch.autograd.grad`` that asks for one of these shards."""
-        return self.driver.returns_gradients(self.weight_group)
-
     def full_tensor(self) -> torch.Tensor:
         """The full weight, of logical shape, newly allocated. Collective over the shard group."""
         return self.driver.gather_full(self.weight_group, self._group_index)
@@ -244,6 +252,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     def register_reduce_hook(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
         self._reduce_hooks.append(hook)
+        self.has_reduce_hooks = True
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
@@ -252,6 +261,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """
         handle = RemovableHandle(self._accumulate_hooks)
         self._accumulate_hooks[handle.id] = hook
+        self.has_reduce_hooks = True
         return handle
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> NoReturn:
@@ -302,26 +312,28 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
 
         Raises:
             TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
+            ValueError: under a recipe of quantization whose backward pass would compute with the shard.
         """
+        refuse_override(self.fqn)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise TypeError(
                 f"{self.fqn} is used by a Transformer Engine module under hooks on saved tensors, which replace the "
                 "shard by a plain tensor: use torch.utils.checkpoint with use_reentrant=True, or Megatron's "
                 "recomputation, instead of use_reentrant=False, and no offloading of activations by such hooks"
             )
-        return self.materialize()
+        return self.driver.materialize(self.weight_group)
 
     def materialize_group_for_backward(self) -> list[torch.Tensor]:
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
-        return self.materialize()
+        return self.driver.materialize(self.weight_group)
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None] | torch.Tensor | None:
         """Reduce the full gradients into the shards; autograd gets None as a rule, see :meth:`reduce_wgrads`."""
         if isinstance(wgrads, torch.Tensor):
-            return self.reduce_wgrads([wgrads])[0]
-        return self.reduce_wgrads(wgrads)
+            return self.driver.reduce_wgrads(self.weight_group, [wgrads])[0]
+        return self.driver.reduce_wgrads(self.weight_group, wgrads)
 
     def grad_buffer(self) -> torch.Tensor:
         """A buffer of the full weight's shape for the weight-gradient GEMM, which fuses the accumulation into it.
@@ -344,7 +356,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/refusals.py`` lists.
+        """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/allowed.py`` does not list.
 
         Results are plain tensors, except as ``etp/derived.py`` says.
         """
@@ -360,23 +372,29 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             # Memory that is assigned again may have changed meanwhile, or be other memory at that address.
             args[0]._former_versions += 1
         kwargs = kwargs or {}
+        if func in RUNS_BACKWARD:
+            return run_backward(func, args, kwargs)
         sharded = _SHARDED_FUNCTIONS.get(func)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
         if sharded is not None and isinstance(weight, cls):
             with torch._C.DisableTorchFunctionSubclass():
                 return sharded(*args, **kwargs)
-        if sharded is not None or func in REFUSED:
+        if func not in ALLOWED and (sharded is not None or is_refused(func)):
+            if func in _NUMEL:
+                return args[0].numel()
             raise TypeError(_refusal(func, (*args, *kwargs.values())))
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _READ_TENSOR_LAYOUT:
-                args = [arg.view_as(arg) if isinstance(arg, cls) else arg for arg in args]
             result = func(*args, **kwargs)
-        if type(result) is not torch.Tensor:
-            return result
-        operands = [*args, *kwargs.values()]
-        shard = next((operand for operand in operands if isinstance(operand, cls)), None)
-        # Outside of a model nothing is computed with it.
-        return result if shard is None or not shard.has_driver else mark_derived(func, result, shard, operands)
+        if type(result) is torch.Tensor:
+            operands = [*args, *kwargs.values()]
+            shard = next((operand for operand in operands if isinstance(operand, cls)), None)
+            # Outside of a model nothing is computed with it.
+            if shard is not None and shard.has_driver:
+                result = mark_result(func, result, shard, operands)
+        return result
+
+    # In C, unlike Tensor's own: a dictionary of parameters asks for it at every access.
+    __hash__ = object.__hash__
 
     # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
     def __matmul__(self, other: Any) -> NoReturn:

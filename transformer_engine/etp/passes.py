@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -97,25 +97,29 @@ class Passes:
 
         Also detects groups that one forward pass uses more than once. The caller records the visit.
         """
-        if inside_backward():
+        if torch._C._current_graph_task_id() != -1:
             self.enter_backward()
             return self.chain.backward
         forward = self.chain.forward
-        revisits_head = forward.head is group and not self.has_root
-        # Without a backward pass or a call of the root, nothing ends a pass: bound the record of visits.
-        if self.in_backward or revisits_head or len(forward) > _MOST_VISITS * len(self._groups):
+        if self.in_backward:
             self.begin_forward()
-        elif forward.seen(group) and (self._began_differentiable or self.may_have_backward()):
-            group.used_more_than_once = True
+        elif group in forward.visited:
+            # Without a backward pass or a call of the root, nothing ends a pass: bound the record of visits.
+            revisits_first = forward.visits[0] is group and not self.has_root
+            if revisits_first or len(forward.visits) > _MOST_VISITS * len(self._groups):
+                self.begin_forward()
+            elif self._began_differentiable or self.may_have_backward():
+                group.used_more_than_once = True
         return forward
 
     def may_have_backward(self) -> bool:
         """Whether the current forward pass may be followed by a backward pass: not while evaluating.
 
-        Reentrant checkpointing runs its forward without gradients, so the module's mode counts too.
+        Reentrant checkpointing runs its forward without gradients, so the module's mode counts too. So does every
+        autograd function that is applied; in an evaluation, layers apply none.
         """
         root = self._root() if self._root is not None else None
-        return torch.is_grad_enabled() or root is None or root.training
+        return torch.is_grad_enabled() or root is None or root.training or _inside_applied_function()
 
     def begin_forward(self) -> None:
         """Begin a forward pass."""
@@ -136,9 +140,10 @@ class Passes:
 
     def enter_backward(self) -> None:
         """Begin a backward pass, inside autograd's graph task, unless one is in progress."""
-        if self.backward_is_under_way:
-            return
-        self.drop_abandoned()
+        if self._token is not None:
+            if self._token() is not None:
+                return
+            self.drop_abandoned()
         token = _BackwardToken()
         self._token = weakref.ref(token)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, token))
@@ -149,14 +154,14 @@ class Passes:
         self._in_sequence = True
         self._sequence.begin(self.chain.backward)
 
-    def expected(self) -> Iterator[WeightGroup]:
-        """The predicted visits of the pass after the current one; empty if the previous iteration does not tell.
+    def expected(self, count: int) -> Sequence[WeightGroup]:
+        """The first visits of the pass after the current one, as many as ``count``; empty if nothing tells.
 
         See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes, and
         not during an evaluation, which is not part of an iteration.
         """
         following = self._sequence.next if self._in_sequence and self._weights.trusted else None
-        return iter(()) if following is None else following.beginning()
+        return () if following is None else following.beginning(count)
 
     @property
     def backward_is_under_way(self) -> bool:
@@ -197,3 +202,11 @@ class Passes:
 def inside_backward() -> bool:
     """Whether the calling thread runs an autograd graph task."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _inside_applied_function() -> bool:
+    """Whether the calling thread runs the forward of an autograd function, which has gradients of both modes off.
+
+    ``torch.no_grad()`` leaves those of forward mode on.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()

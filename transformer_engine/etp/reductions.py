@@ -22,6 +22,7 @@ placeholder has been added to that gradient, and both are left to be dropped, as
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -30,15 +31,18 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from etp.collectives.base import GradSink
 from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError
-from etp.grads import PendingReduction, gradient_is_absent, gradient_sink, padded_wgrad
+from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.graphs import GraphModes
-from etp.group import ReduceState, Shard, WeightGroup
-from etp.routes import Routes
+from etp.group import WeightGroup
+from etp.routes import Route, Routes
+from etp.stack import Stack
+from etp.streams import Ready, let_follow
 from etp.te import te_is_capturing
-from etp.traffic import TrafficCounters
+
+Chosen = tuple[bool, ...] | None
+"""Which of a group's shards ``backward(inputs=...)`` names; None if it leaves out none that is trained."""
 
 
 class Reductions:
@@ -47,23 +51,34 @@ class Reductions:
     Args:
         config: options of the runtime.
         routes: transports and lanes.
-        counters: where traffic is counted.
         graphs: whether work is being captured into a CUDA graph, and the buffers for full gradients.
     """
 
-    def __init__(self, config: EtpConfig, routes: Routes, counters: TrafficCounters, graphs: GraphModes) -> None:
+    def __init__(self, config: EtpConfig, routes: Routes, graphs: GraphModes) -> None:
         self.pool = graphs.buffers.pool
         self._graphs = graphs
         self._config = config
         self._routes = routes
-        self._counters = counters
         self._pending: deque[PendingReduction] = deque()
-        self._local_sums: dict[WeightGroup, list[torch.Tensor]] = {}
+        self._in_flight = 0
+        """Bytes of the gradients that these reduce."""
+        self._finished: dict[Route, Ready] = {}
+        """The reduction that was finished last."""
+        # With each sum the stream that has its memory and is ordered after it, and the shards that it is for.
+        self._local_sums: dict[WeightGroup, tuple[Stack, Any, Chosen]] = {}
+        self._leased: dict[WeightGroup, tuple[list[torch.Tensor], set[int]]] = {}
+        """Buffers that a consumer asks for one by one, and which of them it has got."""
+        self._destinations: dict[WeightGroup, Destinations] = {}
+        """Where the last reduction of each group went."""
         self._largest = 0
+        # By id, since tensors do not compare to a bool.
         self._watched: dict[int, RemovableHandle] = {}
-        # By id, since tensors do not compare to a bool. See [Note: once a backward].
-        self._used_further: set[int] = set()
-        self._hooks_owed: dict[int, Shard] = {}
+        self.uses_watched: dict[WeightGroup, Any] = {}
+        """The shard by which autograd tells of the uses of each group."""
+        # See [Note: once a backward].
+        self._used_further: set[WeightGroup] = set()
+        self._hooks_owed: set[WeightGroup] = set()
+        self._shards_owed: dict[int, Any] = {}
         self._behind_autograd: dict[int, RemovableHandle] = {}
 
     def __len__(self) -> int:
@@ -90,9 +105,13 @@ class Reductions:
     def change_mode(self) -> None:
         """A CUDA graph capture begins, with the device idle, or has ended: forget what was in flight."""
         self._pending.clear()
+        self._in_flight = 0
+        self._finished.clear()
+        self._leased.clear()
         self._local_sums.clear()
         self._used_further.clear()
         self._hooks_owed.clear()
+        self._shards_owed.clear()
         self.pool = self._graphs.buffers.pool
 
     def begin_pass(self) -> None:
@@ -100,15 +119,28 @@ class Reductions:
         for pending in self._pending:
             pending.belated = True
         self._hooks_owed.clear()
+        self._shards_owed.clear()
 
     # One group's gradient ------------------------------------------------------------------------------------
 
+    def buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A buffer for each full gradient of the group, of the weights' logical shape; arbitrary content."""
+        layout, device, stream = group.layout, group.spec.device, self._routes.of(group).reduce.current_stream()
+        count = len(group.shards)
+        if self._pending:
+            self._recycle(count * layout.padded_rows * layout.row_numel, dtype, device, stream)
+        whole = self.pool.lease(count, layout.padded_shape, dtype, device, stream).tensors
+        return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
+
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer for one full gradient, of the weight's logical shape; arbitrary content."""
-        layout, device = group.shards[index].layout, group.specs[index].device
-        self._recycle(layout.padded_shape, dtype, device)
-        whole = self.pool.lease(layout.padded_shape, dtype, device)
-        return whole if layout.pad_rows == 0 else whole[: layout.rows]
+        """One of the group's buffers, for a consumer that asks for all of them one by one before it fills them."""
+        if len(group.shards) == 1:
+            return self.buffers(group, dtype)[0]
+        buffers, handed_out = self._leased.get(group, ([], set()))
+        if not buffers or index in handed_out or buffers[0].dtype != dtype:
+            buffers, handed_out = self._leased[group] = self.buffers(group, dtype), set()
+        handed_out.add(index)
+        return buffers[index]
 
     def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Take the group's full gradients of one use, in a backward pass. Collective, unless only added locally.
@@ -123,12 +155,14 @@ class Reductions:
         Raises:
             EtpStateError: if a part is captured whose replays would lose gradients or skip hooks.
         """
+        self._leased.pop(group, None)
         if self._graphs.is_part and self._config.reduce_once_per_iteration:
             raise EtpStateError(
                 f"{group.name} is captured in a part of the model, with reduce_once_per_iteration: what its graph adds "
                 "up is not seen outside. Capture whole iterations, or reduce each microbatch"
             )
-        if self.returns_gradients(group):
+        returned = self.returns_gradients(group)
+        if returned:
             return self._add_returned(group, wgrads)
         if self._graphs.is_part and not _has_main_grads(group) and not te_is_capturing():
             raise EtpStateError(
@@ -136,24 +170,38 @@ class Reductions:
                 "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
                 "use make_graphed_callables"
             )
-        self._add(group, wgrads)
+        chosen = None if returned is False and len(group.shards) == 1 else _chosen(group)
+        if chosen is None or any(chosen):
+            self._add(group, wgrads, chosen)
+        elif self.pool.owns(wgrads[0]):
+            self.pool.restore(wgrads[0])
         return [None] * len(group.shards)
 
-    def returns_gradients(self, group: WeightGroup) -> bool:
-        """Whether the gradients of the group's shards go to autograd; see [Note: returned gradients]."""
-        return not _has_main_grads(group) and any(_returned_by_autograd(shard) for shard in group.shards)
+    def returns_gradients(self, group: WeightGroup) -> bool | None:
+        """Whether the gradients of the group's shards go to autograd; see [Note: returned gradients].
 
-    def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> None:
-        padded = [
-            padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
-            for shard, wgrad in zip(group.shards, wgrads, strict=True)
-        ]
+        None if the backward pass reaches none of these shards, as far as autograd knows.
+        """
+        if _has_main_grads(group):
+            return False
+        for shard in group.shards:
+            returned = _returned_by_autograd(shard)
+            if returned is not None:
+                # A graph task returns gradients or accumulates them.
+                return returned
+        return None
+
+    def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor], chosen: Chosen) -> None:
+        route = self._routes.of(group)
+        stream = route.reduce.current_stream()
+        padded = padded_wgrads(wgrads, group.layout, self.pool, stream)
         if self._config.reduce_once_per_iteration or group.used_more_than_once:
             # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
-            self._add_locally(group, padded)
+            self._add_locally(group, padded, chosen)
         else:
-            self._start(group, padded)
-            self._used_further.update(key for key in map(id, group.shards) if key in self._watched)
+            self._start(group, route, padded, stream, chosen=chosen)
+            if group in self.uses_watched:
+                self._used_further.add(group)
 
     def _add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
@@ -162,21 +210,21 @@ class Reductions:
             for each shard its gradient, of the shard's shape; inside a capture, the memory that holds it after a
             replay. None for a frozen shard.
         """
-        padded = [
-            padded_wgrad(wgrad, shard.layout.padded_shape, self.pool)
-            for shard, wgrad in zip(group.shards, wgrads, strict=True)
-        ]
-        trained = [shard for shard in group.shards if shard.requires_grad]
-        sinks = [GradSink(torch.empty_like(shard.local_shard()), accumulate=False) for shard in trained]
-        self._start(group, padded, returned=sinks)
+        route = self._routes.of(group)
+        stream = route.reduce.current_stream()
+        padded = padded_wgrads(wgrads, group.layout, self.pool, stream)
+        is_trained = group.trained()
+        trained = list(itertools.compress(group.shards, is_trained))
+        returned = new_gradients(len(trained), trained[0].local_shard())
+        self._start(group, route, padded, stream, returned=Destinations(returned, accumulate=False))
         if not self._graphs.is_part or group.used_more_than_once:
             # Autograd reads it right away; a capture of one use only passes it on.
             self._finish_pending()
         if self._graphs.is_part:
             for shard in trained:
                 self._run_hooks_behind_autograd(shard)
-        filled = iter(sinks)
-        return [next(filled).tensor if shard.requires_grad else None for shard in group.shards]
+        filled = iter(returned)
+        return [next(filled) if one else None for one in is_trained]
 
     def _run_hooks_behind_autograd(self, shard: Any) -> None:
         """Run the hooks of ``shard`` when autograd has accumulated a gradient that a replay returned."""
@@ -185,76 +233,117 @@ class Reductions:
 
         def accumulated() -> None:
             if any(shard is other for pending in self._pending for other in pending.group.shards):
-                self._hooks_owed[id(shard)] = shard
+                self._shards_owed[id(shard)] = shard
             else:
                 shard.run_reduce_hooks()
 
         self._behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)
 
     def _start(
-        self, group: WeightGroup, padded: list[torch.Tensor], returned: Sequence[GradSink] | None = None
+        self,
+        group: WeightGroup,
+        route: Route,
+        padded: Stack,
+        home: Any,
+        *,
+        returned: Destinations | None = None,
+        chosen: Chosen = None,
     ) -> None:
-        if group.reduce_state is not ReduceState.NONE:
+        if group.reducing:
             self._finish_pending()
-        is_trained = group.trained()
-        trained = list(itertools.compress(group.shards, is_trained))
-        wgrads = list(itertools.compress(padded, is_trained))
-        sinks = [gradient_sink(shard) for shard in trained] if returned is None else returned  # type: ignore[arg-type]
+        is_trained = group.trained() if chosen is None else chosen
+        trained, wgrads = group.shards, padded
+        if not all(is_trained):
+            trained = list(itertools.compress(group.shards, is_trained))
+            wgrads = Stack(list(itertools.compress(padded, is_trained)))
+        into = returned or self._destinations_of(group, trained)
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
-        route, label = self._routes.of(group), f"reduce-scatter of {group.name}'s gradient"
-        transport = route.transport
-        ready = route.reduce.start(lambda: transport.reduce_scatter(wgrads, sinks, divisor, label))
+        let_follow(route.reduce.current_stream(), home)
+        ready = route.reduce.start(
+            partial(
+                route.transport.reduce_scatter,
+                wgrads,
+                into.sinks,
+                divisor,
+                group.reduce_label,
+                accumulate=into.accumulate,
+            )
+        )
         # Only now: if the start fails, for lack of memory for example, the next step can start it again.
-        group.set_reduce_state(ReduceState.ISSUED)
-        self._counters.reduced(group, wgrads)
-        publish = partial(self._publish, trained, sinks) if returned is None else _nothing_to_publish
-        self._pending.append(PendingReduction(group, ready, padded, self.pool, publish))
+        group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
+        publish = _nothing_to_publish if returned else partial(self._publish, group, trained, into, chosen)
+        started = PendingReduction(group, ready, padded, self.pool, publish, home)
+        self._pending.append(started)
+        self._in_flight += started.nbytes
         # See [Note: deferred accumulation] in etp/grads.py.
-        self._largest = max(self._largest, self._pending[-1].nbytes)
-        while len(self._pending) > 1 and sum(p.nbytes for p in self._pending) > 2 * self._largest:
-            self._pending.popleft().finish()
+        self._largest = max(self._largest, started.nbytes)
+        while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
+            self._finish_oldest()
 
-    def _recycle(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Finish reductions that keep a buffer of this shape, except the newest, rather than allocate another."""
-        if self.pool.has_free(shape, dtype, device):
+    def _destinations_of(self, group: WeightGroup, trained: Sequence[Any]) -> Destinations:
+        into = Destinations.of(trained, self._destinations.get(group))
+        if _has_main_grads(group) and not into.fresh:
+            # Only where gradients stay: kept, others would not be freed by zero_grad().
+            self._destinations[group] = into
+        return into
+
+    def _recycle(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any) -> None:
+        """Finish reductions that keep a block of this size, except the newest, rather than allocate another."""
+        if self.pool.has_free(numel, dtype, device, stream):
             return
         older = list(self._pending)[:-1]
-        oldest_holder = next((i for i, p in enumerate(older) if p.holds(shape, dtype, device)), -1)
+        oldest_holder = next((i for i, p in enumerate(older) if p.holds(numel, dtype, device, stream)), -1)
         for _ in range(oldest_holder + 1):
-            self._pending.popleft().finish()
+            self._finish_oldest()
 
-    def _publish(self, shards: Sequence[Any], sinks: Sequence[GradSink], run_hooks: bool) -> None:
-        for shard, sink in zip(shards, sinks, strict=True):
-            if not sink.accumulate:
-                if shard.grad is None:
-                    shard.grad = sink.tensor
-                else:
-                    # Autograd has put a gradient there meanwhile, for example of a penalty on the shard itself.
-                    shard.grad.add_(sink.tensor)
+    def _publish(
+        self, group: WeightGroup, trained: Sequence[Any], into: Destinations, chosen: Chosen, run_hooks: bool
+    ) -> None:
+        into.publish()
+        for shard in trained:
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
-            if self._graphs.is_part:
-                # Nothing is there before a replay.
+        if self._graphs.is_part:
+            # Nothing is there before a replay.
+            for shard in trained:
                 if getattr(shard, "main_grad", None) is None:
                     self._run_hooks_behind_autograd(shard)
-            elif not run_hooks:
-                continue
-            elif id(shard) in self._used_further:
-                self._hooks_owed[id(shard)] = shard
-            else:
-                self._hooks_owed.pop(id(shard), None)
-                shard.run_reduce_hooks()
+        elif not run_hooks:
+            pass
+        elif chosen is not None:
+            # Not those of the whole group, nor before the last use: autograd may visit another shard than these.
+            self._shards_owed.update((id(shard), shard) for shard in trained)
+        elif group in self._used_further:
+            self._hooks_owed.add(group)
+        else:
+            self._hooks_owed.discard(group)
+            group.run_reduce_hooks()
 
     # Uses in one backward pass -------------------------------------------------------------------------------
 
     def watch(self, group: WeightGroup) -> None:
-        """Register to learn from autograd when all uses of the group's shards are differentiated; at every visit."""
-        for shard in group.shards:
-            # In this order, because reading requires_grad of a tensor subclass is slow.
-            if id(shard) not in self._watched and shard.requires_grad:
-                self._watched[id(shard)] = shard.watch_uses(partial(self._differentiated, shard))
+        """Register to learn from autograd when all uses of the group's shards are differentiated; at every visit.
 
-    def _differentiated(self, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        The group's weights are used together, so one of them tells of all.
+        """
+        if group in self.uses_watched:
+            return
+        for shard, is_trained in zip(group.shards, group.trained(), strict=True):
+            if not is_trained or id(shard) in self._watched:
+                continue
+            differentiated = self._beside
+            if group not in self.uses_watched:
+                self.uses_watched[group] = shard
+                differentiated = partial(self._differentiated, group)
+            self._watched[id(shard)] = shard.watch_uses(partial(differentiated, shard))
+
+    def _differentiated(self, group: WeightGroup, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """All uses of ``group`` in the graph are differentiated, as autograd says of ``shard``."""
+        own = self._beside(shard, grad)
+        self._used_further.discard(group)
+        return own
+
+    def _beside(self, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         """All uses of ``shard`` in the graph are differentiated; see [Note: gradients beside uses].
 
         Args:
@@ -265,29 +354,33 @@ class Reductions:
             what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
             None leaves it as it is: a placeholder, or what the capture of a part returns and may not be there yet.
         """
-        own = None
-        is_placeholder = shard.take_placeholder()
-        if grad is not None and not is_placeholder and not (self._graphs.is_part and _captured_now(grad)):
-            for pending in self._pending:
-                if any(shard is other for other in pending.group.shards):
-                    pending.order()
-            own = grad * self._times(shard)
-            main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
-            if main_grad is not None:
-                main_grad.add_(own)
-                own.zero_()
-        self._used_further.discard(id(shard))
+        is_placeholder = shard._placeholder_due
+        if is_placeholder:
+            shard.take_placeholder()
+        if grad is None or is_placeholder or (self._graphs.is_part and _captured_now(grad)):
+            return None
+        for pending in self._pending:
+            if any(shard is other for other in pending.group.shards):
+                pending.order()
+        own = grad * self._times(shard)
+        main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
+        if main_grad is not None:
+            main_grad.add_(own)
+            own.zero_()
         return own
 
     def _times(self, shard: Any) -> int:
         """How often a gradient counts that autograd brings to ``shard``; once if it has been reduced already."""
         if self._config.grad_reduction is GradReduction.MEAN:
             return 1
-        reduced = id(shard) in self._behind_autograd or _returned_by_autograd(shard)
+        reduced = id(shard) in self._behind_autograd or bool(_returned_by_autograd(shard))
         return 1 if reduced else shard.layout.num_shards
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
+        for group in groups:
+            self.uses_watched.pop(group, None)
+            self._destinations.pop(group, None)
         for shard in (shard for group in groups for shard in group.shards):
             for watched in (self._watched, self._behind_autograd):
                 handle = watched.pop(id(shard), None)
@@ -303,37 +396,57 @@ class Reductions:
         self._run_owed_hooks()
 
     def _run_owed_hooks(self) -> None:
-        """Run the deferred hooks of shards that have no reduction in flight; finishing a reduction runs the others."""
-        pending = {id(shard) for reduction in self._pending for shard in reduction.group.shards}
-        for shard_id in [key for key in self._hooks_owed if key not in pending]:
-            self._hooks_owed.pop(shard_id).run_reduce_hooks()
+        """Run the deferred hooks of shards that have no reduction in flight; finishing a reduction runs the others.
+
+        The current stream is ordered after whatever is finished, on whichever stream that happened.
+        """
+        for ready in self._finished.values():
+            ready.wait()
+        pending = {reduction.group for reduction in self._pending}
+        for group in [group for group in self._hooks_owed if group not in pending]:
+            self._hooks_owed.discard(group)
+            group.run_reduce_hooks()
+        in_flight = {id(shard) for group in pending for shard in group.shards}
+        for shard_id in [key for key in self._shards_owed if key not in in_flight]:
+            self._shards_owed.pop(shard_id).run_reduce_hooks()
 
     # Local sums ----------------------------------------------------------------------------------------------
 
-    def _add_locally(self, group: WeightGroup, padded: list[torch.Tensor]) -> None:
-        sums = self._local_sums.get(group)
-        if sums is None or self._was_dropped(group):
-            self._expect_gradients(group)
-            wide = torch.float32 if self._config.fp32_accumulation else padded[0].dtype
-            dtype = torch.promote_types(padded[0].dtype, wide)
-            self._local_sums[group] = [wgrad.to(dtype, copy=True) for wgrad in padded]
+    def _add_locally(self, group: WeightGroup, padded: Stack, chosen: Chosen) -> None:
+        stream = self._routes.of(group).reduce.current_stream()
+        totals, home, former = self._local_sums.get(group, (None, None, None))
+        for index, is_chosen in enumerate(chosen or ()):
+            if not is_chosen:
+                padded[index].zero_()
+        if totals is None or self._was_dropped(group, former):
+            self._expect_gradients(group, chosen)
+            wide = torch.float32 if self._config.fp32_accumulation else padded.dtype
+            totals = Stack.allocate(len(padded), padded.shape, torch.promote_types(padded.dtype, wide), padded.device)
+            torch._foreach_copy_(totals.tensors, padded.tensors)
+            self._local_sums[group] = totals, stream, chosen
         else:
-            for total, wgrad in zip(sums, padded, strict=True):
-                total.add_(wgrad)
-        for wgrad in padded:
-            if self.pool.owns(wgrad):
-                self.pool.restore(wgrad)
+            if former is not None:
+                self._expect_gradients(group, chosen)
+                both = None if chosen is None else tuple(map(operator.or_, former, chosen))
+                self._local_sums[group] = totals, home, both
+            let_follow(stream, home)
+            torch._foreach_add_(totals.tensors, padded.tensors)
+            let_follow(home, stream)
+        if self.pool.owns(padded[0]):
+            self.pool.restore(padded[0])
 
-    def _expect_gradients(self, group: WeightGroup) -> None:
+    def _expect_gradients(self, group: WeightGroup, chosen: Chosen) -> None:
         """Set gradients that are reduced only at the iteration's end to zeros, so that ``zero_grad()`` is detected."""
         if self._config.reduce_once_per_iteration:
-            for param in group.shards:
+            for param in itertools.compress(group.shards, chosen or itertools.repeat(True)):
                 if gradient_is_absent(param):
                     param.grad = torch.zeros_like(param.local_shard())  # type: ignore[attr-defined]
 
-    def _was_dropped(self, group: WeightGroup) -> bool:
+    def _was_dropped(self, group: WeightGroup, chosen: Chosen) -> bool:
         """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""
-        return self._config.reduce_once_per_iteration and any(gradient_is_absent(param) for param in group.shards)
+        if not self._config.reduce_once_per_iteration:
+            return False
+        return any(map(gradient_is_absent, itertools.compress(group.shards, chosen or itertools.repeat(True))))
 
     def forget_sums(self, group: WeightGroup) -> None:
         """Drop the local sums of ``group``, because its gradient was set to zero within the iteration."""
@@ -342,9 +455,9 @@ class Reductions:
     def reduce_local_sums(self) -> None:
         """Start reducing the local sums. Collective."""
         sums, self._local_sums = self._local_sums, {}
-        for group, totals in sums.items():
-            if not self._was_dropped(group):
-                self._start(group, totals)
+        for group, (totals, home, chosen) in sums.items():
+            if not self._was_dropped(group, chosen):
+                self._start(group, self._routes.of(group), totals, home, chosen=chosen)
 
     # Ends ----------------------------------------------------------------------------------------------------
 
@@ -355,38 +468,68 @@ class Reductions:
 
     def _finish_pending(self) -> None:
         while self._pending:
-            self._pending.popleft().finish()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        pending = self._popped()
+        self._finished[self._routes.of(pending.group)] = pending.ready
+        pending.finish()
+
+    def _popped(self) -> PendingReduction:
+        pending = self._pending.popleft()
+        self._in_flight -= pending.nbytes
+        return pending
 
     def discard(self) -> None:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
         while self._pending:
-            self._pending.popleft().discard()
+            self._popped().discard()
         self.pool.write_off()
+        self._leased.clear()
         self._local_sums.clear()
         self._used_further.clear()
         self._hooks_owed.clear()
+        self._shards_owed.clear()
 
 
 def _has_main_grads(group: WeightGroup) -> bool:
-    return any(getattr(shard, "main_grad", None) is not None for shard in group.shards)
+    # A list, which runs without a Python call for each shard.
+    return any([getattr(shard, "main_grad", None) is not None for shard in group.shards])  # noqa: C419
 
 
-def _returned_by_autograd(shard: Any) -> bool:
+def _chosen(group: WeightGroup) -> Chosen:
+    """Which of the group's shards autograd accumulates into behind the operation that is being differentiated.
+
+    A shard that this operation does not read itself counts as named: autograd knows nothing of its use.
+    """
+    operation = torch._C._current_autograd_node()
+    edges = () if operation is None else operation.next_functions
+    nodes = {id(getattr(node, "variable", None)): node for node, _ in edges if node is not None}
+    trained = group.trained()
+    chosen = [
+        is_trained and (id(shard) not in nodes or torch._C._will_engine_execute_node(nodes[id(shard)]))
+        for shard, is_trained in zip(group.shards, trained, strict=True)
+    ]
+    return None if (found := tuple(chosen)) == trained else found
+
+
+def _returned_by_autograd(shard: Any) -> bool | None:
     """Whether the current graph task is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
 
-    Never for a shard with ``main_grad``, because its gradient goes there.
+    Never for a shard with ``main_grad``, because its gradient goes there. None if the task leaves the shard out.
     """
-    if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
-        return False
-    node = torch.autograd.graph.get_gradient_edge(shard).node
+    # Through __torch_function__, its questions about the shard would cost more than the reduction.
+    with torch._C.DisableTorchFunctionSubclass():
+        if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
+            return None
+        node = torch.autograd.graph.get_gradient_edge(shard).node
     try:
-        torch._C._will_engine_execute_node(node)
+        return False if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:
         # What autograd answers for a leaf whose gradient torch.autograd.grad was asked for.
         if "autograd.grad" not in str(error):
             raise
         return True
-    return False
 
 
 def _nothing_to_publish(run_hooks: bool) -> None:

@@ -1,8 +1,4 @@
-"""The PyTorch functions that a shard refuses, because their result would look plausible and be wrong.
-
-A shard can have the very shape of its weight: that of rank 0, where padding leaves all rows to it. No shape error would
-then tell that other ranks computed with other rows, or with padding.
-"""
+"""What is said where a shard refuses a function, and what refuses to be drawn anew or to be planned by checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -19,47 +14,12 @@ def named_functions(names: str, *owners: Any) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
 
-def _properties(names: str) -> frozenset[Callable[..., Any]]:
-    return frozenset(getattr(torch.Tensor, name).__get__ for name in names.split())
-
-
-# Products need the whole weight.
-_PRODUCTS = named_functions(
-    "matmul mm bmm addmm mv addmv addbmm baddbmm addr dot vdot inner outer ger kron tensordot einsum chain_matmul "
-    "cdist",
-    torch,
-    torch.Tensor,
-) | named_functions(
-    "bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding_bag "
-    "multi_head_attention_forward scaled_dot_product_attention cosine_similarity",
-    F,
-)
-_PRODUCTS |= named_functions("matmul multi_dot vecdot", torch.linalg) | named_functions("mm addmm", torch.sparse)
-
-# A transposed weight is on its way into a product, and so is one with a further dimension.
-_TRANSPOSES = named_functions(
-    "t transpose permute swapaxes swapdims movedim moveaxis adjoint unsqueeze", torch, torch.Tensor
-) | _properties("T mT H mH")
-
-# Row i of a shard is row i of the weight on the first rank only. Not narrow: code that knows the cut uses it.
-_ROWS = named_functions(
-    "__getitem__ __setitem__ __iter__ select index_select gather take take_along_dim unbind split chunk "
-    "tensor_split index_copy_ index_fill_ index_add_ index_put_ select_scatter slice_scatter",
-    torch,
-    torch.Tensor,
-)
-
-# Shards side by side are not the weights side by side, as in fused projections.
-_JOINS = named_functions("cat concat concatenate stack vstack hstack dstack row_stack column_stack block_diag", torch)
-
 # Ranks with the same seed would draw the same rows, and fans would be those of the shard. The other functions of
 # torch.nn.init call these.
 INITIALISERS = named_functions(
     "normal_ uniform_ log_normal_ exponential_ bernoulli_ random_ cauchy_ geometric_", torch.Tensor
 ) | named_functions("normal_ uniform_ kaiming_uniform_", nn.init)
 INITIALISERS |= frozenset({torch.eye})
-
-REFUSED: frozenset[Callable[..., Any]] = _PRODUCTS | _TRANSPOSES | _ROWS | _JOINS | INITIALISERS
 
 
 def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:

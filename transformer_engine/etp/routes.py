@@ -69,7 +69,7 @@ class Routes:
     def of(self, group: WeightGroup) -> Route:
         """The route of ``group``. Collective over its process group at the first call for that process group."""
         route = self._of_group.get(group)
-        device = group.specs[0].device
+        device = group.spec.device
         if route is None or route.device != device:
             route = self._of_group[group] = self._routed(group, device)
         return route

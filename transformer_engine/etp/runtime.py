@@ -7,6 +7,8 @@ and the change of mode where a CUDA graph capture begins or ends (``etp/graphs.p
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,15 +66,16 @@ class EtpRuntime:
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
-        self.counters = TrafficCounters()
-        self._reductions = Reductions(self.config, self._routes, self.counters, self._graphs)
+        self.counters = TrafficCounters(self.groups)
+        self._reductions = Reductions(self.config, self._routes, self._graphs)
         self._scalars = GroupScalars(self.config.timeout_s, self._routes.watch)
         self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
         self._passes = Passes(
             self.groups, self._reductions, self.replicated, self._weights, at_end=self._finish_backward
         )
-        self._gathers = Gathers(self.config, self._routes, self.counters, self._graphs, self._weights, self._passes)
+        self._gathers = Gathers(self.config, self._routes, self._graphs, self._weights, self._passes)
         self._hooks: list[RemovableHandle] = []
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self._sees_optimizer_steps = False
         if self.config.reuse_across_forwards:
             self._watch_optimizer_steps()
@@ -85,7 +88,7 @@ class EtpRuntime:
     @property
     def cache(self) -> BufferCache:
         """The gather slots of the current mode (inside or outside of a CUDA graph)."""
-        return self._gathers.cache
+        return self._graphs.buffers.cache
 
     @property
     def wgrad_pool(self) -> WgradPool:
@@ -162,7 +165,7 @@ class EtpRuntime:
                 group.detach()
                 self._routes.forget(group)
                 self._weights.forget(group)
-                self.counters.forget(group)
+                group.reset_counts()
         self.groups[:] = kept
         self._passes.forget_orders()
         self._reductions.release(groups)
@@ -186,17 +189,42 @@ class EtpRuntime:
 
     def _on_root_forward(self, module: nn.Module, args: Any) -> None:
         del module, args
+        self._require_usable()
         self.in_forward = True
         if inside_backward():
             return
         self._sync_mode()
         if self._graphs.is_part:
             # Weights change between two replays of this capture, so it must publish them itself, once.
-            self._graphs.whole = True
+            self._graphs.is_whole()
             self.mark_weights_changed()
         self._passes.begin_forward()
         if self._graphs.has_parts and self._graphs.capture is None:
             self.publish_weights()
+
+    def _require_usable(self) -> None:
+        """Raise EtpStateError where a forward pass could only hang, or be wrong."""
+        if os.getpid() != self._process:
+            raise EtpStateError(
+                f"the model is used in process {os.getpid()} and was sharded in {self._process}: its peers would wait "
+                "for each other. Run the model in the main process, not in a DataLoader's worker"
+            )
+        if self.in_forward and threading.get_ident() != self._thread:
+            raise EtpStateError(
+                "the model is used by two threads at a time, which would order its collectives by chance: use it in "
+                "one thread, or in one after the other"
+            )
+        self._thread = threading.get_ident()
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise EtpStateError(
+                "a transform of torch.func (vmap, grad, jvp) cannot go through the gathers of sharded weights: "
+                "transform the model before etp.shard_module, or pass the modules that need it in replicated_modules"
+            )
+        if torch._C._get_tracing_state() is not None:
+            raise EtpStateError(
+                "torch.jit.trace cannot record the gathers of sharded weights: trace the model that "
+                "etp.full_state_dict(module) is loaded into"
+            )
 
     def _after_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
@@ -224,7 +252,7 @@ class EtpRuntime:
         """Notice that a capture has begun or ended since the last call."""
         if not self.groups:
             return
-        capture = self._graphs.current_capture(self.groups[0].specs[0].device)
+        capture = self._graphs.current_capture(self.groups[0].spec.device)
         if capture == self._graphs.capture:
             return
         if self._graphs.capture is not None:
@@ -267,7 +295,8 @@ class EtpRuntime:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
         for group in {group.process_group: group for group in self.groups}.values():
             route = self._routes.of(group)
-            self._weights.observe(group, route, in_backward=False)
+            group.read_shards(self._passes.number)
+            self._weights.observe(group, route, self._passes.number, in_backward=False)
             route.gather.join()
 
     def drain(self) -> None:
@@ -303,9 +332,11 @@ class EtpRuntime:
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
-        self._sync_mode()
+        if self._graphs.possible:
+            self._sync_mode()
         timeline = self._passes.enter(group)
-        self._reductions.watch(group)
+        if group not in self._reductions.uses_watched:
+            self._reductions.watch(group)
         return self._gathers.visit(group, timeline)
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
@@ -313,6 +344,12 @@ class EtpRuntime:
         return self._gathers.full(group, index)
 
     # Gradients -----------------------------------------------------------------------------------------------
+
+    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+        """See :class:`etp.param.ShardDriver`. Of the weights' logical shape; arbitrary content."""
+        if self._graphs.possible:
+            self._sync_mode()
+        return self._reductions.buffers(group, dtype)
 
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         """See :class:`etp.param.ShardDriver`. Of the weight's logical shape; arbitrary content."""
@@ -325,13 +362,14 @@ class EtpRuntime:
         Raises:
             EtpStateError: if a part is captured whose gradients are only added up, outside of the graph.
         """
-        self._sync_mode()
+        if self._graphs.possible:
+            self._sync_mode()
         self._passes.enter_backward()
         return self._reductions.take(group, wgrads)
 
     def returns_gradients(self, group: WeightGroup) -> bool:
         """See :class:`etp.param.ShardDriver`, and [Note: returned gradients] in ``etp/reductions.py``."""
-        return self._reductions.returns_gradients(group)
+        return bool(self._reductions.returns_gradients(group))
 
     def gradient_norms(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float

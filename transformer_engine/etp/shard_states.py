@@ -1,45 +1,34 @@
 """State dicts of modules that hold shards: refuses what would silently load another rank's rows.
 
-Shards of all ranks have the same name and shape. Each module's entry in the state dict's ``_metadata``, which
-``torch.save`` keeps, therefore says which shards the state dict holds. ``torch.distributed.checkpoint`` takes tensors
-of equal names for copies, and would save one rank's; so a shard in a state dict refuses to be planned for that.
+Shards of all ranks have the same name and shape. Each says which one it is (``etp/shard_copy.py``), and so does each
+module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state whose shards no longer say so, as
+after safetensors, is refused unless :func:`mark_own_shards` says that they are this rank's.
+``torch.distributed.checkpoint`` takes tensors of equal names for copies, and would save one rank's; so a shard in a
+state dict refuses to be planned for that.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from etp.param import ETPShardedParam
-from etp.refusals import OneOfMany
+from etp.shard_copy import CUT, Cut, ShardCopy
 
 _CUTS = "etp_cuts"
 
-
-class ShardState(OneOfMany, torch.Tensor):
-    """A shard in a module's state dict: saved as any other tensor, but not by distributed checkpoints."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def _plain(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-    def new_empty(self, *args: Any, **kwargs: Any) -> Self:
-        """Of this type, because ``async_save`` fills a new one with its copy, and only then asks what to write."""
-        return self._plain().new_empty(*args, **kwargs).as_subclass(type(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor."""
-        return self._plain().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy to a plain tensor, and what shares memory to tensors that do."""
-        return copy.deepcopy(self._plain(), memo)
+# One text, because Python shows equal warnings from one line once.
+_WHAT_IT_HOLDS = (
+    "state_dict() of a sharded module holds this rank's shards only: save it on every rank, each to a file of its own. "
+    "For whole weights use etp.full_state_dict(module), or etp.ShardedCheckpoint with torch.distributed.checkpoint"
+)
 
 
 def guard_states(module: nn.Module) -> list[RemovableHandle]:
@@ -66,18 +55,15 @@ def _shards(owner: nn.Module) -> Iterator[tuple[str, ETPShardedParam]]:
     return ((name, param) for name, param in owner._parameters.items() if isinstance(param, ETPShardedParam))
 
 
-def _cut(param: ETPShardedParam) -> list[int]:
-    """The shard's number, the number of shards, and the rows of the weight."""
-    return [param.group_rank, param.layout.num_shards, param.layout.rows]
-
-
 def _note_cuts(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    metadata[_CUTS] = {name: _cut(param) for name, param in _shards(owner)}
+    metadata[_CUTS] = {name: list(param.cut) for name, param in _shards(owner)}
     for name, param in _shards(owner):
         value = state.get(prefix + name)
         # The parameter itself if the caller wants to keep variables.
         if isinstance(value, torch.Tensor) and value is not param:
-            state[prefix + name] = value.as_subclass(ShardState)
+            state[prefix + name] = ShardCopy.of(value, param.cut)
+            if param.cut[1] > 1 and param.group_rank == 0:
+                warnings.warn(_WHAT_IT_HOLDS, stacklevel=1)
 
 
 def _check(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -93,15 +79,53 @@ def _check(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
                 f"{param.fqn}: load_state_dict with assign=True would replace the shard by an ordinary parameter; "
                 "leave out assign=True"
             )
-        if name in cuts and cuts[name] != _cut(param):
-            (shard, of, rows), (own, size, own_rows) = cuts[name], _cut(param)
-            raise ValueError(
-                f"{param.fqn}: the state holds shard {shard} of {of} of a weight of {rows} rows, and this rank needs "
-                f"shard {own} of {size} of one of {own_rows} rows; save module.state_dict() on every rank, each to a "
-                "file of its own, or use etp.full_state_dict and etp.load_full_state_dict"
-            )
         if tuple(value.shape) == param.layout.shape != param.layout.shard_shape:
             raise ValueError(
                 f"{param.fqn}: the state holds the full weight of shape {tuple(value.shape)}, and this rank a shard of "
                 f"{param.layout.shard_shape}; use etp.load_full_state_dict"
             )
+        said = [tuple(cut) for cut in (getattr(value, CUT, None), cuts.get(name)) if cut is not None]
+        for cut in said:
+            _refuse_other(param, cut)
+        if not said and param.knows_copies and param.layout.num_shards > 1:
+            raise ValueError(
+                f"{param.fqn}: the state does not say which of the {param.layout.num_shards} ranks' shards it holds, "
+                "so it may be another rank's. If this rank saved it, load etp.mark_own_shards(module, state); "
+                "safetensors and tensors made anew lose what torch.save(module.state_dict()) keeps"
+            )
+
+
+def _refuse_other(param: ETPShardedParam, cut: Cut) -> None:
+    if cut != param.cut:
+        (shard, of, rows), (own, size, own_rows) = cut, param.cut
+        raise ValueError(
+            f"{param.fqn}: the state holds shard {shard} of {of} of a weight of {rows} rows, and this rank needs "
+            f"shard {own} of {size} of one of {own_rows} rows; save module.state_dict() on every rank, each to a "
+            "file of its own, or use etp.full_state_dict and etp.load_full_state_dict"
+        )
+
+
+def mark_own_shards(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Say that ``state`` holds this rank's shards of ``module``, so that ``module.load_state_dict`` takes them.
+
+    For states that no longer say so themselves, such as those read from safetensors files, one of each rank. Nothing
+    can check that: passing what another rank saved mixes up rows.
+
+    Args:
+        module: a sharded module.
+        state: entries of its state dict by name, with shards of ``layout.shard_shape``.
+
+    Returns:
+        The same entries, in the same memory.
+
+    Raises:
+        ValueError: naming an entry that says that it is another shard.
+    """
+    marked = copy.copy(state) if isinstance(state, OrderedDict) else dict(state)  # with its _metadata
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = marked.get(name)
+        if isinstance(param, ETPShardedParam) and isinstance(value, torch.Tensor):
+            _refuse_other(param, getattr(value, CUT, None) or param.cut)
+            if tuple(value.shape) == param.layout.shard_shape:
+                marked[name] = ShardCopy.of(value, param.cut)
+    return marked

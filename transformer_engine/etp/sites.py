@@ -102,7 +102,7 @@ def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
         if module in replicated.modules:
             refuse_hidden_gradients(path, module)
             continue
-        refuse_unsupported_te(path, module)
+        refuse_unsupported_te(path or "the module", module)
         if isinstance(module, NonDynamicallyQuantizableLinear):
             continue
         if is_grouped(module):

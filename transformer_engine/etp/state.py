@@ -10,6 +10,7 @@ from torch import nn
 
 from etp.digest import check_peers_agree
 from etp.param import ETPShardedParam, cut_shard
+from etp.shard_copy import ShardCopy
 from etp.shard_states import refuse_hidden_shards
 from etp.wrap import runtimes_of
 
@@ -61,7 +62,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
             if isinstance(value, ETPShardedParam):
                 shard = value.local_shard()
                 shard.copy_(cut_shard(state[name].to(shard.device), value.layout, value.group_rank))
-                others[name] = shard
+                others[name] = ShardCopy.of(shard, value.cut)
             else:
                 others[name] = state[name]
     module.load_state_dict(others)

@@ -63,6 +63,12 @@ def enqueue(work: Callable[[], None]) -> Callable[[], Enqueued]:
     return start
 
 
+def let_follow(stream: Any, other: Any) -> None:
+    """Order ``stream`` after all that ``other`` was given so far; nothing if they are one, or where there are none."""
+    if stream != other:
+        stream.wait_stream(other)
+
+
 class Ready:
     """A handle to started work, which is done once :meth:`wait` returns (with streams: in stream order)."""
 
@@ -77,25 +83,32 @@ class Ready:
         self._events = events
         self._device_module = device_module
         self._device = device
+        self._waited: list[Any] = []
 
     def wait(self, stream: Any = None) -> None:
-        """Order ``stream``, or the work's device's current one, after the work; without streams, block. Idempotent."""
+        """Order ``stream``, or the work's device's current one, after the work; without streams, block.
+
+        Again for the same stream it costs nothing.
+        """
         if self._events:
             stream = stream or self._device_module.current_stream(self._device)
+            if stream in self._waited:
+                return
             for event in self._events:
                 stream.wait_event(event)
+            self._waited.append(stream)
             return
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.join()
 
-    def mark(self) -> Any:
-        """An event after all that the work's device's current stream was given so far; None without streams."""
+    def mark(self) -> dict[Any, Any]:
+        """The work's device's current stream, and an event after all that it was given so far; {} without streams."""
         if not self._events:
-            return None
-        event = self._device_module.Event()
-        event.record(self._device_module.current_stream(self._device))
-        return event
+            return {}
+        stream, event = self._device_module.current_stream(self._device), self._device_module.Event()
+        event.record(stream)
+        return {stream: event}
 
 
 class Lane:

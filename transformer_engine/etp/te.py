@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import torch
 from torch import nn
+
+GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+"""Makes TE compute all experts in one kernel, from weights that it does not ask for again in the backward pass."""
+
+OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
+"""What ``backward_override`` of TE's recipes is by default."""
 
 _WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
 
@@ -57,7 +64,8 @@ def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     """Raise ValueError, naming module and option, for a TE module whose sharded form would be wrong.
 
     TE's ``LayerNormMLP`` does not know ``DistributedWeight``. A delayed weight gradient is computed after the
-    hook that reduces it. A split weight and a single grouped weight hold several weights in one parameter.
+    hook that reduces it. A split weight and a single grouped weight hold several weights in one parameter. For grouped
+    tensors, ``GroupedLinear`` keeps the gathered weights and reduces no gradient (``_forward_grouped_tensor``).
     """
     if _is_te(module, "LayerNormMLP"):
         raise ValueError(
@@ -69,9 +77,38 @@ def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     _refuse_delayed_wgrad(path, module)
     if getattr(module, "single_grouped_weight", False):
         raise ValueError(f"{path}: single_grouped_weight cannot be sharded; build it with single_grouped_weight=False")
+    if is_te_grouped_linear(module) and getattr(module, "use_grouped_tensor", grouped_tensors_are_default()):
+        raise ValueError(
+            f"{path}: with use_grouped_tensor=True its experts would silently not train; build it with "
+            f"use_grouped_tensor=False and without {GROUPED_TENSOR_VARIABLE} in the environment"
+        )
+    if os.environ.get(OVERRIDE_VARIABLE) == "high_precision":
+        raise ValueError(
+            f"{path}: {OVERRIDE_VARIABLE}=high_precision makes its backward pass compute with this rank's shard in "
+            "place of the weight; unset it"
+        )
     names = getattr(module, "weight_names", ["weight"])
     if is_te_linear(module) and names != ["weight"]:
         raise ValueError(f"{path}: parameters_split gives {names}; a sharded module needs one weight, without a split")
+
+
+def grouped_tensors_are_default() -> bool:
+    """Whether the environment lets TE's ``GroupedLinear`` use grouped tensors."""
+    return os.environ.get(GROUPED_TENSOR_VARIABLE, "0") not in ("", "0")
+
+
+def refuse_override(name: str) -> None:
+    """Raise ValueError if TE's backward pass of the weight ``name`` would read the parameter instead: a shard."""
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is None or not quantization.FP8GlobalStateManager.is_fp8_enabled():
+        return
+    recipe = quantization.FP8GlobalStateManager.get_fp8_recipe()
+    if getattr(recipe, "backward_override", None) == "high_precision":
+        raise ValueError(
+            f"{name} is used with a {type(recipe).__name__} recipe of backward_override='high_precision', whose "
+            "backward pass would compute with this rank's shard in place of the weight; leave backward_override out, "
+            f"and {OVERRIDE_VARIABLE} out of the environment"
+        )
 
 
 def refuse_hidden_gradients(path: str, module: nn.Module) -> None:

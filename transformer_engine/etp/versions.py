@@ -35,15 +35,11 @@ class WeightVersions:
         self._groups = groups
         self._reuse = reuse_across_forwards
         self._replayed_unseen = False
-        self._capturing = False
         self._forward = 0
-        self._observed: dict[WeightGroup, tuple[int, ...]] = {}
+        self._observed: dict[WeightGroup, tuple[Any, ...]] = {}
         self._final: dict[torch.device, Any] = {}
-
-    @property
-    def trusted(self) -> bool:
+        self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
-        return self._reuse and (self._capturing or not self._replayed_unseen)
 
     def change_mode(self, *, capturing: bool, replayed_unseen: bool) -> None:
         """A CUDA graph capture begins or has ended.
@@ -52,8 +48,8 @@ class WeightVersions:
             capturing: True if it begins.
             replayed_unseen: whether whole training steps will be replayed, whose changes of weights go unnoticed.
         """
-        self._capturing = capturing
         self._replayed_unseen |= replayed_unseen
+        self.trusted = self._reuse and (capturing or not self._replayed_unseen)
         self._final.clear()
 
     def begin_forward(self) -> None:
@@ -61,8 +57,8 @@ class WeightVersions:
         self._forward += 1
         self._final.clear()
 
-    def _version(self, group: WeightGroup) -> tuple[int, ...]:
-        return (self.epoch, 0 if self.trusted else self._forward, *group.weights_version())
+    def _version(self, group: WeightGroup) -> tuple[Any, ...]:
+        return (self.epoch, 0 if self.trusted else self._forward, *group.version)
 
     def is_observed(self, group: WeightGroup, route: Route) -> bool:
         """Whether ``group`` may be gathered ahead of its visit."""
@@ -72,8 +68,14 @@ class WeightVersions:
         """Another runtime drives ``group`` from now on."""
         self._observed.pop(group, None)
 
-    def observe(self, group: WeightGroup, route: Route, *, in_backward: bool) -> None:
+    def observe(self, group: WeightGroup, route: Route, pass_number: int, *, in_backward: bool) -> None:
         """Bring the record up to date, at a visit of ``group``. Collective with a publishing transport.
+
+        Args:
+            group: the group that is visited; its shards have been read.
+            route: how it communicates.
+            pass_number: the runtime's count of passes.
+            in_backward: whether the visit is in a backward pass.
 
         Raises:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
@@ -82,7 +84,7 @@ class WeightVersions:
         if not in_backward and device not in self._final:
             self._final[device] = route.gather.mark()
             if publisher is None:
-                self._note([group for group in self._groups if group.specs[0].device == device])
+                self._note([group for group in self._groups if group.spec.device == device], pass_number)
         if publisher is None or self._observed.get(group) == self._version(group):
             return
         if in_backward and group in self._observed:
@@ -90,20 +92,22 @@ class WeightVersions:
                 f"{group.name} changed between its forward and its backward pass, and its peers were not told; change "
                 "weights after the backward pass"
             )
-        self._publish(group, route, publisher)
+        self._publish(group, route, publisher, pass_number)
 
-    def _publish(self, group: WeightGroup, route: Route, publisher: PublishingTransport) -> None:
+    def _publish(self, group: WeightGroup, route: Route, publisher: PublishingTransport, pass_number: int) -> None:
         members = [other for other in self._groups if other.process_group == group.process_group]
         for member in members:
             for hook in member.before_gather:
                 hook()
-        shards = [shard.local_shard() for member in members for shard in member.shards]
+        # Behind the hooks, which change the shards.
+        self._note(members, pass_number)
+        shards = [member.local_shards() for member in members]
         route.order_publication()
         route.gather.start(enqueue(lambda: publisher.publish(shards)))
-        self._note(members)
 
-    def _note(self, groups: Sequence[WeightGroup]) -> None:
+    def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
+            group.read_shards(pass_number)
             self._observed[group] = self._version(group)
 
     def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
@@ -112,14 +116,14 @@ class WeightVersions:
         if route.publisher is None:
             for hook in group.before_gather:
                 hook()
-        if not slot.allocated:
-            # The allocator may return memory that compute enqueued so far still uses.
+        if not slot.reads:
+            # New memory, which the allocator may have taken from compute enqueued so far.
             return None
-        last_read = route.gather.mark(slot.reader_stream) if slot.last_read is None else slot.last_read
+        reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
         if route.publisher is not None:
             # The publication is earlier on the same lane.
-            return [last_read]
+            return reads
         final = self._final.get(route.device)
         if final is None or group.before_gather or self._observed.get(group) != self._version(group):
             return None
-        return [final, last_read]
+        return [final, *reads]

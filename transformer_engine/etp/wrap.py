@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from etp.config import EtpConfig
-from etp.digest import check_peers_agree
+from etp.digest import check_peers_agree, unless_refused
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.membership import Membership
@@ -86,22 +87,23 @@ def shard_module(
         TypeError: if ``replicated_modules`` has something other than modules; nothing is changed then.
         EtpStateError: if an earlier call has sharded a module of which ``module`` is a part, or a backward pass is in
             progress; nothing is changed then.
-        PeerMismatchError: if the ranks hold different weights, or shard different ones; nothing is changed then.
+        PeerMismatchError: if the ranks hold different weights, or shard different ones, or another rank refuses, with
+            its reason; nothing is changed then.
     """
     config = config or EtpConfig()
     expert_group = expert_group or etp_group
     _refuse_groups_of_others(etp_group, expert_group)
-    _refuse_wrappers(module)
-    chosen = replicated_below(module, replicated_modules)
-    sites = list(weight_sites(module, chosen))
-    refuse_partly_shared(sites)
-    sites = [site for site in sites if not site.is_sharded]
-    refuse_kept_elsewhere(module, sites)
-    _refuse_other_groups(module, etp_group, expert_group)
     runtime = EtpRuntime(config)
-    runtime.require_adoptable(module)
-    layouts = _check(module, sites, chosen, etp_group, expert_group, config)
-    _replace(module, sites, layouts, etp_group, expert_group)
+    experts = {p for part in module.modules() if is_grouped(part) for p in part.parameters(recurse=False)}
+    planned: _Plan | Exception
+    try:
+        planned = _plan(module, replicated_modules, runtime, etp_group, expert_group)
+    except (RuntimeError, TypeError, ValueError) as error:
+        planned = error
+    apart = [expert_group] if experts and expert_group is not etp_group else []
+    plan = unless_refused(planned, [etp_group, *apart], "shard_module")
+    _compare(module, plan, experts, etp_group, expert_group)
+    _replace(module, plan.sites, plan.layouts, etp_group, expert_group)
     runtime.adopt(module)
     _register_replicated(module, runtime, etp_group, expert_group)
     members = Membership(module, runtime.replicated.groups.__contains__)
@@ -146,7 +148,57 @@ def _refuse_wrappers(root: nn.Module) -> None:
             raise ValueError(f"{name} is a DTensor, which is distributed already; pass etp.shard_module plain weights")
 
 
-def _check(
+@dataclass(frozen=True)
+class _Plan:
+    """What a call of :func:`shard_module` will cut.
+
+    Attributes:
+        sites: the modules whose weights are cut.
+        chosen: what the caller wants to stay replicated.
+        layouts: how each weight is cut, by ``id`` of the parameter.
+    """
+
+    sites: list[Site]
+    chosen: Replicated
+    layouts: dict[int, ShardLayout]
+
+
+def _plan(
+    root: nn.Module,
+    replicated_modules: Iterable[nn.Module],
+    runtime: EtpRuntime,
+    etp_group: dist.ProcessGroup,
+    expert_group: dist.ProcessGroup,
+) -> _Plan:
+    """Validate, on this rank alone, everything before the first weight is sharded."""
+    _refuse_wrappers(root)
+    chosen = replicated_below(root, replicated_modules)
+    sites = list(weight_sites(root, chosen))
+    refuse_partly_shared(sites)
+    sites = [site for site in sites if not site.is_sharded]
+    refuse_kept_elsewhere(root, sites)
+    _refuse_other_groups(root, etp_group, expert_group)
+    runtime.require_adoptable(root)
+    return _Plan(sites, chosen, _checked_layouts(root, sites, chosen, etp_group, expert_group, runtime.config))
+
+
+def _compare(
+    root: nn.Module,
+    plan: _Plan,
+    experts: Container[nn.Parameter],
+    etp_group: dist.ProcessGroup,
+    expert_group: dist.ProcessGroup,
+) -> None:
+    """Raise PeerMismatchError unless all ranks would cut the same weights of the same values. Collective."""
+    plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
+    # Named apart, so that ranks that would shard different weights differ.
+    named = {f"{n} (replicated)" if p in plan.chosen.params else n: p for n, p in plain.items()}
+    check_peers_agree({n: p for n, p in named.items() if p not in experts}, etp_group, "shard_module")
+    if experts:
+        check_peers_agree({n: p for n, p in named.items() if p in experts}, expert_group, "shard_module")
+
+
+def _checked_layouts(
     root: nn.Module,
     sites: list[Site],
     chosen: Replicated,
@@ -154,20 +206,13 @@ def _check(
     expert_group: dist.ProcessGroup,
     config: EtpConfig,
 ) -> dict[int, ShardLayout]:
-    """Validate everything before the first weight is sharded. Returns layouts by ``id`` of the parameter."""
-    # First, on all ranks together: a rank that raised alone would leave its peers waiting for it.
+    """How each weight will be cut, by ``id`` of the parameter."""
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
     for name, param in plain.items():
         if isinstance(param, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape yet; run a forward pass of the model before etp.shard_module")
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device; give it memory and values before etp.shard_module")
-    # Named apart, so that ranks that would shard different weights differ.
-    named = {f"{n} (replicated)" if p in chosen.params else n: p for n, p in plain.items()}
-    experts = {p for module in root.modules() if is_grouped(module) for p in module.parameters(recurse=False)}
-    check_peers_agree({n: p for n, p in named.items() if p not in experts}, etp_group, "shard_module")
-    if experts:
-        check_peers_agree({n: p for n, p in named.items() if p in experts}, expert_group, "shard_module")
     for name, param in plain.items():
         _refuse_cut_before(name, param)
     _refuse_one_memory(plain, {param for site in sites for param in site.params()})

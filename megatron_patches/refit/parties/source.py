@@ -72,8 +72,8 @@ class SourceParty(Party[SendingEnd]):
             self._unlink()
             raise
 
-    def collect_commits(self, version: int, destinations: int, timeout_s: float) -> list[str]:
-        """Why workers have not committed a version; nothing where all have.
+    def collect_commits(self, version: int, destinations: int, timeout_s: float) -> dict[int, str]:
+        """Why workers have not committed a version, by their ranks; nothing where all have.
 
         Args:
             version: number of the weights.
@@ -82,12 +82,7 @@ class SourceParty(Party[SendingEnd]):
         """
         parties = range(self._options.sources, self._options.sources + destinations)
         found = self._assembly.collect(commit_topic(version), parties, timeout_s)
-        reasons = {
-            f"engine worker {party - self._options.sources}: {reason}"
-            for party, reason in found.items()
-            if reason is not None
-        }
-        return sorted(reasons)
+        return {party - self._options.sources: reason for party, reason in found.items() if reason is not None}
 
     def _ready(self, memory: Memory) -> Sender:
         """What packs; it lasts as long as the links do, whose terms it follows."""

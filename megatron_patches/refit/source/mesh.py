@@ -95,10 +95,15 @@ class TrainerMesh:
         """
         even = self.pp - bool(self.first) - bool(self.last)
         rest = num_layers - self.first - self.last
-        if rest < 0 or (rest % even if even else rest):
+        if rest < even or (rest % even if even else rest):
+            named = [
+                f"{count} on the {name} stage" for name, count in (("first", self.first), ("last", self.last)) if count
+            ]
             raise ValueError(
-                f"{num_layers} layers, {self.first} of them on the first and {self.last} on the last stage, leave "
-                f"{rest} for {even} stages"
+                f"{num_layers} layers, {' and '.join(named)}, leave {rest} for {even} further stages of pp {self.pp}; "
+                "each needs as many, and at least one"
+                if named
+                else f"pp of {self.pp} does not divide num_layers ({num_layers})"
             )
         middle = [rest // even] * even if even else []
         return [self.first] * bool(self.first) + middle + [self.last] * bool(self.last)

@@ -408,6 +408,11 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
             f"layers_block_type or hybrid_override_pattern is {layers}; known kinds are {', '.join(_KINDS_BY_NAME)}"
         )
     kinds = tuple(_KINDS_BY_NAME[item] for item in layers)
+    if integer(config, "num_hidden_layers", len(kinds)) != len(kinds):
+        raise UnsupportedModelError(
+            f"num_hidden_layers is {config['num_hidden_layers']} and the configuration names the kinds of {len(kinds)} "
+            "layers (layers_block_type or hybrid_override_pattern)"
+        )
     experts = "experts" in kinds
     heads = integer(config, "num_attention_heads")
     traits = ModelTraits(
@@ -417,7 +422,8 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
         ffn_hidden_size=integer(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=integer(config, "num_key_value_heads", heads),
-        head_dim=integer(config, "head_dim"),
+        # Published configurations of the first models have the longer name.
+        head_dim=integer(config, "head_dim" if "head_dim" in config else "attention_head_dim"),
         vocab_size=integer(config, "vocab_size"),
         max_positions=integer(config, "max_position_embeddings"),
         tied_embeddings=flag(config, "tie_word_embeddings"),

@@ -176,6 +176,10 @@ def _shard(
 def _check_divides(family: PlannableFamily, mesh: TrainerMesh, options: TrainerOptions) -> None:
     """Megatron refuses these too, when it builds the model."""
     traits = family.traits
+    if traits.num_kv_heads % mesh.tp and mesh.tp % traits.num_kv_heads:
+        raise UnsupportedModelError(
+            f"tp is {mesh.tp} and the model has {traits.num_kv_heads} KV heads; one must be a multiple of the other"
+        )
     cuts: list[tuple[str, int, str, int]] = [("attention heads", traits.num_heads, "tp", mesh.tp)]
     if mesh.first or mesh.last:
         cuts.extend(("layers of a stage", count, "vpp", mesh.vpp) for count in _stage_layers(traits, mesh))

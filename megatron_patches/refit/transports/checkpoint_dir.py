@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # not those of an adapter, say, or of an optimizer
 _RESERVED_BYTES = 1 << 20  # for the JSON files and the file system's own records
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -63,10 +65,11 @@ class CheckpointDirectory:
             OSError: if a file cannot be written.
         """
         free = shutil.disk_usage(self.partial).free
-        if free < layout.nbytes + _RESERVED_BYTES:
+        needed = layout.nbytes + _RESERVED_BYTES
+        if free < needed:
             raise ExportError(
-                f"the checkpoint needs {layout.nbytes / 1e9:.3f} GB and {self.target.parent} has {free / 1e9:.3f} GB "
-                "free; make room or choose another output directory"
+                f"the checkpoint needs {needed / 1e6:.1f} MB and {self.target.parent} has {free / 1e6:.1f} MB free; "
+                "make room or choose another output directory"
             )
         for file in layout.files:
             path = self.partial / file.name
@@ -132,16 +135,16 @@ class CheckpointDirectory:
                 f"{self.target} holds no {CONFIG_NAME}, so it is not a checkpoint that --overwrite may replace; "
                 "choose another output directory"
             )
-        nested = next((entry for entry in entries if not entry.is_file()), None)
+        nested = next((entry for entry in entries if not (entry.is_file() or entry.is_symlink())), None)
         if nested is not None:
             raise ExportError(f"{nested} is not a file of a checkpoint; move it away before replacing {self.target}")
 
     def _carry_over(self) -> None:
-        """Copies what others put beside the old checkpoint, such as a tokenizer, into the new one."""
+        """Copies what others put beside the old checkpoint, such as a tokenizer, into the new one; links stay links."""
         for entry in self.target.iterdir():
-            ours = entry.name in (CONFIG_NAME, GENERATION_NAME, INDEX_NAME) or entry.suffix == ".safetensors"
+            ours = entry.name in (CONFIG_NAME, GENERATION_NAME, INDEX_NAME) or _WEIGHTS.fullmatch(entry.name)
             if not ours:
-                shutil.copy2(entry, self.partial / entry.name)
+                shutil.copy2(entry, self.partial / entry.name, follow_symlinks=False)
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

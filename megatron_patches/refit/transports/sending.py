@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, Outgoi
 
 _DRIVE_S = 0.001  # how often a source calls its wires, some of which move nothing else while it waits
 _HURRY_S = 0.00005  # the same while something waits for its turn
+_A_SECOND = struct.pack("ll", 1, 0)  # as struct timeval
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,8 +297,17 @@ def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:
     if not local:
         return _dial_tcp(address, patience)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _A_SECOND)
     try:
-        connection.connect(f"\0{address}")
+        while True:
+            try:
+                connection.connect(f"\0{address}")
+                break
+            except BlockingIOError:  # it has taken none for a while, as a process that hangs does
+                patience.tick()
+    except PartyFailedError:
+        connection.close()
+        raise
     except OSError as error:
         connection.close()
         raise PartyFailedError(

@@ -1,4 +1,4 @@
-"""Changes that vLLM 0.26.0 needs on CPUs so that weights can be replaced. Unused elsewhere."""
+"""Changes that vLLM needs on CPUs so that weights can be replaced. Unused elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
@@ -19,13 +19,34 @@ def apply() -> None:
     """Keeps linear weights where they are, and the shared memory of one engine's workers apart from another's."""
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.model_executor.layers import utils
 
-    # With oneDNN a linear layer packs its weight into memory of oneDNN's own and empties the parameter, so that no
-    # later weight could reach it.
+    # Experts too are packed into memory of oneDNN's own, on Arm.
     _custom_ops._supports_onednn = False
+    prepare = utils.dispatch_cpu_unquantized_gemm
+    if not hasattr(prepare, "__wrapped__"):
+        utils.dispatch_cpu_unquantized_gemm = _with_linear_weights_in_place(prepare)
     start = _CPUSHMDistributed._init_cpu_shm
     if not hasattr(start, "__wrapped__"):
         _CPUSHMDistributed._init_cpu_shm = _with_a_name_of_its_own(start)
+
+
+def _with_linear_weights_in_place(prepare: Callable[..., None]) -> Callable[..., None]:
+    """Lets linear layers compute with their parameter.
+
+    By itself vLLM packs it, with oneDNN or for AMX, into memory that only a function of the layer's refers to, and
+    empties the parameter, so that no later weight could reach it.
+    """
+    import torch
+
+    @functools.wraps(prepare)
+    def prepared(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            prepare(layer, remove_weight)
+
+    return prepared
 
 
 def _with_a_name_of_its_own(start: Callable[[_CPUSHMDistributed], int]) -> Callable[[_CPUSHMDistributed], int]:

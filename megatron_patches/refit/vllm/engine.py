@@ -1,7 +1,8 @@
 """vLLM's side of a refit: a ``WeightTransferEngine`` in every worker.
 
-[Note: calls] Everything comes through ``init_weight_transfer_engine``, with a ``call``: ``join`` once, then for each
-version ``receive`` and ``commit``, or ``abandon``. vLLM's other calls are not used, for two reasons. Its worker notes
+[Note: calls] Everything comes through ``init_weight_transfer_engine``, with a ``call``: ``admit`` by the server's own
+guard, ``join`` once a session, then for each version ``receive`` and ``commit``, or ``abandon``; ``leave`` by the
+server itself, where it hears no more of the trainer. vLLM's other calls are not used, for two reasons. Its worker notes
 that an update was started and refuses the next one until it was finished, which a trainer that was killed never does.
 And where an engine has several workers, an exception in one call leaves the answers of the others unread
 (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an earlier one. For the
@@ -24,8 +25,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import join
-from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.refit_call import RefitCall, read_call
+from megatron_patches.refit.vllm.releases import installed
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,9 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     Attributes:
         version: number of the weights that serve; 0 for those that vLLM loaded itself.
+
+    Raises:
+        UnsupportedEngineError: if vLLM lacks a name that is used of its release.
     """
 
     init_info_cls = RefitCall
@@ -53,25 +59,29 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
+        installed()  # a vLLM that is not as it was released is refused before it serves
         super().__init__(config, vllm_config, device, model)
         self.version = 0
+        self._settings = settings_of(vllm_config.additional_config)
+        self._admitted = self._settings.unguarded
         self._session: WorkerSession | None = None
         self._token = ""  # of the session
+        self._trainer = ""  # address of the session's
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
 
         Raises:
-            ValueError: if it has other fields than this version of the package knows. Where the engine has several
-                workers, it is carried out as a call that fails, instead; see [Note: calls].
+            ValueError: if it has other fields than this version of the package knows, or values of another form.
+                Where the engine has several workers, it is carried out as a call that fails, instead; see
+                [Note: calls].
         """
         try:
-            read: RefitCall = super().parse_init_info(init_dict)
+            return read_call(init_dict)
         except ValueError as error:
             if self.parallel_config.world_size == 1:
                 raise
             return RefitCall(call=f"unreadable: {error}")
-        return read
 
     def init_transfer_engine(self, init_info: RefitCall) -> None:
         """Carries out one call; see [Note: calls].
@@ -80,10 +90,12 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             LostWeightsError: if the weights that served cannot be put back.
         """
         calls: dict[str, Callable[[RefitCall], None]] = {
+            "admit": self._admit,
             "join": self._join,
             "receive": self._receive,
             "commit": self._commit,
             "abandon": self._abandon,
+            "leave": self._leave,
         }
         try:
             if init_info.call not in calls:
@@ -122,13 +134,37 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         """
         raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.session.RefitSession")
 
+    def _admit(self, call: RefitCall) -> None:  # noqa: ARG002 - whichever it is
+        """From now on, what is asked comes from somebody who knows the server's secret, or owns this process."""
+        self._admitted = True
+
     def _join(self, call: RefitCall) -> None:
-        """Joins a session. Ends an earlier one."""
+        """Joins a session. Ends an earlier one.
+
+        Raises:
+            RefitError: if the trainer is not allowed here; nothing has been sent to it then.
+        """
+        self._check_allowed(call)
         if self._session is not None:
             self._session.end()
             self._session = None
         self._session = join(call, ServingModel(self.model, self.vllm_config, self.device), self.version)
-        self._token = call.token
+        self._token, self._trainer = call.token, f"{call.host}:{call.port}"
+        logger.log(self._level, "refit: the trainer at %s pushes into this engine from now on", self._trainer)
+
+    @property
+    def _level(self) -> int:
+        """Of what one of an engine's workers says for all."""
+        return logging.INFO if self.parallel_config.rank == 0 else logging.DEBUG
+
+    def _check_allowed(self, call: RefitCall) -> None:
+        if not self._admitted:
+            raise RefitError(
+                "this server obeys whoever reaches it, so its workers join no trainer: start it with --middleware "
+                f"megatron_patches.refit.vllm.guard.RefitGuard, or with --additional-config '{UNGUARDED}' if nobody "
+                "else can reach it"
+            )
+        self._settings.check_trainer(call.host, call.port)
 
     def _receive(self, call: RefitCall) -> None:
         if self._session is None:
@@ -146,7 +182,15 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             self._session.commit(call.version)
         finally:
             self.version = self._session.version
+        logger.log(self._level, "refit: version %d of the trainer at %s serves", call.version, self._trainer)
 
     def _abandon(self, call: RefitCall) -> None:
-        if self._session is not None and call.token in ("", self._token):
+        if self._session is not None and call.token == self._token:
             self._session.abandon()
+
+    def _leave(self, call: RefitCall) -> None:
+        """Ends the session of a trainer that was not heard of."""
+        if self._session is not None and call.token == self._token:
+            self._session.end()  # if it fails, the session knows of the weights that are lost
+            self._session, self._token = None, ""
+            logger.log(self._level, "refit: left the trainer at %s; version %d serves", self._trainer, self.version)

@@ -5,7 +5,7 @@ In such an engine new weights could be committed, and the answers would still be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.device_allocator.cumem import CuMemAllocator
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
+from megatron_patches.refit.vllm.releases import installed
 from megatron_patches.refit.vllm.swap import span_of
 
 _WEIGHTS = "weights"  # vLLM's tag of the memory that a sleeping engine keeps or discards weights of
@@ -24,9 +25,24 @@ def check_options(config: VllmConfig) -> None:
     Raises:
         UnsupportedEngineError: naming every such option.
     """
-    reasons = list(_refusals(config))
+    reasons = list(installed().refusals(config))
     if reasons:
         raise UnsupportedEngineError(f"weights cannot be pushed into this engine: {'; '.join(reasons)}")
+
+
+def check_derivations(model: nn.Module) -> None:
+    """Refuses models that derive from their weights what nothing would derive anew.
+
+    Raises:
+        UnsupportedEngineError: naming the layer.
+    """
+    vllm = installed()
+    for path, layer in model.named_modules():
+        if vllm.derives_by_itself(layer):
+            raise UnsupportedEngineError(
+                f"{path or 'the model'} ({type(layer).__name__}) derives something from weights once they are loaded, "
+                "in a way that is not known here; new weights would not reach it"
+            )
 
 
 def check_all_loaded(model: nn.Module, wanted: Collection[str], written: Collection[str]) -> None:
@@ -63,20 +79,3 @@ def check_awake() -> None:
         return
     if any(data.is_asleep and data.tag == _WEIGHTS for data in tuple(allocator.pointer_to_data.values())):
         raise RefitError("the engine sleeps, without memory for weights: POST /wake_up?tags=weights, and push again")
-
-
-def _refusals(config: VllmConfig) -> Iterator[str]:
-    if config.quant_config is not None:
-        yield (
-            f"it quantizes them ({config.quant_config.get_name()}); start it without --quantization, from a "
-            "configuration without quantization_config"
-        )
-    if config.lora_config is not None:
-        yield "adapters wrap the layers that hold them (--enable-lora); merge adapters into the trainer's weights"
-    if config.parallel_config.enable_eplb:
-        yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"
-    offload = config.offload_config
-    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
-        yield "it keeps some of them on the host (--cpu-offload-gb, --offload-group-size)"
-    if config.cache_config.calculate_kv_scales:
-        yield "scales of its KV cache are of the weights of its first request (--calculate-kv-scales)"

@@ -16,7 +16,12 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName, named_transport
-from megatron_patches.refit.vllm.engine_refusals import check_all_loaded, check_awake, check_options
+from megatron_patches.refit.vllm.engine_refusals import (
+    check_all_loaded,
+    check_awake,
+    check_derivations,
+    check_options,
+)
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.recording import record_loading
@@ -66,6 +71,7 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
     try:
         party.prepare(want)
         (layout,) = found
+        assembly.most_silence_s = call.lease_s  # before, long messages may keep others waiting
         if layout.in_place is not None:
             layout.in_place.backup.start()
     except BaseException:
@@ -92,6 +98,7 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
         UnmappedParameterError: if it leaves a parameter out.
     """
     check_options(serving.config)
+    check_derivations(serving.model)
     check_awake()
     check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
     with loader_form(serving.model) as tensors:

@@ -1,7 +1,7 @@
 """The layers of a vLLM model: the form of their serving weights, and how vLLM processes newly loaded ones.
 
-What differs between releases of vLLM is here and in ``reload.py``; written against 0.26.0, whose layerwise reloading
-(``vllm/model_executor/model_loader/reload/``) keeps the form that weight loaders know, the *loader form*.
+vLLM's layerwise reloading keeps the form that weight loaders know, the *loader form*; how it is driven depends on the
+release of vLLM and is in :mod:`megatron_patches.refit.vllm.releases`.
 
 [Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it alone. Where a layer has no
 such method this is known; otherwise the first replacement watches it: no operation of torch, and every attribute of
@@ -14,24 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _get_original_loader,
-    _place_kernel_tensors,
-    get_layerwise_info,
-)
-from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS, restore_layer_on_meta
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases.release import PROCESSED, Release, tensors_of
 from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, same_memory, span_of, users_of
-
-_PROCESSED = "_already_called_process_weights_after_loading"
 
 
 def join(path: str, name: str) -> str:
@@ -45,32 +37,28 @@ class Layer:
     Attributes:
         path: where it is in the model.
         module: it.
+        vllm: the installed release.
         is_plain: whether processing is known to leave the loader form as it is; see [Note: plain layers].
     """
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path, self.module = path, module
-        self._info = get_layerwise_info(module)
-        self._is_skipped = type(module).__name__ in SKIP_MODULES
-        method = getattr(module, "quant_method", None)
-        self._method = method if isinstance(method, QuantizeMethodBase) else None
-        own = type(self._method).process_weights_after_loading if self._method is not None else None
-        self.is_plain = own is None or own is QuantizeMethodBase.process_weights_after_loading
+    def __init__(self, path: str, module: nn.Module, vllm: Release) -> None:
+        self.path, self.module, self._vllm = path, module, vllm
+        self._method = vllm.method(module)
+        self.is_plain = self._method is None or vllm.leaves_alone(self._method)
 
     def running(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers that serve."""
-        found: dict[str, torch.Tensor] = get_layer_tensors(self.module)
-        return found
+        return tensors_of(self.module)
 
     def loader_form(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers as weight loaders know them: without memory, but for some that vLLM never changes."""
-        parameters, buffers = self._info.restore_metadata
+        parameters, buffers = self._vllm.known_to_loaders(self.module)
         running = self.running()
         return {**parameters, **buffers, **{name: running[name] for name in running if self._keeps(name)}}
 
     def views(self) -> dict[str, torch.Tensor]:
         """Buffers that were views of weights when the model was built, such as Mamba's ``conv_weights``."""
-        known = self._info.restore_metadata[1]
+        known = self._vllm.known_to_loaders(self.module)[1]
         return {
             name: buffer
             for name, buffer in self.module._buffers.items()
@@ -96,16 +84,12 @@ class Layer:
         Raises:
             TransferError: if a weight of the layer is missing, or one came out in another form than serves.
         """
-        info, module = self._info, self.module
+        module, running, buffers = self.module, self.running(), set(self.module._buffers)
         may_be_plain = self.has_loader_form()
-        info.kernel_tensors = get_layer_params_buffers(module)
-        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
-        parameters, buffers = info.kernel_tensors
-        running = {**parameters, **buffers}
         pairs: list[Pair] = []
         try:
-            restore_layer_on_meta(module, info)
-            for name, tensor in get_layer_tensors(module).items():
+            self._vllm.take_to_loader_form(module)
+            for name, tensor in self.running().items():
                 if not self._keeps(name):
                     setattr(module, name, self._materialized(name, tensor, staged.get(name), running.get(name)))
             self.is_plain = self._process() and may_be_plain
@@ -120,8 +104,7 @@ class Layer:
                     self.check_form(name, new, target)
                     pairs.append((target.data, new))
         finally:
-            _place_kernel_tensors(module, info)
-            info.reset()
+            self._vllm.put_back(module)
         return pairs
 
     def check_form(self, name: str, new: torch.Tensor, target: torch.Tensor) -> None:
@@ -138,27 +121,23 @@ class Layer:
 
     def _keeps(self, name: str) -> bool:
         """Whether a tensor is one that vLLM never takes to the meta device; no processing changes those."""
-        return self._is_skipped or name in SKIP_TENSORS
+        return self._vllm.keeps(self.module, name)
 
     def _is_derived(self, name: str) -> bool:
         """Whether a buffer is computed by the layer, not loaded; processing may have dropped it."""
-        return name not in self.module._buffers or name in self._info.kernel_non_persistent_buffers
+        return name not in self.module._buffers or name in self._vllm.non_persistent(self.module)
 
     def _process(self) -> bool:
         """What vLLM does to a layer once its weights are loaded; whether that was nothing."""
         module, method = self.module, self._method
-        for tensor in get_layer_tensors(module).values():
-            tensor.weight_loader = _get_original_loader(tensor)
-        if hasattr(module, _PROCESSED):
-            delattr(module, _PROCESSED)
+        self._vllm.make_ready(module)
         if method is None:
             return True
         before = _look_at(module, method)
-        with self._info.restore_device, _Watch() as watch:
-            method.process_weights_after_loading(module)
+        with self._vllm.device(module), _Watch() as watch:
+            self._vllm.process(module, method)
         untouched = not watch.operations and before.same(_look_at(module, method))
-        if hasattr(module, "update_param_tp_status"):
-            cast(Any, module).update_param_tp_status()
+        self._vllm.after_processing(module)
         return untouched
 
     def _materialized(
@@ -186,7 +165,8 @@ class Layers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [Layer(path, module) for path, module in model.named_modules()]
+        vllm = installed()
+        self._layers = [Layer(path, module, vllm) for path, module in model.named_modules()]
         self._of = {join(layer.path, name): (layer, name) for layer in self._layers for name in layer.loader_form()}
 
     def of(self, names: Collection[str]) -> list[tuple[Layer, list[str]]]:
@@ -291,15 +271,15 @@ class _Seen:
         )
 
 
-def _look_at(module: nn.Module, method: QuantizeMethodBase) -> _Seen:
-    left_out = {"_parameters", "_buffers", "_modules", _PROCESSED}
+def _look_at(module: nn.Module, method: object) -> _Seen:
+    left_out = {"_parameters", "_buffers", "_modules", PROCESSED}
     objects = {
         f"{owner} {name}": value
         for owner, attributes in (("layer", vars(module)), ("method", vars(method)))
         for name, value in attributes.items()
         if name not in left_out
     }
-    tensors = get_layer_tensors(module)
+    tensors = tensors_of(module)
     places = {
         name: (span_of(tensor), tensor.shape, tensor.stride(), tensor.dtype, users_of(tensor))
         for name, tensor in tensors.items()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import AUTO
+
+Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
 @dataclass(kw_only=True)
@@ -15,33 +21,55 @@ class RefitCall(WeightTransferInitInfo):
     """One call, from JSON.
 
     Attributes:
-        call: ``join``, ``receive``, ``commit`` or ``abandon``.
+        call: ``admit``, ``join``, ``receive``, ``commit``, ``abandon`` or ``leave``.
         host: to join: address of the rendezvous.
         port: to join: its port.
-        token: secret that all parties of a session share. To abandon: empty for whatever session it is.
+        token: secret that all parties of a session share.
         parties: to join: number of all parties.
         timeout_s: to join: seconds that one step may take after its first party has finished.
         first_party: to join: number of this engine's worker 0 among all parties.
         sources: to join: number of trainer ranks.
         transport: to join: how packets travel, or ``auto``.
         staging_bytes: to join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+        lease_s: to join: seconds after which the worker gives up what it is at if it hears nothing of the trainer.
         memory: to join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
         version: to receive and commit: number of the weights.
         step: to receive: number of the step at which the trainer is.
         linked: to receive: whether the trainer's links are up.
     """
 
-    call: str
-    host: str = ""
-    port: int = 0
-    token: str = ""
-    parties: int = 0
-    timeout_s: float = 0.0
-    first_party: int = 0
-    sources: int = 0
-    transport: str = AUTO
-    staging_bytes: int = 0
-    memory: str = MemoryMode.BESIDE.value
-    version: int = 0
-    step: int = 0
+    call: Annotated[str, Meta(max_length=256)]
+    host: Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:%_-]{0,255}\Z")] = ""
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    token: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    parties: Count = 0
+    timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
+    lease_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
+    first_party: Count = 0
+    sources: Count = 0
+    transport: Annotated[str, Meta(max_length=32)] = AUTO
+    staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    memory: Annotated[str, Meta(max_length=32)] = MemoryMode.BESIDE.value
+    version: Annotated[int, Meta(ge=0)] = 0
+    step: Annotated[int, Meta(ge=0)] = 0
     linked: bool = False
+
+    def __post_init__(self) -> None:
+        joins = self.host and self.port and self.token and self.parties and self.timeout_s and self.sources
+        if self.call == "join" and not joins:
+            raise ValueError("to join, a call names host, port, token, parties, timeout_s and sources")
+
+
+def read_call(content: dict[str, Any]) -> RefitCall:
+    """Reads one call.
+
+    Raises:
+        ValueError: if it has other fields than this version of the package knows, or values of another form.
+    """
+    unknown = content.keys() - {field.name for field in fields(RefitCall)}
+    if unknown:
+        raise ValueError(f"Invalid init_info: unknown {', '.join(sorted(map(str, unknown)))[:256]}")
+    try:
+        return msgspec.convert(content, RefitCall)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"Invalid init_info: {error}") from error

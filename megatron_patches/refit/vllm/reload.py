@@ -1,8 +1,5 @@
 """Converts a vLLM model to the form that its weight loaders expect, and new weights from there into the running model.
 
-What differs between releases of vLLM is here and in ``layers.py``; written against 0.26.0, whose layerwise reloading
-(``vllm/model_executor/model_loader/reload/``) this drives layer by layer instead of loader call by loader call.
-
 New weights take effect in two halves. :meth:`Replacement.build` runs vLLM's own processing on staged weights, beside
 the model that serves; it may fail, and changes nothing. :meth:`Replacement.apply` lets them and the old ones change
 places, in the memory that captured graphs refer to, and can be undone. :meth:`Replacement.replace` does both at once,
@@ -19,18 +16,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.model_loader.reload.layerwise import (
-    _get_original_loader,
-    _place_kernel_tensors,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
-from vllm.v1.attention.backend import AttentionImplBase
 
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.vllm.layers import Layer, Layers, join
+from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases.release import tensors_of
 from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
 
 logger = logging.getLogger(__name__)
@@ -45,17 +35,12 @@ def loader_form(model: nn.Module) -> Iterator[Named]:
     Yields:
         Every parameter and buffer, by module path and attribute.
     """
-    try:
-        initialize_layerwise_reload(model)
-        tensors: Named = {}
-        for path, layer in model.named_modules():
-            for name, tensor in get_layer_tensors(layer).items():
-                tensors[join(path, name)] = tensor
-                if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = _get_original_loader(tensor)
-        yield tensors
-    finally:
-        _restore(model)
+    with installed().loader_form(model):
+        yield {
+            join(path, name): found
+            for path, layer in model.named_modules()
+            for name, found in tensors_of(layer).items()
+        }
 
 
 class Replacement:
@@ -204,24 +189,8 @@ class Replacement:
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Computes anew what attention derives from other layers' weights, such as MLA's absorbed projections."""
+    vllm = installed()
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         for layer in model.modules():
-            if isinstance(layer, Attention | MLAAttention) and _derives(layer):
+            if vllm.derives(layer):
                 cast(Any, layer).process_weights_after_loading(vllm_config.model_config.dtype)
-
-
-def _derives(layer: Any) -> bool:
-    """Whether attention derives something from weights; of its own it only sets scales of the cache to one, again."""
-    own = type(layer).process_weights_after_loading is not Attention.process_weights_after_loading
-    return own or type(layer.impl).process_weights_after_loading is not AttentionImplBase.process_weights_after_loading
-
-
-def _restore(model: nn.Module) -> None:
-    """Puts the running model's tensors back wherever they are not in their place."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-            info.reset()
-    if hasattr(model, "_original_do_torchao_reload"):
-        model._do_torchao_reload = model._original_do_torchao_reload

@@ -18,18 +18,13 @@ only one of them hears of a commit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import parse_qs
+
+from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send
 
 HEADER = b"x-weights-version"
 RPC_TIMEOUT_S = 60.0
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 

@@ -263,7 +263,6 @@ class WorkerSession:
         self.version = self._latest = version
         if self._in_place is not None:
             self._in_place.done()
-        logger.info("refit: version %d serves", version)
 
     def _take_staged(self, version: int, workers: AllOrNone) -> Replacement:
         """What has been received of a version, which is then the caller's.

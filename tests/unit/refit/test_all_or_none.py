@@ -133,6 +133,7 @@ def test_who_comes_late_to_one_commit_is_on_time_for_the_next(
     assert workers.commit([Replacement() for _ in range(3)], in_place=in_place) == ["serves"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_who_does_not_hear_whether_others_serve_a_version_serves_none(
     in_place: bool, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,9 @@ class Absorbing(Scales, MLAAttention):
         self.kv_b_proj = kv_b_proj
         self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim = HEADS, RANK, NOPE, VALUE
         self.is_aiter_triton_fp4_bmm_enabled = self.is_aiter_triton_fp8_bmm_enabled = False
+        # Of vLLM 0.32.0.
+        self.impl = SimpleNamespace(process_weights_after_loading=lambda _: None)
+        self.is_amx_bmm_enabled, self.dcp_q_replicate = False, None
 
     def derived(self) -> list[torch.Tensor]:
         """What it derives."""

@@ -99,11 +99,18 @@ def test_processes_that_cannot_be_divided_so_are_refused(sizes: ParallelSizes, w
         (
             DENSE,
             ParallelSizes(pipeline=3),
-            ["leave 8 for 3 stages; change --pipeline-model-parallel-size or", "--decoder-first-pipeline-num-layers"],
+            [
+                "pp of 3 does not divide num_layers (8); change --pipeline-model-parallel-size or",
+                "--decoder-first-pipeline-",
+            ],
         ),
-        (DENSE, ParallelSizes(pipeline=2, first=3, last=4), ["8 layers, 3 of them on the first and 4 on the last"]),
+        (
+            DENSE,
+            ParallelSizes(pipeline=2, first=3, last=4),
+            ["3 on the first stage and 4 on the last stage, leave 1 for 0"],
+        ),
         (DENSE, ParallelSizes(pipeline=2, chunks=3), ["stages of [4, 4] layers cannot be cut into 3 chunks each"]),
-        (HYBRID, ParallelSizes(pipeline=4), ["6 layers, 0 of them on the first"]),
+        (HYBRID, ParallelSizes(pipeline=4), ["pp of 4 does not divide num_layers (6)"]),
     ],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused(

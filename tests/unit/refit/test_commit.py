@@ -12,7 +12,7 @@ import pytest
 from megatron_patches.refit import session as session_module
 from megatron_patches.refit.commit import Commit, Pauses
 from megatron_patches.refit.engines import PauseMode
-from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
@@ -74,7 +74,7 @@ def test_a_commit_pauses_and_resumes_each_engine(mode: PauseMode, asked: str, in
         assert [engine.asked for engine in engines] == [[f"pause {mode.value}"]] * 2
     under_test = commit(*engines, in_place=in_place, pauses=pauses)
     under_test.start()
-    assert under_test.reason() is None
+    under_test.check()
     assert [engine.asked for engine in engines] == [[f"pause {mode.value}", asked, "resume"]] * 2
     assert 0.01 <= pauses.longest_s < 5  # the time to pause counts
 
@@ -86,7 +86,9 @@ def test_an_engine_that_does_not_commit_is_resumed_and_the_others_commit(in_plac
         pauses.begin_all(engines)
     under_test = commit(*engines, in_place=in_place, pauses=pauses, confirm=refuse)
     under_test.start()
-    assert under_test.reason() == "one refuses to commit emptying"
+    with pytest.raises(PartyFailedError, match="version 7 failed: one refuses to commit emptying") as raised:
+        under_test.check()
+    assert raised.value.engines == ("one",)
     assert engines[0].asked == ["pause wait", "commit emptying", "abandon", "resume emptied"]
     assert engines[1].asked == ["pause wait", "commit emptying", "resume"]
 
@@ -98,7 +100,9 @@ def test_an_engine_that_does_not_say_that_its_weights_are_back_stays_paused(in_p
         pauses.begin_all(engines)
     under_test = commit(*engines, in_place=in_place, pauses=pauses)
     under_test.start()
-    assert "one stays paused" in str(under_test.reason())
+    with pytest.raises(PartyFailedError, match="one stays paused") as raised:
+        under_test.check()
+    assert raised.value.engines == ("one",)
     assert engines[0].asked == ["pause abort", "commit emptying", "abandon"]
     assert engines[1].asked == ["pause abort", "commit emptying", "resume"]
 
@@ -113,7 +117,8 @@ def test_where_a_version_was_not_received_nobody_commits(in_place: bool, asked: 
         pauses.begin_all(engines)
     under_test = commit(*engines, in_place=in_place, pauses=pauses, received=refuse)
     under_test.start()
-    assert under_test.reason() == "it was not so"
+    with pytest.raises(PartyFailedError, match=r"^committing version 7 failed: it was not so$"):
+        under_test.check()
     assert [engine.asked for engine in engines] == [asked] * 2
 
 
@@ -121,8 +126,9 @@ def test_instead_of_a_commit_engines_go_on_with_the_old_weights() -> None:
     engines, pauses = [Engine("one", "abandon"), Engine("two")], Pauses(PauseMode.WAIT)
     pauses.begin_all(engines)
     stuck = commit(*engines, in_place=True, pauses=pauses, received=refuse).give_up()
-    assert len(stuck) == 1
-    assert "one stays paused" in stuck[0]
+    ((name, reason),) = stuck
+    assert name == "one"
+    assert "one stays paused" in str(reason)
     assert [engine.asked for engine in engines] == [["pause wait", "abandon"], ["pause wait", "abandon", "resume"]]
     assert commit(*engines, in_place=False, pauses=pauses).give_up() == []
 
@@ -131,7 +137,8 @@ def test_what_workers_do_not_confirm_is_a_failure() -> None:
     engine, pauses = Engine("one"), Pauses(PauseMode.WAIT)
     under_test = commit(engine, in_place=False, pauses=pauses, confirm=refuse)
     under_test.start()
-    assert under_test.reason() == "it was not so"
+    with pytest.raises(PartyFailedError, match=r"^committing version 7 failed: it was not so$"):
+        under_test.check()
     assert engine.asked == ["pause wait", "commit emptying", "resume"]
 
 
@@ -171,7 +178,8 @@ def test_whatever_goes_wrong_while_workers_are_asked_is_a_failure() -> None:
 
     under_test = commit(Engine("one"), in_place=False, pauses=Pauses(PauseMode.WAIT), confirm=confirm)
     under_test.start()
-    assert under_test.reason() == "the network is down"
+    with pytest.raises(PartyFailedError, match=r"^committing version 7 failed: the network is down$"):
+        under_test.check()
 
 
 def test_no_engine_is_paused_for_a_push_in_place_once_its_workers_have_left() -> None:
@@ -204,7 +212,7 @@ def test_one_rank_tells_the_names_of_the_whole_model(rank: int, monkeypatch: pyt
     monkeypatch.setattr(session_module, "describe_rank", lambda *_: SimpleNamespace(family=family, manifest=manifest))
     monkeypatch.setattr(session_module, "LiveMemory", lambda *_: None)
     session = RefitSession([], [], vocab_size=1)
-    session._exchange = cast(Any, SimpleNamespace(rank=rank, size=2))
+    session.exchange = cast(Any, SimpleNamespace(rank=rank, size=2))
     held = session._describe()
     assert held.manifest is manifest
     assert held.shapes == ({"w": (4,)} if rank == 0 else {})
@@ -232,10 +240,10 @@ def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.Mo
     for _ in range(2):
         with pytest.raises(RefitError, match="committing version 7 failed: the engines did not commit within 0 s each"):
             session.push(8)
-    with pytest.raises(RefitError, match="version 7, which was pushed before: the engines did not commit"):
+    with pytest.raises(RefitError, match="version 7 was pushed before, and committing version 7 failed: the"):
         session.prepare()
     engine.may_answer.set()
-    monkeypatch.setattr(session, "_invite", refuse)
+    monkeypatch.setattr(session, "_open", refuse)
     with pytest.raises(RefitError, match="it was not so"):
         session.prepare()
     assert engine.asked == ["pause wait", "commit emptying", "resume"]

@@ -14,6 +14,7 @@ from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.ports import Batch, HostPort, Piece
 from tests.support.launch import run_distributed
+from tests.support.quick import examples
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "int64"}
 
@@ -96,4 +97,5 @@ def body(rank: int, world_size: int, most: int, count: int) -> int:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_boxes_of_up_to_six_dimensions_are_packed_and_digested_as_numpy_does() -> None:
-    assert run_distributed(body, 1, None, args=(6, 40), fresh=True) == [40]
+    count = examples(40)
+    assert run_distributed(body, 1, None, args=(6, count), fresh=True) == [count]

@@ -13,13 +13,28 @@ from torch import nn
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.device_allocator import AllocationData
 from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
-from megatron_patches.refit.vllm.engine_refusals import check_all_loaded, check_awake, check_options
+from megatron_patches.refit.vllm.engine_refusals import (
+    check_all_loaded,
+    check_awake,
+    check_derivations,
+    check_options,
+)
+
+VLLM = vllm.__version__.partition("+")[0]
+OF_SOME_RELEASES = {
+    "cache_config.calculate_kv_scales": "0.26.0",
+    "load_config.load_format": "0.32.0",
+    "parallel_config.dcp_q_replicate": "0.32.0",
+}
+"""Options that others do not have."""
 
 
 def test_an_engine_without_options_is_taken() -> None:
@@ -35,9 +50,14 @@ def test_an_engine_without_options_is_taken() -> None:
         ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, r"--offload-group-size"),
         ("cache_config.calculate_kv_scales", True, r"--calculate-kv-scales"),
+        ("load_config.load_format", "ipc_cache", r"--load-format ipc_cache"),
+        ("parallel_config.dcp_q_replicate", True, r"dcp_q_replicate"),
     ],
 )
 def test_an_option_that_keeps_weights_elsewhere_is_refused(path: str, value: object, message: str) -> None:
+    needs = OF_SOME_RELEASES.get(path, VLLM)
+    if needs != VLLM:
+        pytest.skip(f"vLLM {VLLM} does not have it, or does not do that with it")
     config = VllmConfig()
     *parents, name = path.split(".")
     owner: Any = config
@@ -46,6 +66,35 @@ def test_an_option_that_keeps_weights_elsewhere_is_refused(path: str, value: obj
     object.__setattr__(owner, name, value)  # past vLLM's own checks, some of which need a GPU
     with pytest.raises(UnsupportedEngineError, match=f"^weights cannot be pushed into this engine: .*{message}"):
         check_options(config)
+
+
+@pytest.mark.skipif(VLLM == "0.26.0", reason="vLLM 0.26.0 does not do it")
+def test_word_embeddings_that_vllm_may_tie_by_itself_are_refused() -> None:
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(word_embeddings_untied_by_checkpoint=False)
+    check_options(config)
+    config.model_config.word_embeddings_untied_by_checkpoint = True
+    with pytest.raises(UnsupportedEngineError, match="set tie_word_embeddings to false there, or remove the lm_head"):
+        check_options(config)
+
+
+def test_what_derives_from_weights_by_itself_is_refused() -> None:
+    """Attention is not: what it derives is derived anew at a commit."""
+
+    class Packing(nn.Linear):
+        def process_weights_after_loading(self) -> None:
+            self.packed = self.weight.t()
+
+    class Attentive(Attention):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    model = nn.Module()
+    model.head, model.attention = nn.Linear(2, 3), Attentive()
+    check_derivations(model)
+    model.inner = nn.Sequential(nn.Linear(2, 2), Packing(2, 3))
+    with pytest.raises(UnsupportedEngineError, match=r"^inner\.1 \(Packing\) derives something from weights"):
+        check_derivations(model)
 
 
 def test_every_parameter_must_come_from_the_trainer() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,17 @@ import pytest
 
 from megatron_patches.refit import engines
 from megatron_patches.refit.commit import Pauses
-from megatron_patches.refit.engines import HttpEngine, Joined, LocalEngine, PauseMode, check_given_once, http_engines
+from megatron_patches.refit.engines import (
+    HttpEngine,
+    Joined,
+    LocalEngine,
+    PauseMode,
+    check_different_servers,
+    check_given_once,
+    http_engines,
+)
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.secret import VALUE_VARIABLE
 from megatron_patches.refit.session import RefitOptions, RefitSession
 
 
@@ -66,7 +77,7 @@ def test_the_size_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             b"HTTP/1.0 404 no\r\n\r\nnothing here",
             r"http://.*/get_world_size answered 404: nothing here; .* VLLM_SERVER_DEV_MODE=1",
         ),
-        (b"what?\r\n\r\n", r"cannot reach http://.*/get_world_size"),
+        (b"what?\r\n\r\n", r"lost the connection to http://.*/get_world_size"),
     ],
 )
 def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
@@ -77,12 +88,51 @@ def test_what_is_no_engine_is_refused_by_name(raw: bytes, message: str) -> None:
             RefitSession([], [engine], vocab_size=1, options=RefitOptions(timeout_s=1.0)).prepare()
 
 
-@pytest.mark.parametrize(
-    "url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1", "http://me:secret@a"]
-)
+@pytest.mark.parametrize("url", ["http://", "10.0.0.5:8000", "http://[::1", "http://a:b", "http://a?x=1"])
 def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"engine URL .* must be like http://"):
         HttpEngine(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:hunter2@a", "http://hunter2@a:8000", "http://me:hunter2@[::1", "me:hunter2@a"]
+)
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ValueError, match="give them as a header") as raised:
+        HttpEngine(url)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_server_with_another_secret_says_where_to_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = b'HTTP/1.0 401 no\r\nx-refit-guarded: 1\r\n\r\n{"error": "x-refit-secret: show it"}'
+    message = r"get_world_size answered 401: .*; this process shows the secret of the variable ETP_REFIT_SECRET; the se"
+    with answering(refusal) as engine, pytest.raises(RefitError, match=message) as raised:
+        engine.world_size()
+    assert os.environ[VALUE_VARIABLE] not in str(raised.value)
+    assert "VLLM_SERVER_DEV_MODE" not in str(raised.value)
+    monkeypatch.delenv(VALUE_VARIABLE)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    message = f"this process has no secret: there is no {tmp_path}/megatron-etp/refit-secret; the server's log says"
+    with answering(refusal) as engine, pytest.raises(RefitError, match=message):
+        engine.world_size()
+
+
+def test_a_redirect_is_not_followed() -> None:
+    """The secret is for nobody else."""
+    with answering(ok('{"world_size": 4}')) as elsewhere:
+        moved = f"HTTP/1.0 307 moved\r\nLocation: {elsewhere.name}/get_world_size\r\n\r\n".encode()
+        with answering(moved) as engine, pytest.raises(RefitError, match="answered 307"):
+            engine.world_size()
+
+
+def test_a_server_without_a_guard_is_complained_about(caplog: pytest.LogCaptureFixture) -> None:
+    with answering(ok('{"world_size": 4}')) as engine:
+        engine.world_size()
+    assert "obeys whoever reaches it" in caplog.text
+    caplog.clear()
+    with answering(b'HTTP/1.0 200 OK\r\nx-refit-guarded: 1\r\n\r\n{"world_size": 4}') as engine:
+        engine.world_size()
+    assert caplog.text == ""
 
 
 def test_a_server_that_does_not_answer_in_time_is_not_said_to_be_out_of_reach() -> None:
@@ -108,6 +158,23 @@ def test_an_engine_that_a_program_gives_twice_is_refused_before_its_workers_wait
     with pytest.raises(RefitError, match="the engine in this process is given 2 times"):
         RefitSession([], [LocalEngine(llm), LocalEngine(llm)], vocab_size=1).prepare()
     check_given_once([LocalEngine(llm), LocalEngine(object()), HttpEngine("http://a"), HttpEngine("http://b")])
+
+
+def test_a_server_with_two_names_is_refused_at_once() -> None:
+    size = '{"world_size": 1}'
+    with (
+        answering(f"HTTP/1.0 200 OK\r\nx-refit-guarded: one\r\n\r\n{size}".encode()) as engine,
+        answering(f"HTTP/1.0 200 OK\r\nx-refit-guarded: other\r\n\r\n{size}".encode()) as other,
+        answering(ok(size)) as unguarded,
+        answering(ok(size)) as unguarded_too,
+    ):
+        alias = HttpEngine(engine.name.replace("127.0.0.1", "localhost"), 10.0)
+        message = f"cannot start the refit: {engine.name} and {alias.name} are one server; give it once"
+        with pytest.raises(RefitError, match=message):
+            RefitSession([], [engine, other, alias], vocab_size=1).prepare()
+        different = [engine, other, unguarded, unguarded_too]
+        assert [each.world_size() for each in different] == [1] * 4
+        check_different_servers(different)
 
 
 class Broken:
@@ -169,6 +236,14 @@ def test_the_size_of_an_engine_of_this_process() -> None:
     parallel.distributed_executor_backend = "external_launcher"
     with pytest.raises(RefitError, match=r"reach its own worker alone.*external_launcher"):
         LocalEngine(llm).world_size()
+
+
+def test_whoever_has_an_engine_in_his_process_is_admitted() -> None:
+    llm = _Llm()
+    engine = LocalEngine(llm)
+    for call in ("join", "receive", "join"):
+        engine.call({"call": call, "token": ""})
+    assert llm.calls == ["admit", "join", "receive", "admit", "join"]
 
 
 def test_what_is_asked_of_an_engine_is_of_the_session_that_it_was_made_to_join() -> None:

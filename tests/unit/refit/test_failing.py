@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.imports import ROOT
 
 PROGRAM = """
@@ -19,6 +21,7 @@ sys.exit(fail(ValueError(f"as rank {rank} has heard"), speaks=rank == 0, leads=r
 """
 
 
+@pytest.mark.slow
 def test_the_reason_is_told_before_torchrun_ends_who_tells_it(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -275,7 +275,7 @@ def test_too_little_free_space_is_told_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(ExportError, match=r"needs 0.000 GB and .* has 0.000 GB free; make room or choose another"):
+    with pytest.raises(ExportError, match=r"needs 1\.0 MB and .* has 0\.0 MB free; make room or choose another"):
         export(tmp_path / "out", 2)
     assert list(tmp_path.iterdir()) == []
 
@@ -327,10 +327,22 @@ def test_a_replaced_checkpoint_keeps_what_others_put_there(
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     target = tmp_path / "out"
     export(target, 1, max_shard_bytes=300)
-    (target / "tokenizer.json").write_text("{}")
+    foreign = ["adapter_model.safetensors", "consolidated.safetensors", "model_ema.safetensors", "tokenizer.json"]
+    for name in foreign:
+        (target / name).write_text(name)
+    (tmp_path / "shared").mkdir()
+    links = {"merges.txt": "../merges.txt", "chat_template.jinja": "tokenizer.json", "assets": "../shared", "gone": "x"}
+    for name, to in links.items():
+        (target / name).symlink_to(to)
     export(target, 2, overwrite=True)
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    mine = ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in target.iterdir()) == sorted([*mine, *foreign, *links])
+    assert [(target / name).read_text() for name in foreign] == foreign
+    assert {name: str((target / name).readlink()) for name in links} == links
+    for name in foreign:
+        (target / name).unlink()
     assert_whole(target)
+    (tmp_path / "shared").rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -7,8 +7,10 @@ import resource
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from megatron_patches.refit.transports.base import LinkEnd, Place, Transport, Tr
 from megatron_patches.refit.transports.nixl import NixlTransport
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
-from megatron_patches.refit.transports.sending import SendingEnd
+from megatron_patches.refit.transports.sending import SendingEnd, _dial
 from megatron_patches.refit.transports.shm import ShmTransport
 
 SPEC = TensorSpec("w", (1500, 16), "bfloat16")
@@ -190,3 +192,24 @@ def test_a_process_that_may_open_no_more_files_is_told_at_once() -> None:
                 ShmTransport(place(1)).incoming(end)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_destination_that_takes_no_connections_is_not_waited_for_longer_than_the_time_out() -> None:
+    with ExitStack() as stack:
+        hangs = stack.enter_context(socket.socket(socket.AF_UNIX))
+        name = f"refit-test-{os.getpid()}-full"
+        hangs.bind(f"\0{name}")
+        hangs.listen(0)
+        while True:  # its backlog is short
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            try:
+                waiting.connect(f"\0{name}")
+            except BlockingIOError:
+                break
+        began = time.monotonic()
+        with pytest.raises(PartyFailedError, match="waited 1 s for a connection"):
+            _dial(name, Patience(1.0, "a connection", check), local=True)
+        assert time.monotonic() - began < 10
+        with pytest.raises(PartyFailedError, match="cannot reach nobody on this machine"):
+            _dial("nobody", Patience(1.0, "a connection", check), local=True)

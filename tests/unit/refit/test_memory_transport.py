@@ -24,6 +24,7 @@ from megatron_patches.refit.plan import Plan, PlanOptions, Transfer, make_plan
 from megatron_patches.refit.ports import Bits, host_bytes
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.transports.memory import Receiver, refit
+from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, random_case, random_options, region
 
 
@@ -43,7 +44,9 @@ def dense_bits(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return {spec.name: rng.integers(0, 2**32, spec.shape, dtype=np.uint32) for spec in case.tensors}
 
 
-@settings(max_examples=3000, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(3000), deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow]
+)
 @given(st.integers(0, 2**32))
 def test_random_layouts_arrive_whole_and_nothing_else_is_written(seed: int) -> None:
     case, rng = random_case(seed), np.random.default_rng(seed)

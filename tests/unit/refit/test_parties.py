@@ -35,6 +35,7 @@ from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
+from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, random_case, region
 from tests.unit.refit.transport_cases import usable
 
@@ -188,7 +189,7 @@ def test_parties_meet_over_ip_version_6(transport: TransportName) -> None:
         parties.check(1, parties.move(1))
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(40), deadline=None, phases=[Phase.generate])
 @given(seed=st.integers(0, 2**32), room=st.sampled_from([0, 0, 1, 7, 50, 300]))
 def test_any_layout_passes_through_the_least_staging_memory(seed: int, room: int) -> None:
     """Bytes of several links wait for each other in every order that threads come up with, and all arrive."""

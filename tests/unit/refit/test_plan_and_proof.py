@@ -16,6 +16,7 @@ from megatron_patches.refit.errors import CoverageError, ProofError, RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage, agree_on_tensors
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, Plan, PlanOptions, Transfer, make_plan
 from megatron_patches.refit.proof import prove
+from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, memory_of, random_case, random_options, region
 
 # A seed does not shrink, and without the phase that explains failures nothing is traced: three times as fast.
@@ -44,7 +45,7 @@ def simulate(case: Case, transfers: Sequence[Transfer]) -> bool:
     return good
 
 
-@settings(RANDOM_CASES, max_examples=2000)
+@settings(RANDOM_CASES, max_examples=examples(2000))
 @given(st.integers(0, 2**32))
 def test_any_layout_arrives_exactly(seed: int) -> None:
     case, options = random_case(seed), random_options(seed)
@@ -84,7 +85,7 @@ def mutations(case: Case, plan: Plan, rng: np.random.Generator) -> Iterator[tupl
         )
 
 
-@settings(RANDOM_CASES, max_examples=400)
+@settings(RANDOM_CASES, max_examples=examples(400))
 @given(st.integers(0, 2**32))
 def test_the_proof_refuses_every_mistake(seed: int) -> None:
     case = random_case(seed)

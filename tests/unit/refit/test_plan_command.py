@@ -18,6 +18,7 @@ from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_plan
 from megatron_patches.refit.report import Link, LinkSpeeds, traffic_of
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.offline import TrainerOptions
+from tests.integration.tiny_models import DEEPSEEK_V3
 
 CONFIG: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -180,13 +181,18 @@ def test_floors_follow_the_busiest_rank_and_the_kind_of_link() -> None:
         ({"--from": "tp=2,tp=4"}, "tp is given twice"),
         ({"--from": "tp=0"}, "tp is 0; it must be at least 1"),
         ({"--from": "tp=8"}, r"tp of 8 does not divide attention heads \(4\)"),
+        ({"--from": "pp=3"}, r"pp x vpp of 3 does not divide num_layers \(4\)"),
+        ({"--from": "pp=2,first=4"}, "4 layers, 4 on the first stage, leave 0 for 1 further stages of pp 2"),
+        ({"--from": "pp=2,last=5"}, "4 layers, 5 on the last stage, leave -1 for 1 further stages of pp 2"),
+        ({"--from": "dp=1000000"}, "--from has 1000000 ranks; at most 16384 can be planned for"),
+        ({"--to": "dp=1000000"}, "--to has 1000000 ranks; at most 16384 can be planned for"),
         ({"--to": "tp=4,ep=3"}, "ep is 3; the engine spreads experts over all tp x dp = 4 ranks"),
         ({"--to": "tp=8"}, r"attention heads \(4\) cannot be cut into 8"),
         ({"--model": "/nowhere/config.json"}, "cannot read /nowhere/config.json: No such file"),
-        ({"--ranks-per-host": "0"}, "ranks_per_host is 0"),
+        ({"--ranks-per-host": "0"}, "--ranks-per-host: ranks_per_host is 0"),
         ({"--rank": "16"}, "there is no source rank 16; that side has 16 ranks"),
         ({"--rank": "-1"}, "there is no rank -1"),
-        ({"--staging": "4"}, "staging_bytes is 4"),
+        ({"--staging": "4"}, "--staging: staging_bytes is 4"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -202,10 +208,82 @@ def test_mistakes_are_one_line(
         raise AssertionError(output.err)
 
 
-def test_a_model_that_does_not_fit_into_memory_is_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["verify", "--model", model, "--from", TRAINER, "--to", ENGINE, "--max-memory", "1KB"]
-    assert main(arguments) == 1
-    assert "and --max-memory is 0.0 GB; verify a smaller model" in capsys.readouterr().err
+def test_layers_of_a_model_that_does_not_fit_into_memory_are_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each kind one, and as many as fit."""
+    arguments = ["verify", "--model", str(tmp_path), "--from", "tp=2,etp=2,ep=2", "--to", "tp=2", "--max-memory"]
+    latent = DEEPSEEK_V3 | {"first_k_dense_replace": 2, "num_hidden_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps(latent))
+    whole = printed(capsys, *arguments, "4GB")["comparison"]
+    assert isinstance(whole, dict)
+    assert "layers" not in whole
+    counts = []
+    for most in ("3MB", "6MB"):
+        part = printed(capsys, *arguments, most)["comparison"]
+        assert isinstance(part, dict)
+        assert part["of_layers"] == 12
+        assert 0 < part["elements"] < whole["elements"]
+        counts.append(part["layers"])
+    assert 2 <= counts[0] < counts[1] < 12
+    assert main([*arguments, "6MB"]) == 0
+    assert f"{counts[1]} of 12 layers fit into --max-memory" in capsys.readouterr().out
+    assert main([*arguments, "1KB"]) == 1
+    assert "and --max-memory is 0.001 MB; allow more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+@pytest.mark.parametrize(
+    ("changes", "trainer", "message"),
+    [
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, "tp=4", "tp is 4 and the model has 3 KV heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, "tp=4", "tp is 4 and the model has 6 KV heads"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "tp=2",
+            r"quantization_config \(fp8\): only the engine knows",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "tp=2", r"rope_scaling \(yarn\): no model that Megatron"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "tp=2", r"rope_parameters \(longrope\): no model that Meg"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "tp=2", "sliding_window: the trainer's layers attend"),
+    ],
+)
+def test_what_megatron_or_a_live_engine_would_refuse_is_not_proved(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    changes: dict[str, object],
+    trainer: str,
+    message: str,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    assert main([command, "--model", str(tmp_path), "--from", trainer, "--to", "tp=2"]) == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 12, "num_key_value_heads": 3},
+        {"quantization_config": None, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"use_sliding_window": False, "sliding_window": 4096},
+    ],
+)
+def test_what_is_refused_nowhere_is_proved(tmp_path: Path, changes: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    trainer = "tp=12,etp=2" if "num_key_value_heads" in changes else "tp=2"
+    assert main(["plan", "--model", str(tmp_path), "--from", trainer, "--to", "tp=1"]) == 0
+
+
+def test_a_pattern_of_another_length_than_the_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hybrid = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "*-", "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | hybrid))
+    assert main(["plan", "--model", str(tmp_path), "--from", "", "--to", ""]) == 1
+    assert "num_hidden_layers is 4 and the configuration names the kinds of 2 layers" in capsys.readouterr().err
 
 
 def test_the_trainers_dtype_is_the_engines_and_ranks_are_checked() -> None:

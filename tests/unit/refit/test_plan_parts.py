@@ -14,12 +14,13 @@ from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer, make_part, make_plan
 from megatron_patches.refit.proof import prove
+from tests.support.quick import examples
 from tests.support.refit_cases import random_case, random_options
 
 RANDOM_CASES = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(RANDOM_CASES, max_examples=500)
+@settings(RANDOM_CASES, max_examples=examples(500))
 @given(st.integers(0, 2**32))
 def test_parts_are_the_whole_plan(seed: int) -> None:
     case, options = random_case(seed), random_options(seed)

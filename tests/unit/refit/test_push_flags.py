@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from megatron_patches import refit_training
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.push_flags import add_flags, options_from
 from megatron_patches.refit.session import RefitOptions
@@ -81,9 +83,21 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--refit-staging-bytes 4095", r"--refit-.*staging_bytes is 4095; with less than 4096"),
-        ("--refit-timeout 0", r"--refit-.*timeout_s is 0"),
-        ("--refit-timeout inf", r"--refit-.*timeout_s is inf"),
+        ("--refit-staging-bytes 4095", r"--refit-staging-bytes: staging_bytes is 4095; with less than 4096"),
+        ("--refit-timeout 0", r"--refit-timeout: timeout_s is 0"),
+        ("--refit-timeout -1", r"--refit-timeout: timeout_s is -1"),
+        ("--refit-timeout inf", r"--refit-timeout: timeout_s is inf"),
+        ("--refit-lease 0.5", r"--refit-lease: lease_s is 0\.5"),
+        ("--refit-host 0.0.0.0", r"--refit-host: host is 0\.0\.0\.0, to which engines cannot connect"),
+        ("--refit-host ::", r"--refit-host: host is ::, to which engines cannot connect"),
+        (
+            "--refit-host not.a.host.invalid",
+            r"--refit-host is not\.a\.host\.invalid, on which this machine cannot listen",
+        ),
+        (
+            "--refit-host 192.0.2.1",
+            r"--refit-host is 192\.0\.2\.1, on which this machine cannot listen \(Cannot assign",
+        ),
         ("--refit-interval 0", r"--refit-interval is 0"),
         ("--refit-engines http://a http://a/", r"--refit-engines: engine URL http://a is given 2 times"),
         ("--refit-engines ftp://a", r"--refit-engines: engine URL 'ftp://a'"),
@@ -94,7 +108,25 @@ def test_a_training_script_refuses_what_no_push_could_work_with(words: str, mess
     args = parser.parse_args(["--refit-engines", "http://a", *words.split()])
     with pytest.raises(UnsupportedConfigurationError, match=message):
         refit_training.check(args)
-    refit_training.check(parser.parse_args(words.split() if "engines" not in words else []))
+    if "engines" not in words:  # nor may they wait for the day on which engines are given
+        with pytest.raises(UnsupportedConfigurationError, match=message):
+            refit_training.check(parser.parse_args(words.split()))
+
+
+def test_another_ranks_machine_need_not_have_the_address_of_the_first() -> None:
+    parser = refit_training.add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--refit-host", "192.0.2.1"])
+    args.rank = 1
+    refit_training.check(args)
+
+
+def test_a_push_names_its_own_flags() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    with pytest.raises(ValueError, match=r"^--staging-bytes: staging_bytes is 10;"):
+        options_from(parser.parse_args(["--staging-bytes", "10"]), 7.0)
+    with pytest.raises(ValueError, match=r"^--timeout-minutes: timeout_s is 4000"):
+        options_from(parser.parse_args([]), 4000.0, timeout_flag="timeout-minutes")
 
 
 @pytest.mark.parametrize(("interval", "load", "refused"), [(10, None, False), (11, None, True), (11, "there", False)])
@@ -152,3 +184,20 @@ def test_what_a_run_has_loaded_is_pushed_before_its_first_step(
     for step in (iteration, iteration + 1):
         pusher.before_step([], step)
     assert found == pushed
+
+
+def test_a_run_that_meets_no_engine_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise PartyFailedError("cannot start the refit: cannot reach http://a: Connection refused")
+
+    args = argparse.Namespace(refit_engines=["http://a"], finetune=False)
+    monkeypatch.setattr(refit_training, "_args", lambda: args)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    pushing = refit_training.Pusher()
+    monkeypatch.setattr(pushing, "_open", unreachable)
+    with pytest.raises(SystemExit) as raised:
+        pushing.before_step([], 0)
+    assert raised.value.code == 1
+    assert capsys.readouterr().err == "error: cannot start the refit: cannot reach http://a: Connection refused\n"

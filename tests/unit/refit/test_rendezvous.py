@@ -212,6 +212,32 @@ def test_another_thread_can_fail_a_step_that_a_party_is_missing_from(monkeypatch
         assert on_all(members, lambda m: m.gather("next", int, lambda: 1)) == [[1, 1, 1]] * 3
 
 
+@pytest.mark.parametrize(("beat_s", "is_lost"), [(0.3, False), (60.0, True)])
+def test_a_party_notices_that_the_first_one_hangs(
+    beat_s: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped keeps its connections."""
+    monkeypatch.setattr(rendezvous, "BEAT_S", beat_s)
+
+    def work(member: Assembly) -> list[int]:
+        def part() -> int:
+            until = time.monotonic() + 4.0
+            while time.monotonic() < until:
+                member.check()
+                time.sleep(0.05)
+            return member.party
+
+        return member.gather("work", int, part)
+
+    with meeting(2, timeout_s=60) as (_, members):
+        members[1].most_silence_s = 2.0
+        found = on_all(members, work)
+        if is_lost:
+            assert all("party 1 has heard nothing of the trainer's first rank for 2 s" in str(error) for error in found)
+        else:
+            assert found == [[0, 1]] * 2
+
+
 def test_parties_at_different_steps_are_told() -> None:
     with meeting(2) as (_, members):
         for error in on_all(members, lambda m: m.gather(f"step {m.party}", int, lambda: 0)):
@@ -384,6 +410,7 @@ def test_a_party_that_takes_no_messages_is_cut_off_and_named(monkeypatch: pytest
     server.close()
 
 
+@pytest.mark.slow
 def test_a_party_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """As hundreds of parties do, to which one machine sends everybody's manifest."""
     monkeypatch.setattr(rendezvous, "_TELLING_S", 4.0)
@@ -406,6 +433,7 @@ def test_a_party_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatc
     server.close()
 
 
+@pytest.mark.slow
 def test_a_party_that_takes_no_messages_delays_no_other() -> None:
     """Until it is cut off, that is until the time-out of a message, far beyond this test's end."""
     server = Rendezvous(3, 30.0)
@@ -520,6 +548,7 @@ def test_a_party_whose_rendezvous_can_be_reached_only_a_little_later_joins(monke
     assert not refusals
 
 
+@pytest.mark.slow
 def test_an_engine_that_answers_without_having_joined_fails_the_step_at_once() -> None:
     with meeting(2, 60.0) as (joined, members):
         on_all(members, lambda member: member.gather("meet", int, lambda: 0))

@@ -1,4 +1,4 @@
-"""What vLLM needs on a CPU: the name of its workers' shared memory is used once, and leaves nothing behind."""
+"""What vLLM needs on a CPU: weights stay in their parameters, and the workers' shared memory leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ if not current_platform.is_cpu():
 
 from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.model_executor.layers import utils
 
 from megatron_patches.refit.vllm import cpu
 
@@ -36,12 +38,46 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _as_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what a plugin has changed before."""
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+    for owner, name in ((_CPUSHMDistributed, "_init_cpu_shm"), (utils, "dispatch_cpu_unquantized_gemm")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(own, "__wrapped__", own))
+
+
+def test_linear_layers_compute_with_their_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself vLLM packs it into memory that nobody else knows, with oneDNN or, where a CPU has AMX, without."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    layer: Any = torch.nn.Linear(64, 32, bias=True, dtype=torch.bfloat16)
+    weight, pointer = layer.weight, layer.weight.data_ptr()
+    cpu.apply()
+    cpu.apply()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(2):
+            expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+            assert torch.equal(layer.cpu_linear(x, layer.weight, layer.bias), expected)
+            layer.weight.copy_(torch.randn(32, 64))  # as a push does
+    assert layer.weight is weight
+    assert layer.weight.data_ptr() == pointer
+    assert layer.bias.dtype is torch.bfloat16
+
+
+def test_weights_of_other_layers_are_vllms_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda *args: seen.append(args))
+    cpu.apply()
+    layer = torch.nn.Conv1d(4, 4, 3, groups=4)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert seen == [(layer, True)]
+
+
 def test_a_port_of_an_earlier_engine_is_no_obstacle_and_nothing_is_left(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_custom_ops, "_supports_onednn", _custom_ops._supports_onednn)
-    own = _CPUSHMDistributed._init_cpu_shm
-    monkeypatch.setattr(_CPUSHMDistributed, "_init_cpu_shm", getattr(own, "__wrapped__", own))
     port = uuid.uuid4().hex  # what an interrupted run has left is no obstacle either
     monkeypatch.setenv("VLLM_DIST_IDENT", port)
     left = SHARED_MEMORY / f"{port}-tp:0-[0]-cpushm_0"

@@ -25,16 +25,21 @@ from megatron_patches.refit.vllm.joining import join
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
+FIRST, SECOND = "1" * 32, "2" * 32
+JOIN = {"host": "10.0.0.5", "port": 1, "parties": 2, "timeout_s": 1.0, "sources": 1}
 
-def engine(workers: int) -> EtpWeightTransferEngine:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=workers), model_config=None)
+
+def engine(workers: int, settings: dict[str, Any] | None = None) -> EtpWeightTransferEngine:
+    parallel = SimpleNamespace(world_size=workers, rank=0)
+    additional = {} if settings is None else {"etp": settings}
+    config = SimpleNamespace(parallel_config=parallel, model_config=None, additional_config=additional)
     return EtpWeightTransferEngine(cast(Any, None), cast(Any, config), torch.device("cpu"), nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"call": "fly"}, "call is 'fly'; it must be one of join, receive, commit, abandon"),
+        ({"call": "fly"}, "call is 'fly'; it must be one of admit, join, receive, commit, abandon, leave"),
         ({"call": "receive", "version": 1}, "this engine has joined no session"),
         ({"call": "commit", "version": 1}, "asked to commit version 1, but this engine has joined no session"),
     ],
@@ -62,12 +67,113 @@ def test_a_call_of_another_version_of_the_package_is_refused(
     assert "Invalid init_info" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token", "secret"),
+        ("token", "0" * 31 + "\n"),
+        ("token", "0" * 32 + "\n"),
+        ("token", "0" * 16 + "\r\nx-other: 1"),
+        ("token", "A" * 32),
+        ("host", "10.0.0.5\r\n"),
+        ("host", "a b"),
+        ("port", 0),
+        ("port", 1 << 16),
+        ("port", "80"),
+        ("timeout_s", 0.0),
+        ("timeout_s", 3601.0),
+        ("timeout_s", float("inf")),
+        ("timeout_s", float("nan")),
+        ("parties", -1),
+        ("version", -1),
+        ("transport", "x" * 1000),
+        ("linked", "yes"),
+    ],
+)
+def test_a_call_of_another_form_is_refused(field: str, value: object) -> None:
+    call = {"call": "join", "token": FIRST, **JOIN}
+    engine(1).parse_init_info(call)
+    with pytest.raises(ValueError, match="Invalid init_info"):
+        engine(1).parse_init_info({**call, field: value})
+
+
+def joins(under_test: EtpWeightTransferEngine, monkeypatch: pytest.MonkeyPatch, **call: object) -> bool:
+    """Whether it joins a trainer that asks it to."""
+    joined: list[RefitCall] = []
+
+    def note(call: RefitCall, *_: object) -> None:
+        joined.append(call)
+
+    monkeypatch.setattr(engine_module, "join", note)
+    content = {"call": "join", "token": FIRST, **JOIN, **call}
+    under_test.init_transfer_engine(under_test.parse_init_info(content))
+    return bool(joined)
+
+
+def test_no_trainer_is_joined_where_nobody_asks_who_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_test = engine(1)
+    assert not joins(under_test, monkeypatch)
+    assert "this server obeys whoever reaches it, so its workers join no trainer" in caplog.text
+    under_test.init_transfer_engine(under_test.parse_init_info({"call": "admit"}))
+    assert joins(under_test, monkeypatch)
+    assert joins(engine(1, {"unguarded": True}), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "call", "allowed"),
+    [
+        ([], {}, False),
+        (["10.0.0.5"], {}, True),
+        (["10.0.0.6"], {}, False),
+        (["192.168.0.0/16", "10.0.0.0/24"], {}, True),
+        (["10.0.0.0/30"], {}, False),
+        (["10.0.0.5:1"], {}, True),
+        (["10.0.0.5:2"], {}, False),
+        (["10.0.0.0/24:1"], {}, True),
+        (["10.0.0.5"], {"host": "trainer-0"}, False),
+        (["Trainer-0:1"], {"host": "trainer-0"}, True),
+        (["trainer-0:1"], {"host": "TRAINER-0", "port": 2}, False),
+        (["[fd00::1]:1"], {"host": "fd00::1"}, True),
+        (["fd00::/64"], {"host": "fd00::1"}, True),
+        (["fd00::/64"], {}, False),
+    ],
+)
+def test_an_engine_connects_to_no_trainer_but_those_that_its_operator_has_named(
+    trainers: list[str],
+    call: dict[str, object],
+    allowed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    under_test = engine(1, {"unguarded": True, "trainers": trainers})
+    assert joins(under_test, monkeypatch, **call) == allowed
+    assert ("which is not among those that this engine was started with" in caplog.text) != allowed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": ["a"]}, "unknown field `trainer`"),
+        ({"trainers": "10.0.0.5"}, "Expected `array"),
+        ({"trainers": ["10.0.0.5/8"]}, "has host bits set"),
+        ({"trainers": ["10.0.0.5:port"]}, "'10.0.0.5:port' has no port but 'port'"),
+        ({"trainers": [""]}, "must be like 10.0.0.5"),
+        ({"unguarded": "yes"}, "Expected `bool`"),
+    ],
+)
+def test_settings_that_make_no_sense_stop_the_server(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefitError, match=f"--additional-config: etp: .*{message}"):
+        engine(1, settings)
+
+
 @pytest.mark.parametrize(("field", "value"), [("transport", "pigeon"), ("memory", "elsewhere")])
 def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: str, value: str) -> None:
     """The trainer is told so at once; for whoever has joined and then keeps silent it waits for the time-out."""
     rendezvous = Rendezvous(1, 60.0)
     try:
-        call = {"call": "join", **asdict(rendezvous.invitation), field: value}
+        call = {"call": "join", **asdict(rendezvous.invitation), "sources": 1, field: value}
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel)
         serving = ServingModel(nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
@@ -111,21 +217,29 @@ def test_what_another_trainer_asks_disturbs_no_session(
     under_test = engine(1)
 
     def ask(call: str, token: str = "") -> None:
-        under_test.init_transfer_engine(under_test.parse_init_info({"call": call, "token": token, "version": 7}))
+        content = {"call": call, "token": token, "version": 7, **JOIN}
+        under_test.init_transfer_engine(under_test.parse_init_info(content))
 
-    ask("join", "first")
-    ask("join", "second")
+    ask("admit")
+    ask("join", FIRST)
+    ask("join", SECOND)
     assert sessions[0].asked == ["end"]
     with caplog.at_level(logging.ERROR):
         for call in ("receive", "commit", "abandon"):
-            ask(call, "first")
+            ask(call, FIRST)
     assert sessions[1].asked == []
     for call in ("receive", "commit"):
         assert f"asked to {call} version 7, but by another session than the one that this engine" in caplog.text
     for call in ("receive", "commit", "abandon"):
-        ask(call, "second")
-    ask("abandon")  # by whoever looks after an engine whose trainer has died
-    assert sessions[1].asked == ["receive 7", "commit 7", "abandon", "abandon"]
+        ask(call, SECOND)
+    ask("leave", FIRST)
+    assert sessions[1].asked == ["receive 7", "commit 7", "abandon"]
+    ask("leave", SECOND)
+    assert sessions[1].asked[3:] == ["end"]
+    for call in ("receive", "commit", "abandon", "leave"):
+        ask(call, SECOND)
+    assert len(sessions[1].asked) == 4
+    assert "asked to commit version 7, but this engine has joined no session" in caplog.text
 
 
 def test_what_needs_no_session_does_nothing() -> None:

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from etp.stack import Stack
 from etp.streams import InFlight
-
-
-@dataclass(frozen=True)
-class GradSink:
-    """Where one reduced gradient shard goes.
-
-    Attributes:
-        tensor: the destination, of the shard's shape and any floating-point dtype.
-        accumulate: add to ``tensor``; otherwise overwrite it.
-    """
-
-    tensor: torch.Tensor
-    accumulate: bool
 
 
 class Transport(Protocol):
@@ -31,19 +18,18 @@ class Transport(Protocol):
     :class:`etp.errors.EtpCommunicationError`, naming ``label``, if a peer fails or the time-out passes.
     """
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """Gather each of a group's weights: ``outputs[i]`` (padded shape) from every rank's ``shards[i]``."""
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> InFlight:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """Sum each full gradient over ranks, divide it, and store or add this rank's shard of it.
 
         Args:
-            wgrads: gradients of the padded shape, contiguous; the padding rows are zero.
-            sinks: the destination of each gradient.
+            wgrads: gradients of the padded shape; the padding rows are zero.
+            sinks: the destination of each gradient, of the shard's shape and any floating-point dtype.
             divisor: the sum is divided by it, in the accumulation dtype.
             label: name of this collective in error messages.
+            accumulate: add to the sinks; otherwise overwrite them.
         """
 
 
@@ -51,8 +37,8 @@ class Transport(Protocol):
 class PublishingTransport(Protocol):
     """A transport whose gathers read published copies rather than the shards themselves."""
 
-    def publish(self, shards: Sequence[torch.Tensor]) -> None:
-        """Let peers see these shards as they are now. Collective."""
+    def publish(self, groups: Sequence[Stack]) -> None:
+        """Let peers see the shards of these groups as they are now. Collective."""
 
 
 @runtime_checkable

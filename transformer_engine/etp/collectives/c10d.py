@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from etp.collectives.base import GradSink
 from etp.collectives.driver import CudaDriver
-from etp.collectives.failures import reported
+from etp.collectives.failures import explained
 from etp.collectives.order import ORDER_LABEL, CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes
+from etp.stack import Stack
 from etp.streams import Enqueued, InFlight
 
 # How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. NCCL's own, if it
@@ -77,69 +77,57 @@ class C10dTransport:
         if self._gpu is not None and timeout_s is not None:
             self._watchdog = _new_watchdog(timeout_s)
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        self.record(label)
-        with reported(label, self._group):
-            works = self._start_all(
-                self._group,
-                [
-                    (dist.all_gather_into_tensor, output.view(-1), shard.reshape(-1))
-                    for output, shard in zip(outputs, shards, strict=True)
-                ],
-            )
-        return _Collective(self, works, label, outputs[0].device)
+        if self._order is not None:
+            self._order.record(label)
+        on_gpu = outputs.device.type == "cuda"
+        try:
+            if len(outputs.tensors) == 1:
+                (output,), (shard,) = outputs.tensors, shards.tensors
+                work = dist.all_gather_into_tensor(
+                    output.view(-1), shard.view(-1), group=self._group, async_op=not on_gpu
+                )
+            else:
+                # All experts of a layer in one call, and in one launch of NCCL. PyTorch's coalescing manager is left
+                # out because it does not pass on that the calling stream is to be used.
+                options = AllgatherOptions()
+                options.asyncOp = not on_gpu
+                work = self._group.allgather_into_tensor_coalesced(list(outputs.tensors), list(shards.tensors), options)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise explained(error, label, self._group) from error
+        return _Collective(self, None if on_gpu else work, label)
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> InFlight:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        self.record(label)
+        if self._order is not None:
+            self._order.record(label)
+        on_gpu = wgrads.device.type == "cuda"
+        # [ranks, gradients, shard]: what goes to one rank is one message, however many gradients there are.
+        chunks = wgrads.block().view(len(wgrads), self._size, -1).transpose(0, 1).contiguous()
         if self._fp32_accumulation:
-            received = [torch.empty_like(wgrad) for wgrad in wgrads]
+            received = torch.empty_like(chunks)
             collective: Any = dist.all_to_all_single
         else:
-            received = [wgrad.new_empty(wgrad.numel() // self._size) for wgrad in wgrads]
+            received = torch.empty_like(chunks[0])
             collective = dist.reduce_scatter_tensor
-        with reported(label, self._group):
-            works = self._start_all(
-                self._reduce_group,
-                [(collective, parts.view(-1), wgrad.view(-1)) for parts, wgrad in zip(received, wgrads, strict=True)],
-            )
-        return _Reduction(self, works, label, received, list(wgrads), list(sinks), divisor)
+        try:
+            work = collective(received.view(-1), chunks.view(-1), group=self._reduce_group, async_op=not on_gpu)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise explained(error, label, self._group) from error
+        sent = None if on_gpu else work
+        return _Reduction(self, sent, label, received, (chunks, wgrads), sinks, divisor, accumulate)
 
-    @staticmethod
-    def _start_all(
-        group: dist.ProcessGroup, calls: Sequence[tuple[Any, torch.Tensor, torch.Tensor]]
-    ) -> list[dist.Work]:
-        """Start collectives, all of one kind, side by side.
-
-        Returns:
-            what to wait for; nothing where the calling stream is ordered after them already.
-        """
-        device = calls[0][1].device
-        if device.type != "cuda":
-            return [collective(output, source, group=group, async_op=True) for collective, output, source in calls]
-        if len(calls) == 1 or not group._get_backend(device).supports_coalescing:
-            for collective, output, source in calls:
-                collective(output, source, group=group)
-        elif calls[0][0] is dist.all_gather_into_tensor:
-            # As PyTorch's coalescing manager does, which leaves out that the calling stream is to be used.
-            options = AllgatherOptions()
-            options.asyncOp = False
-            group.allgather_into_tensor_coalesced([output for _, output, _ in calls], [x for _, _, x in calls], options)
-        else:
-            # One NCCL launch for all experts of a group.
-            with dist._coalescing_manager(group=group, device=device):
-                for collective, output, source in calls:
-                    collective(output, source, group=group)
-        return []
-
-    def wait(self, works: Sequence[dist.Work], label: str, device: torch.device) -> None:
-        """Wait for started work on ``device``, turning a failure into one error that names it."""
-        with reported(label, self._group):
-            for work in works:
-                self._line.wait(work, self._timeout_s, keep=device.type == "cpu")
+    def wait(self, work: dist.Work, label: str) -> None:
+        """Block until started work is done, turning a failure into one error that names it."""
+        try:
+            self._line.wait(work, self._timeout_s, keep=True)
+        except RuntimeError as error:
+            raise explained(error, label, self._group) from error
 
     def expect(self, end: Any, label: str) -> None:
         """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
@@ -208,17 +196,20 @@ class _Exchange(Enqueued):
 
 
 class _Collective:
-    def __init__(self, transport: C10dTransport, works: Sequence[dist.Work], label: str, device: torch.device) -> None:
+    """A collective under way; ``work`` is None where the calling stream is ordered after it already."""
+
+    beside: Sequence[Any] = ()
+
+    def __init__(self, transport: C10dTransport, work: dist.Work | None, label: str) -> None:
         self._transport = transport
-        self.beside: Sequence[Any] = ()
-        self._works = works
+        self._work = work
         self._label = label
-        self._device = device
 
     def join(self) -> None:
-        self._transport.wait(self._works, self._label, self._device)
-        # A finished NCCL Work keeps its tensors alive; release them now rather than with this object.
-        self._works = ()
+        """See :class:`etp.streams.InFlight`."""
+        work, self._work = self._work, None
+        if work is not None:
+            self._transport.wait(work, self._label)
 
     def expect(self, end: Any) -> None:
         """See :class:`etp.streams.InFlight`."""
@@ -229,22 +220,27 @@ class _Reduction(_Collective):
     def __init__(
         self,
         transport: C10dTransport,
-        works: Sequence[dist.Work],
+        work: dist.Work | None,
         label: str,
-        received: list[torch.Tensor],
-        sent: list[torch.Tensor],
-        sinks: list[GradSink],
+        received: torch.Tensor,
+        sent: tuple[torch.Tensor, Stack] | None,
+        sinks: Stack,
         divisor: int,
+        accumulate: bool,
     ) -> None:
-        super().__init__(transport, works, label, sent[0].device)
-        self._received = received
+        super().__init__(transport, work, label)
+        self._received: torch.Tensor | None = received
+        # Kept, because another thread may read them until the work is done.
         self._sent = sent
-        self._sinks = sinks
-        self._divisor = divisor
+        self._sinks, self._divisor, self._accumulate = sinks, divisor, accumulate
 
     def join(self) -> None:
         super().join()
-        for parts, sink in zip(self._received, self._sinks, strict=True):
-            accumulate_parts(parts, sink, self._divisor)
-            free_bytes(parts)
-        self._received, self._sent = [], []
+        received, sent, self._received, self._sent = self._received, self._sent, None, None
+        if received is None or sent is None:
+            return
+        accumulate_parts(received, self._sinks, self._divisor, accumulate=self._accumulate)
+        free_bytes(received)
+        chunks, wgrads = sent
+        if chunks.data_ptr() != wgrads[0].data_ptr():
+            free_bytes(chunks)

@@ -7,6 +7,9 @@ engines, with no handshake. A shard at another address than the published one is
 keeps them in symmetric memory, no copy is made; the owner must then wait for the readers itself
 (:meth:`CopyEngineTransport.finish_reading`) before changing them.
 
+What a gather copies is worked out once for each pair of shards and slot. It is one copy for each peer, also of all
+experts of a layer, where these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
+
 [Note: own chunk] A copy within one device is a kernel on the SMs. Beside a large GEMM it waits for the GEMM's last
 wave, and so does everything behind it in its stream. A gather therefore copies this rank's own chunk on a separate
 stream, and only the consumer waits for it.
@@ -34,23 +37,50 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from etp.collectives.base import GradSink
 from etp.collectives.driver import CudaDriver
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
 from etp.errors import EtpStateError, StaleWeightError
+from etp.stack import PitchedCopy, Run, Stack, pitched_copies
 from etp.streams import Enqueued, InFlight
 
 _PLACES = 2
 # Copies are fastest between addresses that are multiples of this.
 _ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Published:
+    """Where peers read the shards of one group.
+
+    Attributes:
+        bases: address of each rank's memory in this process, by rank.
+        offsets: the shards as runs of offsets from there.
+    """
+
+    bases: Sequence[int]
+    offsets: tuple[Run, ...]
+
+    def on(self, rank: int) -> list[Run]:
+        """The shards of ``rank``, as this process addresses them."""
+        return [run.at(self.bases[rank]) for run in self.offsets]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """The copies of one gather: from the peers, and of this rank's own chunk; for as long as ``published`` holds."""
+
+    published: _Published
+    from_peers: tuple[PitchedCopy, ...]
+    own: tuple[PitchedCopy, ...]
 
 
 class _Channel(IntEnum):
@@ -103,7 +133,9 @@ class CopyEngineTransport:
         self._adopted: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
         self._sizes: tuple[int, ...] = ()
-        self._sources: dict[int, tuple[SymmetricBuffer, int]] = {}
+        self._published: dict[Stack, _Published] = {}
+        self._updates: list[PitchedCopy] = []
+        """The copies that bring the arena up to date with the shards."""
         self._gathered = False
         self._capturing = self._captured = False
         self._kept: list[SymmetricBuffer] = []
@@ -150,18 +182,22 @@ class CopyEngineTransport:
         self._exchange(_Channel.PUBLISHED)
         self.watch("the end of peers' gathers")
 
-    def publish(self, shards: Sequence[torch.Tensor]) -> None:
+    def publish(self, groups: Sequence[Stack]) -> None:
         """Let peers see these shards as they are now; enqueued on the calling stream. Collective.
 
         Args:
-            shards: all shards that will be gathered, in the same order on all ranks; contiguous.
+            groups: all shards that will be gathered, in the same order on all ranks.
         """
-        copies = self._place(shards)
+        if list(self._published) != list(groups):
+            self._place(groups)
         self._exchange(_Channel.READERS_DONE)
-        for destination, source, nbytes in copies:
-            self._driver.copy(destination, source, nbytes, self._stream())
+        self._copy(self._updates, self._stream())
         self._exchange(_Channel.PUBLISHED)
         self.watch("the publication of weights")
+
+    def _copy(self, copies: Sequence[PitchedCopy], stream: int) -> None:
+        for copy in copies:
+            self._driver.copy_pitched(copy, stream)
 
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
@@ -172,97 +208,98 @@ class CopyEngineTransport:
         self._signals.send(channel, self._stream())
         self._signals.receive(channel, self._stream())
 
-    def _place(self, shards: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-        """Assign each shard its published address.
-
-        Returns:
-            the copies that bring the arena up to date: destination address, source address, bytes.
-        """
-        addresses = [shard.data_ptr() for shard in shards]
-        homes = [_home(self._adopted, address) for address in addresses]
-        sizes = tuple(0 if home else _nbytes(shard) for shard, home in zip(shards, homes, strict=True))
+    def _place(self, groups: Sequence[Stack]) -> None:
+        """Assign these shards their published addresses, and work out the copies that bring the arena up to date."""
+        homes = [self._home(shards) for shards in groups]
+        sizes = tuple(
+            0 if home else _aligned(len(shards) * shards.nbytes) for shards, home in zip(groups, homes, strict=True)
+        )
         if any(sizes) and (self._arena is None or sizes != self._sizes):
             # Allocation synchronizes the device and all ranks, so nobody reads the former arena afterwards.
-            self._arena = self._renew(self._arena, sum(_aligned(size) for size in sizes), "published weights")
+            self._arena = self._renew(self._arena, sum(sizes), "published weights")
             self._sizes = sizes
-        self._sources, offset, copies = {}, 0, []
-        for address, size, home in zip(addresses, sizes, homes, strict=True):
+        self._published, self._updates, offset = {}, [], 0
+        for shards, home, size in zip(groups, homes, sizes, strict=True):
             if home is not None:
-                self._sources[address] = home
+                self._published[shards] = home
             elif self._arena is not None:
-                self._sources[address] = (self._arena, offset)
-                copies.append((self._arena.addresses[self._rank] + offset, address, size))
-                offset += _aligned(size)
-        return copies
+                self._published[shards] = published = _Published(self._arena.addresses, _alike(shards, offset))
+                self._updates += pitched_copies(published.on(self._rank), shards.runs, shards.nbytes)
+                offset += size
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], label: str) -> InFlight:
+    def _home(self, shards: Stack) -> _Published | None:
+        """Where peers read these shards in place; None if they do not."""
+        for buffer in self._adopted:
+            start = buffer.local.data_ptr()
+            if all(start <= shard.data_ptr() < start + buffer.nbytes for shard in shards):
+                return _Published(buffer.addresses, tuple(run.at(-start) for run in shards.runs))
+        return None
+
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`.
 
         Raises:
-            StaleWeightError: if a shard is not among those published last.
+            StaleWeightError: if the shards are not among those published last.
         """
         # Before any copy: a gather that is refused writes nothing.
-        sources = [self._source(shard, label) for shard in shards]
+        published = self._published.get(shards)
+        if published is None:
+            raise StaleWeightError(
+                f"{label} {self._who}: the shard at {shards[0].data_ptr():#x} was never published to its peers; it was "
+                "bound to new storage or belongs to a weight that was added inside a pass. Bind and add weights "
+                "between passes"
+            )
+        copies = outputs.plans.get(id(shards))
+        if not isinstance(copies, _Gather) or copies.published is not published:
+            copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
         calling = torch.cuda.current_stream(self._device)
-        stream, local = calling.cuda_stream, self._local.cuda_stream
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         begin.record(calling)
         self._local.wait_event(begin)
-        for output, shard, (buffer, offset) in zip(outputs, shards, sources, strict=True):
-            size, target = _nbytes(shard), output.data_ptr()
-            for peer in self._peers:
-                self._driver.copy(target + peer * size, buffer.addresses[peer] + offset, size, stream)
-            own = target + self._rank * size
-            self._driver.copy(own, buffer.addresses[self._rank] + offset, size, local)
+        self._copy(copies.from_peers, calling.cuda_stream)
+        self._copy(copies.own, self._local.cuda_stream)
         end.record(self._local)
         self._gathered, self._local_end = True, end
         return Enqueued(end)
 
-    def _source(self, shard: torch.Tensor, label: str) -> tuple[SymmetricBuffer, int]:
-        """The buffer that the shard was published in, and its offset in bytes."""
-        source = self._sources.get(shard.data_ptr())
-        if source is None:
-            raise StaleWeightError(
-                f"{label} {self._who}: the shard at {shard.data_ptr():#x} was never published to its peers; it was "
-                "bound to new storage or belongs to a weight that was added inside a pass. Bind and add weights "
-                "between passes"
-            )
-        return source
+    def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
+        def copies(rank: int) -> tuple[PitchedCopy, ...]:
+            return tuple(pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk))
+
+        return _Gather(published, tuple(copy for peer in self._peers for copy in copies(peer)), copies(self._rank))
 
     # Reducing ------------------------------------------------------------------------------------------------
 
-    def reduce_scatter(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str
-    ) -> InFlight:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Sums in fp32 whatever the gradients' dtype."""
-        return self._reduce(wgrads, sinks, divisor, label, _purpose(label))
+        size = wgrads.nbytes // self._size * len(wgrads)
+        ring, place, number = self._place_for(_aligned((self._size - 1) * size))
+        stream, purpose = self._stream(), _purpose(label)
+        self._signals.receive(_Channel.PLACE_FREE + number, stream)
+        for peer in self._peers:
+            self._copy(self._sends(wgrads, peer, ring.addresses[peer] + place), stream)
+        self._signals.send(_Channel.ARRIVED + number, stream, purpose)
+        self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
+        parts = ring.view(place, (self._size - 1) * size // wgrads.dtype.itemsize, wgrads.dtype)
+        accumulate_parts(parts, sinks, divisor, accumulate=accumulate, own=wgrads, rank=self._rank)
+        self._signals.send(_Channel.PLACE_FREE + number, stream)
+        return _Reduction(self, label)
+
+    def _sends(self, wgrads: Stack, peer: int, place: int) -> list[PitchedCopy]:
+        """What brings ``peer`` its chunk of each gradient, into this rank's row of the ``place`` in its ring."""
+        chunk = wgrads.nbytes // self._size
+        # The receiver's rows leave out its own.
+        row = place + (self._rank - (self._rank > peer)) * len(wgrads) * chunk
+        sources = [run.at(peer * chunk) for run in wgrads.runs]
+        return pitched_copies([Run(row, len(wgrads), chunk)], sources, chunk)
 
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
         """See :class:`etp.collectives.base.PairingTransport`. Ranks that differ wait until their timeout."""
-        return self._reduce((), (), 1, label, _purpose("\n".join((label, *members))))
-
-    def _reduce(
-        self, wgrads: Sequence[torch.Tensor], sinks: Sequence[GradSink], divisor: int, label: str, purpose: int
-    ) -> InFlight:
-        """The reduction ``label``, with peers whose ``purpose`` is the same."""
-        chunks = [_nbytes(wgrad) // self._size for wgrad in wgrads]
-        offsets = _running_offsets([_aligned((self._size - 1) * chunk) for chunk in chunks])
-        ring, place, number = self._place_for(offsets[-1])
-        stream = self._stream()
+        _, _, number = self._place_for(0)
+        stream, purpose = self._stream(), _purpose("\n".join((label, *members)))
         self._signals.receive(_Channel.PLACE_FREE + number, stream)
-        for peer in self._peers:
-            # The receiver's rows leave out its own.
-            row = self._rank - (self._rank > peer)
-            for wgrad, chunk, offset in zip(wgrads, chunks, offsets[:-1], strict=True):
-                target = ring.addresses[peer] + place + offset + row * chunk
-                self._driver.copy(target, wgrad.data_ptr() + peer * chunk, chunk, stream)
         self._signals.send(_Channel.ARRIVED + number, stream, purpose)
         self._signals.receive(_Channel.ARRIVED + number, stream, purpose)
-        for wgrad, sink, offset in zip(wgrads, sinks, offsets[:-1], strict=True):
-            numel = wgrad.numel() // self._size
-            parts = ring.view(place + offset, (self._size - 1) * numel, wgrad.dtype)
-            own = wgrad.view(-1)[self._rank * numel : (self._rank + 1) * numel]
-            accumulate_parts(parts, sink, divisor, own=own, rank=self._rank)
         self._signals.send(_Channel.PLACE_FREE + number, stream)
         return _Reduction(self, label)
 
@@ -312,27 +349,13 @@ def _purpose(label: str) -> int:
     return zlib.crc32(label.encode()) or 1
 
 
-def _home(buffers: Sequence[SymmetricBuffer], address: int) -> tuple[SymmetricBuffer, int] | None:
-    """The buffer that contains ``address``, and the offset in it in bytes; None if none does."""
-    for buffer in buffers:
-        offset = address - buffer.local.data_ptr()
-        if 0 <= offset < buffer.nbytes:
-            return buffer, offset
-    return None
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    nbytes: int = tensor.nbytes
-    return nbytes
+def _alike(shards: Stack, offset: int) -> tuple[Run, ...]:
+    """Offsets from ``offset`` on for shards without gaps between them, in the order of their addresses."""
+    longest = max(shards.runs, key=lambda run: run.count)
+    if longest.stride < 0:
+        return (Run(offset + (len(shards) - 1) * shards.nbytes, len(shards), -shards.nbytes),)
+    return (Run(offset, len(shards), shards.nbytes),)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _running_offsets(sizes: Sequence[int]) -> list[int]:
-    """Start offsets of consecutive pieces of the given sizes, followed by the end of the last one."""
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-    return offsets

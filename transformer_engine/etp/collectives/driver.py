@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import Self
 
 from etp.errors import EtpCommunicationError
+from etp.stack import PitchedCopy
 
 _WAIT_VALUE_32 = 1
 _WRITE_VALUE_32 = 2
 _WAIT_UNTIL_EQUAL = 1
 _CAPTURE_ACTIVE = 1
+_DEVICE_MEMORY = 2
 _CAPTURE_MODE_RELAXED = 2
 
 
@@ -56,6 +58,29 @@ class MemoryOperations:
         return cls([(_WRITE_VALUE_32, address, value, 0) for address in addresses])
 
 
+class _PitchedCopy(ctypes.Structure):
+    """``CUDA_MEMCPY2D``."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_kind", ctypes.c_uint),
+        ("source_host", ctypes.c_void_p),
+        ("source_device", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("destination_x", ctypes.c_size_t),
+        ("destination_y", ctypes.c_size_t),
+        ("destination_kind", ctypes.c_uint),
+        ("destination_host", ctypes.c_void_p),
+        ("destination_device", ctypes.c_uint64),
+        ("destination_array", ctypes.c_void_p),
+        ("destination_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
 class CudaDriver:
     """Calls into ``libcuda``. A CUDA context must be current, as it is once torch has used the device.
 
@@ -70,6 +95,8 @@ class CudaDriver:
             raise EtpCommunicationError(f"there is no CUDA driver on this machine: {error}") from error
         self._copy = self._library.cuMemcpyAsync
         self._copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_2d = self._library.cuMemcpy2DAsync_v2
+        self._copy_2d.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._batch = self._library.cuStreamBatchMemOp_v2
         self._batch.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
         self._capture_info = self._library.cuStreamGetCaptureInfo_v2
@@ -80,6 +107,25 @@ class CudaDriver:
         status = self._copy(destination, source, nbytes, stream)
         if status:
             self._check("cuMemcpyAsync", status)
+
+    def copy_pitched(self, copy: PitchedCopy, stream: int) -> None:
+        """Enqueue a copy between device memories, either of which may be a peer's, in one call whatever its height."""
+        if copy.height == 1:
+            self.copy(copy.destination, copy.source, copy.width, stream)
+            return
+        arguments = _PitchedCopy(
+            source_kind=_DEVICE_MEMORY,
+            source_device=copy.source,
+            source_pitch=copy.source_pitch,
+            destination_kind=_DEVICE_MEMORY,
+            destination_device=copy.destination,
+            destination_pitch=copy.destination_pitch,
+            width=copy.width,
+            height=copy.height,
+        )
+        status = self._copy_2d(ctypes.addressof(arguments), stream)
+        if status:
+            self._check("cuMemcpy2DAsync", status)
 
     def enqueue(self, operations: MemoryOperations, stream: int) -> None:
         """Let ``stream`` carry out the operations, behind all that it was given so far."""

@@ -57,12 +57,12 @@ def meaning(message: str) -> str:
 
 
 @contextlib.contextmanager
-def reported(label: str, group: dist.ProcessGroup) -> Iterator[None]:
+def reported(label: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn a backend's failure into one error that names the collective, this rank and its peers.
 
     Args:
         label: name of the collective in the message.
-        group: the ranks that take part.
+        group: the ranks that take part; all of them if None.
 
     Raises:
         EtpCommunicationError: for any RuntimeError except a lack of device memory.
@@ -72,7 +72,12 @@ def reported(label: str, group: dist.ProcessGroup) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        raise EtpCommunicationError(
-            f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. {meaning(str(error))}"
-        ) from error
+        raise explained(error, label, group) from error
+
+
+def explained(error: RuntimeError, label: str, group: dist.ProcessGroup | None) -> EtpCommunicationError:
+    """The error that names a failed collective; :func:`reported` raises it, at the price of several calls."""
+    ranks = dist.get_process_group_ranks(group)
+    return EtpCommunicationError(
+        f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. {meaning(str(error))}"
+    )

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from etp.stack import Stack
+
 _BLOCK = 4096
 _WARPS = 8
 
@@ -17,6 +19,9 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
     own,
     out,
     numel,
+    row,
+    own_stride,
+    out_stride,
     divisor,
     rank: tl.constexpr,
     world: tl.constexpr,
@@ -25,50 +30,68 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
     accumulate: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    # 64 bits throughout: Triton passes a number below 2^31 in 32, in which its multiples would overflow for the
+    # largest embeddings, and for the experts of a layer.
+    gradient = tl.program_id(1).to(tl.int64)
     offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = offsets < numel
-    # Triton passes a number below 2^31 in 32 bits, in which its multiples would overflow for the largest embeddings.
-    row = tl.full((), numel, tl.int64)
+    parts += gradient * numel + offsets
+    own += gradient * own_stride + offsets
+    out += gradient * out_stride + offsets
+    rows = tl.full((), row, tl.int64)
     total = tl.zeros((block,), dtype=tl.float32)
     for index in tl.static_range(world):
         if has_own and index == rank:
-            part = tl.load(own + offsets, mask=mask).to(tl.float32)
+            part = tl.load(own, mask=mask).to(tl.float32)
         elif has_own and index > rank:
-            part = tl.load(parts + (index - 1) * row + offsets, mask=mask).to(tl.float32)
+            part = tl.load(parts + (index - 1) * rows, mask=mask).to(tl.float32)
         else:
-            part = tl.load(parts + index * row + offsets, mask=mask).to(tl.float32)
+            part = tl.load(parts + index * rows, mask=mask).to(tl.float32)
         # Starting from the first part rather than from zero keeps the sign of a sum of negative zeros.
         total = part if index == 0 else total + part
     if divide:
         # The exact division; "/" compiles to an approximate one.
         total = tl.div_rn(total, divisor)
     if accumulate:
-        total = tl.load(out + offsets, mask=mask).to(tl.float32) + total
-    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
+        total = tl.load(out, mask=mask).to(tl.float32) + total
+    tl.store(out, total.to(out.dtype.element_ty), mask=mask)
 
 
 def accumulate_parts(
-    parts: torch.Tensor, out: torch.Tensor, divisor: int, own: torch.Tensor | None, rank: int, *, accumulate: bool
+    parts: torch.Tensor, sinks: Stack, divisor: int, own: Stack | None, rank: int, *, accumulate: bool
 ) -> None:
-    """:func:`etp.collectives.sums.accumulate_parts` in one kernel on the current stream, for bf16, fp16 and fp32.
+    """:func:`etp.collectives.sums.accumulate_parts` for bf16, fp16 and fp32, on the current stream.
 
-    ``out`` is the tensor of the sink; ``accumulate`` adds to it instead of overwriting it.
+    One launch for all gradients whose sinks, and own parts, lie at a constant distance.
     """
-    numel = out.numel()
+    numel, row = sinks.numel, len(sinks) * sinks.numel
     if numel == 0:
         return
-    world = parts.numel() // numel + (own is not None)
-    _accumulate_parts[(triton.cdiv(numel, _BLOCK),)](
-        parts,
-        parts if own is None else own,
-        out,
-        numel,
-        float(divisor),
-        rank=rank,
-        world=world,
-        has_own=own is not None,
-        divide=divisor != 1,
-        accumulate=accumulate,
-        block=_BLOCK,
-        num_warps=_WARPS,
-    )
+    world = parts.numel() // row + (own is not None)
+    others = parts.view(-1)
+    mine = sinks if own is None else own
+    for first, count in sinks.joint_runs(mine):
+        _accumulate_parts[(triton.cdiv(numel, _BLOCK), count)](
+            others[first * numel :],
+            mine[first].view(-1)[rank * numel :] if own is not None else parts,
+            sinks[first],
+            numel,
+            row,
+            _stride(mine, first, count),
+            _stride(sinks, first, count),
+            float(divisor),
+            rank=rank,
+            world=world,
+            has_own=own is not None,
+            divide=divisor != 1,
+            accumulate=accumulate,
+            block=_BLOCK,
+            num_warps=_WARPS,
+        )
+
+
+def _stride(stack: Stack, first: int, count: int) -> int:
+    """Elements from one tensor to the next, of ``count`` tensors within a run."""
+    if count == 1:
+        return 0
+    return (stack[first + 1].data_ptr() - stack[first].data_ptr()) // stack.dtype.itemsize

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from etp.collectives.failures import reported
 from etp.collectives.symmetric import DEVICES_OVERLAP_VARIABLE
 
 _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
@@ -38,7 +39,8 @@ def obstacle_to_peer_copies(group: dist.ProcessGroup, device: torch.device) -> s
     index = torch.cuda.current_device() if device.index is None else device.index
     own = _Seat(socket.gethostname(), _uuid(index), _may_share())
     seats = [own] * dist.get_world_size(group)
-    dist.all_gather_object(seats, own, group=group)
+    with reported("exchange of the ranks' GPUs", group):
+        dist.all_gather_object(seats, own, group=group)
     hosts = {seat.host for seat in seats}
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
@@ -47,7 +49,8 @@ def obstacle_to_peer_copies(group: dist.ProcessGroup, device: torch.device) -> s
         return "several of its ranks use one GPU"
     mine = _unreachable(own.uuid, sorted(uuids - {own.uuid}))
     answers = [mine] * len(seats)
-    dist.all_gather_object(answers, mine, group=group)
+    with reported("exchange of the GPUs that ranks reach", group):
+        dist.all_gather_object(answers, mine, group=group)
     return next(filter(None, answers), "")
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from etp.collectives.failures import reported
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +39,8 @@ def sibling_group(group: dist.ProcessGroup, timeout_s: float | None, device: tor
     if ranks != sorted(ranks):
         return group
     seen: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(seen, (len(distributed_c10d._world.pg_names), _splits_the_world(ranks)), group=group)
+    with reported("comparison before another communicator is made", group):
+        dist.all_gather_object(seen, (len(distributed_c10d._world.pg_names), _splits_the_world(ranks)), group=group)
     obstacle = _obstacle([count for count, _ in seen], any(splits for _, splits in seen))
     if obstacle:
         logger.warning(

@@ -11,42 +11,43 @@ import importlib.util
 
 import torch
 
-from etp.collectives.base import GradSink
+from etp.stack import Stack
 
 _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 def accumulate_parts(
-    parts: torch.Tensor, sink: GradSink, divisor: int, *, own: torch.Tensor | None = None, rank: int = 0
+    parts: torch.Tensor, sinks: Stack, divisor: int, *, accumulate: bool, own: Stack | None = None, rank: int = 0
 ) -> None:
-    """Sum the ranks' parts in rank order, divide, and store or add to the sink.
+    """Sum the ranks' parts of each gradient in rank order, divide, and store or add to its sink.
 
     Args:
-        parts: ``[ranks, shard numel]`` in any shape, contiguous, any floating dtype; without the row of ``rank``
-            where ``own`` is given.
-        sink: destination of the result.
+        parts: ``[ranks, gradients, shard numel]`` in any shape, contiguous, any floating dtype; without the row of
+            ``rank`` where ``own`` is given.
+        sinks: destination of each result, of the shard's shape.
         divisor: the sum is divided by it, in the accumulation dtype.
-        own: this rank's part, contiguous, of the dtype of ``parts``.
+        accumulate: add to the sinks; otherwise overwrite them.
+        own: the full gradients, of the dtype of ``parts``, of which this rank's part is the ``rank``-th chunk.
         rank: this rank's place in the sum.
     """
-    if _kernel_applies(parts, sink):
+    if _kernel_applies(parts, sinks):
         from etp.collectives import kernels
 
-        kernels.accumulate_parts(parts, sink.tensor, divisor, own, rank, accumulate=sink.accumulate)
+        kernels.accumulate_parts(parts, sinks, divisor, own, rank, accumulate=accumulate)
         return
-    rows = list(parts.view(-1, sink.tensor.numel()))
+    rows = list(parts.view(-1, len(sinks), sinks.numel))
     if own is not None:
-        rows.insert(rank, own.view(-1))
+        rows.insert(rank, own.block().view(len(sinks), -1, sinks.numel)[:, rank])
     total = rows[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         total.add_(row)
     if divisor != 1:
         divide(total, divisor)
-    total = total.view(sink.tensor.shape)
-    if sink.accumulate:
-        sink.tensor.add_(total)
+    totals = total.view(len(sinks), *sinks.shape).unbind(0)
+    if accumulate:
+        torch._foreach_add_(sinks.tensors, totals)
     else:
-        sink.tensor.copy_(total)
+        torch._foreach_copy_(sinks.tensors, totals)
 
 
 def divide(total: torch.Tensor, divisor: int) -> None:
@@ -59,14 +60,9 @@ def divide(total: torch.Tensor, divisor: int) -> None:
     total.div_(divisor if exact else torch.full((), divisor, dtype=total.dtype, device=total.device))
 
 
-def _kernel_applies(parts: torch.Tensor, sink: GradSink) -> bool:
-    return (
-        parts.device.type == "cuda"
-        and _has_triton()
-        and parts.dtype in _KERNEL_DTYPES
-        and sink.tensor.dtype in _KERNEL_DTYPES
-        and sink.tensor.is_contiguous()
-    )
+def _kernel_applies(parts: torch.Tensor, sinks: Stack) -> bool:
+    supported = parts.dtype in _KERNEL_DTYPES and sinks.dtype in _KERNEL_DTYPES
+    return parts.device.type == "cuda" and supported and _has_triton()
 
 
 @functools.cache

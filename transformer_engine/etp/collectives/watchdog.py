@@ -32,7 +32,7 @@ class Watchdog:
 
     def __init__(self, timeout_s: float, prepare_thread: Callable[[], None] | None = None) -> None:
         self.timeout_s = timeout_s
-        self._expected: deque[tuple[Any, str, float]] = deque(maxlen=_KEEP_AT_MOST)
+        self._expected: deque[tuple[Any, str, float]] = deque()
         self._lock = threading.Lock()
         arguments = (weakref.ref(self), prepare_thread)
         threading.Thread(target=_watch, args=arguments, name="etp-watchdog", daemon=True).start()
@@ -40,6 +40,9 @@ class Watchdog:
     def expect(self, event: Any, what: str) -> None:
         """Watch that ``event``, which has a method ``query``, happens in time; ``what`` names it in the message."""
         with self._lock:
+            if len(self._expected) == _KEEP_AT_MOST:
+                # Not the oldest: what is stuck is there.
+                self._expected.pop()
             self._expected.append((event, what, time.monotonic()))
 
     def expect_stream(self, device: torch.device, what: str) -> None:

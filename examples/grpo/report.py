@@ -1,0 +1,144 @@
+"""What a run of GRPO has shown: read from its output, as a table and as a plot."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.table import Table
+
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
+_FIELD = re.compile(r"\| ([\w ()]+): (\S+)")
+_PUSH = re.compile(r"refit: version (\d+) sent, \S+ MB in (\S+) s .*served (\S+) s later")
+PHASES = ("sample", "evaluate", "train", "push")
+LAST = 5  # steps that the reward at the end is the mean of
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        number: from 0; the number of steps that the trainer's weights had seen.
+        reward: mean over its samples.
+        kl: estimate of KL(engine || trainer) before the step, in nats per token.
+        held_out: accuracy on prompts that are not trained on; None where it was not measured.
+        seconds: by phase.
+        versions: how many samples each version has written; of several, where weights changed meanwhile.
+    """
+
+    number: int
+    reward: float
+    kl: float
+    held_out: float | None
+    seconds: dict[str, float]
+    versions: Counter[tuple[int, ...]]
+
+
+class Reader:
+    """Makes steps of what a training prints and logs.
+
+    Args:
+        log: the file of ``--grpo-log``.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._read = log, 0
+        self._pushes: dict[int, float] = {}
+        self._logged: dict[int, Any] = {}  # by step: what is printed may be read late, and the next one logged by then
+
+    def line(self, line: str) -> Step | None:
+        """The step that a printed line completes, if it does."""
+        if push := _PUSH.search(line):
+            self._pushes[int(push[1])] = float(push[2]) + float(push[3])
+        if not (iteration := _ITERATION.search(line)):
+            return None
+        number = int(iteration[1]) - 1
+        fields = dict(_FIELD.findall(line))
+        self._logged.update((entry["step"], entry) for entry in self._new_entries())
+        logged = self._logged.pop(number)
+        seconds = {**logged["seconds"], "push": self._pushes.get(number + 1, 0.0)}
+        seconds["train"] = float(fields["elapsed time per iteration (ms)"]) / 1000 - sum(seconds.values())
+        versions = Counter(tuple(sample["versions"]) for sample in logged["samples"])
+        return Step(
+            number,
+            float(fields["reward"]),
+            float(fields["kl"]),
+            logged["held out"],
+            dict(sorted(seconds.items())),
+            versions,
+        )
+
+    def _new_entries(self) -> Iterator[dict[str, Any]]:
+        text = self._log.read_text(encoding="utf-8")
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may not be complete yet
+        yield from map(json.loads, lines[self._read :])
+        self._read = len(lines)
+
+
+def reward_at_end(steps: Sequence[Step]) -> float:
+    """Mean over the last steps."""
+    return fmean(step.reward for step in steps[-LAST:])
+
+
+def table(steps: Sequence[Step], title: str) -> Table:
+    """The figures of one run."""
+    found = Table(title=title, show_header=False)
+    found.add_row("reward, first step and last steps", f"{steps[0].reward:.3f} -> {reward_at_end(steps):.3f}")
+    accuracy = [step.held_out for step in steps if step.held_out is not None]
+    if accuracy:
+        found.add_row("accuracy on held-out prompts, first and last", f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+    kl = [step.kl for step in steps]
+    found.add_row("KL(engine || trainer), median, largest, last", f"{median(kl):.1e}, {max(kl):.1e}, {kl[-1]:.1e}")
+    lags = Counter[str]()
+    for step in steps:
+        for versions, number in step.versions.items():
+            lags[_lag(step.number, versions)] += number
+    total = sum(lags.values())
+    for lag, number in sorted(lags.items()):
+        found.add_row(f"samples written by {lag}", f"{number / total:.1%} of {total}")
+    seconds = sum(sum(step.seconds.values()) for step in steps)
+    for phase in PHASES:
+        spent = sum(step.seconds[phase] for step in steps)
+        found.add_row(f"seconds per step to {phase}", f"{spent / len(steps):.3f}, {spent / seconds:.0%} of all")
+    return found
+
+
+def _lag(step: int, versions: Sequence[int]) -> str:
+    if len(set(versions)) > 1:
+        return "several versions"
+    behind = step - versions[0]
+    return {0: "the trainer's version", 1: "the version before"}.get(behind, "older versions")
+
+
+def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:
+    """Reward, accuracy and KL of each run, by step, and the first run's seconds by phase."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (rewards, kl, seconds) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    for name, steps in runs.items():
+        numbers = [step.number for step in steps]
+        (line,) = rewards.plot(numbers, [step.reward for step in steps], label=f"{name}: reward")
+        measured = [(step.number, step.held_out) for step in steps if step.held_out is not None]
+        if measured:
+            rewards.plot(*zip(*measured, strict=True), "o--", color=line.get_color(), label=f"{name}: held out", ms=4)
+        kl.semilogy(numbers, [max(step.kl, 1e-12) for step in steps], label=name)
+    rewards.set(title="reward and held-out accuracy", xlabel="step", ylim=(0, 1.02))
+    kl.set(title="KL(engine || trainer)", xlabel="step", ylabel="nats per token")
+    steps = next(iter(runs.values()))
+    by_phase = [[step.seconds[phase] for step in steps] for phase in PHASES]
+    seconds.stackplot([step.number for step in steps], by_phase, labels=PHASES)
+    seconds.set(title=f"seconds per step ({next(iter(runs))})", xlabel="step")
+    for axes in (rewards, kl, seconds):
+        axes.legend(fontsize=8)
+    figure.savefig(file, dpi=100)
+    plt.close(figure)

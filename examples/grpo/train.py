@@ -1,0 +1,290 @@
+"""Trains a model by GRPO on what running vLLM servers answer, and pushes the weights into them after each step.
+
+A Megatron script: shape, parallelism and schedule are Megatron's flags, pushes are those of ``--refit-``. Complete
+commands are in ``docs/rl.md``::
+
+    PYTHONPATH=. torchrun --nproc-per-node 4 -m megatron_patches examples/grpo/train.py ... --etp-size 2 \
+        --dataloader-type external --refit-engines http://127.0.0.1:8000 --refit-wait --grpo-prompts train.jsonl
+
+Each step chooses prompts, gets ``--grpo-samples`` answers to each from the engines, scores them, and takes one step of
+the optimizer. ``--global-batch-size`` counts answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from examples.grpo.algorithm import advantages, grpo_loss
+from examples.grpo.engines import Engine, GrpoError
+from examples.grpo.sampling import Reward, Sample, Sampler, read_problems
+from megatron_patches.command_line import exit_with
+from megatron_patches.refit import push_flags
+from megatron_patches.refit.errors import RefitError
+
+Batch = dict[str, torch.Tensor]
+Group = list[Sample]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of GRPO."""
+    group = parser.add_argument_group("grpo")
+    group.add_argument("--grpo-prompts", type=Path, required=True, metavar="FILE", help="lines of prompt and answer")
+    group.add_argument("--grpo-held-out", type=Path, metavar="FILE", help="the same, to measure accuracy on")
+    group.add_argument(
+        "--grpo-held-out-interval", type=int, default=10, metavar="N", help="measure before each Nth step"
+    )
+    group.add_argument("--grpo-samples", type=int, default=8, metavar="N", help="answers to each prompt")
+    group.add_argument("--grpo-tokens", type=int, default=16, metavar="N", help="tokens of the longest answer")
+    group.add_argument("--grpo-reward", default="examples.grpo.reward:exact_number", metavar="MODULE:FUNCTION")
+    group.add_argument("--grpo-clip", type=float, default=0.2, help="how far ratios of probabilities may move from 1")
+    group.add_argument("--grpo-kl", type=float, default=0.0, help="weight of KL(trainer || reference)")
+    group.add_argument("--grpo-reference", metavar="URL", help="an engine of the reference, which is not pushed to")
+    group.add_argument("--grpo-lag", type=int, choices=(0, 1), default=0, help="1 samples the next step while training")
+    group.add_argument("--grpo-log", type=Path, metavar="FILE", help="where each step's samples are written, as JSON")
+    return parser
+
+
+def load_reward(name: str) -> Reward:
+    """The function that ``--grpo-reward`` names.
+
+    Raises:
+        GrpoError: if it cannot be imported.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found: Reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise GrpoError(f"--grpo-reward {name}: {error}") from error
+    return found
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        GrpoError: naming the flag.
+    """
+    if not args.refit_engines:
+        raise GrpoError("no engine to ask: give --refit-engines")
+    if args.dataloader_type != "external":
+        raise GrpoError(f"--dataloader-type is {args.dataloader_type}; samples come from outside, so give external")
+    if args.global_batch_size % args.grpo_samples:
+        raise GrpoError(f"--grpo-samples {args.grpo_samples} must divide --global-batch-size {args.global_batch_size}")
+    if args.context_parallel_size > 1:
+        raise GrpoError(f"--context-parallel-size is {args.context_parallel_size}; samples are not split, so give 1")
+    if args.virtual_pipeline_model_parallel_size:
+        raise GrpoError("a virtual pipeline would ask for samples once per chunk; leave it out")
+    if (args.grpo_kl > 0) != (args.grpo_reference is not None):
+        raise GrpoError(
+            "--grpo-kl and --grpo-reference go together: the weight of a term, and the engine it comes from"
+        )
+    if not args.refit_wait and args.grpo_lag == 0:
+        raise GrpoError("without --refit-wait the engines may answer with the version before; add it, or --grpo-lag 1")
+
+
+class Asking:
+    """The first rank's part: samples of each step, and the log of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        credentials = push_flags.credentials_from(args, "refit-")
+        engines = [Engine(url, args.refit_timeout, credentials) for url in args.refit_engines]
+        reference = Engine(args.grpo_reference, args.refit_timeout, credentials) if args.grpo_reference else None
+        self._args = args
+        self._sampler = Sampler(engines, load_reward(args.grpo_reward), args.grpo_tokens, args.seed, reference)
+        self._problems = read_problems(args.grpo_prompts)
+        self._held_out = read_problems(args.grpo_held_out) if args.grpo_held_out else []
+        self._ahead = ThreadPoolExecutor(1, "grpo-ahead")
+        self._next: Future[list[Group]] | None = None
+
+    def groups(self, step: int) -> list[Group]:
+        """Scored answers of a step, by prompt."""
+        args, started = self._args, time.monotonic()
+        accuracy = None
+        if self._held_out and (step % args.grpo_held_out_interval == 0 or step + 1 == args.train_iters):
+            accuracy = self._sampler.accuracy(self._held_out, self._oldest(step))
+        asked = time.monotonic()
+        groups = self._sample(step) if self._next is None else self._next.result()
+        self._next = None
+        if args.grpo_lag and step + 1 < args.train_iters:
+            self._next = self._ahead.submit(self._sample, step + 1)
+        if args.grpo_log:
+            self._write(step, groups, accuracy, {"evaluate": asked - started, "sample": time.monotonic() - asked})
+        return groups
+
+    def _sample(self, step: int) -> list[Group]:
+        args = self._args
+        prompts = args.global_batch_size // args.grpo_samples
+        return self._sampler.step(
+            self._problems, prompts, args.grpo_samples, step, self._oldest(max(0, step - args.grpo_lag))
+        )
+
+    def _oldest(self, step: int) -> int:
+        """The version that was pushed last before a step, which its answers must be of."""
+        return step - step % self._args.refit_interval
+
+    def _write(self, step: int, groups: list[Group], accuracy: float | None, seconds: dict[str, float]) -> None:
+        samples = [
+            {
+                "prompt": sample.problem.prompt,
+                "answer": sample.answer.text,
+                "reward": sample.reward,
+                "versions": sample.answer.versions,
+            }
+            for group in groups
+            for sample in group
+        ]
+        with self._args.grpo_log.open("a", encoding="utf-8") as file:
+            print(json.dumps({"step": step, "held out": accuracy, "seconds": seconds, "samples": samples}), file=file)
+
+
+class Rollouts:
+    """Gives this rank its microbatches; the first rank asks for those of all."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._asking = Asking(args) if dist.get_rank() == 0 else None
+        self._left: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._left:
+            groups = self._groups(int(self._args.curr_iteration))
+            rewards = torch.tensor([[sample.reward for sample in group] for group in groups])
+            gains = advantages(rewards).flatten().tolist()
+            samples = [sample for group in groups for sample in group]
+            mine = slice(mpu.get_data_parallel_rank(), None, mpu.get_data_parallel_world_size())
+            size = self._args.micro_batch_size
+            rows = [row(sample, gain, self._args) for sample, gain in zip(samples[mine], gains[mine], strict=True)]
+            self._left = [torch.utils.data.default_collate(rows[at : at + size]) for at in range(0, len(rows), size)]
+        return self._left.pop(0)
+
+    def _groups(self, step: int) -> list[Group]:
+        """What the first rank got; if it failed, all ranks end."""
+        found: list[Any] = [None]
+        if self._asking is not None:
+            try:
+                found = [self._asking.groups(step)]
+                for group in found[0]:
+                    check_length(group, self._args.seq_length)
+            except GrpoError as error:
+                found = [str(error)]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], str):
+            exit_with(found[0], dist.get_rank())
+        groups: list[Group] = found[0]
+        return groups
+
+
+def check_length(group: Group, length: int) -> None:
+    """Refuse answers that the trainer's sequences cannot hold.
+
+    Raises:
+        GrpoError: naming the flag.
+    """
+    for sample in group:
+        tokens = len(sample.answer.prompt_ids) + len(sample.answer.token_ids)
+        if tokens > length + 1:
+            raise GrpoError(
+                f"prompt {sample.problem.prompt!r} and its answer have {tokens} tokens, and --seq-length is {length}, "
+                f"which takes {length + 1}; make it longer, or --grpo-tokens smaller"
+            )
+
+
+def row(sample: Sample, gain: float, args: argparse.Namespace) -> Batch:
+    """One sample as tensors ``[sequence]``: each position predicts the label, which is the token after its own."""
+    answer, length = sample.answer, args.seq_length
+    tokens = torch.zeros(length + 1, dtype=torch.long)
+    known = answer.prompt_ids + answer.token_ids
+    tokens[: len(known)] = torch.tensor(known)
+    written = slice(len(answer.prompt_ids) - 1, len(known) - 1)
+    mask, engine, reference = torch.zeros(3, length)
+    mask[written] = 1.0
+    engine[written] = torch.tensor(answer.log_probabilities)
+    if sample.reference is not None:
+        reference[written] = torch.tensor(sample.reference)
+    return {
+        "tokens": tokens[:-1],
+        "labels": tokens[1:],
+        "positions": torch.arange(length),
+        "mask": mask,
+        "engine": engine,
+        "reference": reference,
+        "advantage": torch.tensor(gain),
+        "reward": torch.tensor(sample.reward),
+    }
+
+
+def loss_function(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Loss of a microbatch, its number of tokens, and what Megatron averages and logs.
+
+    Args:
+        batch: of :func:`row`, ``[batch, sequence]``.
+        losses: ``[batch, sequence]``, the model's output: minus the log-probability of each label.
+    """
+    args = get_args()
+    found = grpo_loss(
+        -losses.float(),
+        batch["engine"],
+        batch["advantage"],
+        batch["mask"],
+        clip=args.grpo_clip,
+        reference=batch["reference"] if args.grpo_reference else None,
+        kl_coefficient=args.grpo_kl,
+    )
+    rewards = batch["reward"]
+    log = {
+        "grpo loss": torch.stack([found.loss.detach(), found.tokens]),
+        "reward": torch.stack([rewards.sum(), torch.ones_like(rewards).sum()]),
+        "kl": torch.stack([found.kl_engine, found.tokens]),
+        "clipped": torch.stack([found.clipped.to(found.tokens.dtype), found.tokens]),
+    }
+    return found.loss, found.tokens.to(torch.int), log
+
+
+def forward_step(
+    data_iterator: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Batch]]]:
+    """Run one microbatch through this rank's part of the model."""
+    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+    losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    return losses, partial(loss_function, batch)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    args = parse_and_validate_args(add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
+
+    def build_rollouts(*_: Any) -> tuple[Rollouts, None, None]:
+        return Rollouts(args), None, None
+
+    build_rollouts.is_distributed = True  # type: ignore[attr-defined]  # every rank gets its samples itself
+    try:
+        check(args)
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        pretrain(config, build_rollouts, ModelType.encoder_or_decoder, forward_step)
+    except (GrpoError, RefitError) as error:
+        exit_with(" ".join(str(error).split()), args.rank)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

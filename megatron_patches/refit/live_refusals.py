@@ -1,0 +1,59 @@
+"""What a ``config.json`` says that no trainer's model has, so that a live engine of it would be refused.
+
+Nothing here changes the shape of a tensor, so a plan could be made and proved all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_patches.refit.errors import UnsupportedModelError
+
+_USUAL_ROTARY = (None, "default")
+# What Megatron's --use-rope-scaling computes, in the architectures with which it is exported.
+_SCALED_ROTARY = "llama3"
+_WITHOUT_SCALING = frozenset({"DeepseekV3ForCausalLM", "NemotronHForCausalLM"})
+
+
+def check_live(config: Mapping[str, object], architecture: str) -> None:
+    """Refuses a configuration of which no engine could be given a trainer's weights.
+
+    Args:
+        config: content of ``config.json``.
+        architecture: class in ``transformers``.
+
+    Raises:
+        UnsupportedModelError: naming each entry, with the way out.
+    """
+    reasons = [*_quantized(config), *_rotary(config, architecture), *_windowed(config)]
+    if reasons:
+        raise UnsupportedModelError(f"an engine of this configuration takes no trainer's weights: {'; '.join(reasons)}")
+
+
+def _quantized(config: Mapping[str, object]) -> Iterator[str]:
+    method = config.get("quantization_config")
+    if method:
+        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
+        yield (
+            f"quantization_config ({name}): only the engine knows the form of quantized weights; take it out, and "
+            "serve in the trainer's type"
+        )
+
+
+def _rotary(config: Mapping[str, object], architecture: str) -> Iterator[str]:
+    known = _USUAL_ROTARY if architecture in _WITHOUT_SCALING else (*_USUAL_ROTARY, _SCALED_ROTARY)
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = config.get(name)
+        if not isinstance(entry, Mapping):
+            continue
+        kind = entry.get("rope_type", entry.get("type"))
+        if kind not in known:
+            yield (
+                f"{name} ({kind}): no model that Megatron exports has such positions; take it out to plan for the same "
+                "model without"
+            )
+
+
+def _windowed(config: Mapping[str, object]) -> Iterator[str]:
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        yield "sliding_window: the trainer's layers attend to all that comes before; take it out"

@@ -1,0 +1,113 @@
+"""Chooses layers of a model that is too large to be moved in memory: as many as fit, of every kind one first."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_patches.refit.cluster import Cluster
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.oracle import COPIES_OF_DESTINATIONS
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Some layers of a model, on both sides.
+
+    Attributes:
+        cluster: with these alone.
+        layers: how many there are.
+        of: how many the model has.
+    """
+
+    cluster: Cluster
+    layers: int
+    of: int
+
+
+def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
+    """The layers, and what else there is beside layers, as far as it fits.
+
+    Args:
+        cluster: both sides.
+        most_bytes: memory that :func:`megatron_patches.refit.oracle.verify_in_memory` may take.
+        seed: of the choice, where there is one.
+
+    Raises:
+        RefitError: if not one layer fits.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for spec in cluster.tensors:
+        groups[_group(spec.name)].append(spec.name)
+    layers = [group for group in groups if group.isdecimal()]
+    needed = _memory_by_group(cluster)
+    left, chosen = most_bytes, set[str]()
+    for group in _in_order(cluster, groups, layers, seed):
+        if needed[group] <= left:
+            chosen.add(group)
+            left -= needed[group]
+    count = len(chosen.intersection(layers))
+    if not count:
+        least = min(needed[group] for group in layers or groups)
+        raise RefitError(
+            f"carrying out one layer of this plan in memory takes {least / 1e6:.3g} MB and --max-memory is "
+            f"{most_bytes / 1e6:.3g} MB; allow more, or use the command plan"
+        )
+    names = {name for group in chosen for name in groups[group]}
+    return Sample(cluster=_only(cluster, names), layers=count, of=len(layers))
+
+
+def _group(name: str) -> str:
+    """The layer that a tensor is of; its own name if it is of none."""
+    found = _LAYER.search(name)
+    return found[0] if found else name
+
+
+def _in_order(cluster: Cluster, groups: dict[str, list[str]], layers: Sequence[str], seed: int) -> list[str]:
+    """One layer of each kind, what is beside layers, and then the other layers in random order."""
+    shapes = {spec.name: spec.shape for spec in cluster.tensors}
+    kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[str]] = defaultdict(list)
+    for layer in layers:
+        kinds[frozenset((_LAYER.sub("", name, count=1), shapes[name]) for name in groups[layer])].append(layer)
+    chooser = random.Random(seed)  # noqa: S311 - whoever repeats it gets the same
+    firsts = [chooser.choice(alike) for alike in kinds.values()]
+    others = [layer for layer in layers if layer not in firsts]
+    chooser.shuffle(others)
+    return [*firsts, *(group for group in groups if group not in layers), *others]
+
+
+def _memory_by_group(cluster: Cluster) -> dict[str, int]:
+    """What :func:`megatron_patches.refit.oracle.memory_needed` counts, for each group alone."""
+    found: dict[str, int] = defaultdict(int)
+    for spec in cluster.tensors:
+        found[_group(spec.name)] += spec.nbytes
+    for side, copies in ((cluster.sources, 1), (cluster.destinations, COPIES_OF_DESTINATIONS)):
+        for manifest in side:
+            groups = {placement.view.storage: _group(placement.box.tensor) for placement in manifest.placements}
+            for storage, group in groups.items():
+                held = manifest.storage[storage]
+                found[group] += copies * held.numel * itemsize(held.dtype)
+    return found
+
+
+def _only(cluster: Cluster, names: set[str]) -> Cluster:
+    """Both sides with some tensors alone."""
+    return Cluster(
+        tensors=[spec for spec in cluster.tensors if spec.name in names],
+        sources=[_part(manifest, names) for manifest in cluster.sources],
+        destinations=[_part(manifest, names) for manifest in cluster.destinations],
+    )
+
+
+def _part(manifest: Manifest, names: set[str]) -> Manifest:
+    held = tuple(placement for placement in manifest.placements if placement.box.tensor in names)
+    used = {placement.view.storage for placement in held}
+    storages = tuple(storage for storage in manifest.storages if storage.name in used)
+    return Manifest(manifest.rank, manifest.host, storages, held)

@@ -1,0 +1,138 @@
+"""The secret that an engine and its trainers share: whoever shows it may replace weights.
+
+It is the value of ``ETP_REFIT_SECRET``, or lies in the file that ``ETP_REFIT_SECRET_FILE`` names, or in a file of the
+user's home. An engine makes the file if it is not there, readable by its owner alone. So on one machine, and where
+machines share a home directory, both sides find the same secret without being told.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_patches.refit.errors import RefitError
+
+logger = logging.getLogger(__name__)
+
+HEADER = "x-refit-secret"
+"""Header of a request in which the secret is shown."""
+GUARDED_HEADER = "x-refit-guarded"
+"""Header of an answer by a server that looks at the secret."""
+VALUE_VARIABLE = "ETP_REFIT_SECRET"
+FILE_VARIABLE = "ETP_REFIT_SECRET_FILE"
+
+_FORM = re.compile(r"[!-~]{16,512}")  # what a header can hold
+_FORM_IN_WORDS = "16 to 512 printable ASCII characters without blanks"
+_MOST_BYTES = 1024
+_READABLE_BY_OTHERS = 0o044
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A secret.
+
+    Attributes:
+        value: the secret itself; not shown where the object is printed.
+        origin: where it comes from, for messages: a variable or a file.
+    """
+
+    value: str = field(repr=False)
+    origin: str
+
+    def is_shown_by(self, value: bytes) -> bool:
+        """Whether a stranger's ``value`` is this secret. Takes as long whatever it is."""
+        return hmac.compare_digest(value, self.value.encode())
+
+
+def read_secret(path: Path | None = None) -> Secret | None:
+    """The secret of this process.
+
+    Args:
+        path: a file to read instead of what the environment names.
+
+    Returns:
+        None if nothing names one and the user's home has none.
+
+    Raises:
+        RefitError: if what is named cannot be read, or holds no secret.
+    """
+    if path is None:
+        value, named = os.environ.get(VALUE_VARIABLE), os.environ.get(FILE_VARIABLE)
+        if value is not None and named is not None:
+            raise RefitError(f"both {VALUE_VARIABLE} and {FILE_VARIABLE} are set; unset one of them")
+        if value is not None:
+            return _checked(value, f"the variable {VALUE_VARIABLE}")
+        if named is None and not default_file().exists():
+            return None
+    return _read(path or _file())
+
+
+def read_or_make_secret() -> Secret:
+    """The secret of this process; if there is none, a new one, which is written for the other side.
+
+    Raises:
+        RefitError: if it can be neither read nor written.
+    """
+    if VALUE_VARIABLE not in os.environ and not _file().exists():
+        _make(_file())
+    found = read_secret()
+    if found is None:  # the file was deleted a moment ago
+        raise RefitError(f"{_file()} has vanished; start again, or set {FILE_VARIABLE}")
+    return found
+
+
+def default_file() -> Path:
+    """Where the secret lies if nothing is said."""
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(config).expanduser() / "megatron-etp" / "refit-secret"
+
+
+def _file() -> Path:
+    named = os.environ.get(FILE_VARIABLE)
+    return default_file() if named is None else Path(named)
+
+
+def _read(path: Path) -> Secret:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES)
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise RefitError(f"cannot read the secret of refit: {error.strerror or error}: {path}") from error
+    if mode & _READABLE_BY_OTHERS:
+        logger.warning("refit: %s can be read by other users of this machine; chmod 600 it", path)
+    return _checked(content.decode(errors="replace").strip(), str(path))
+
+
+def _checked(value: str, origin: str) -> Secret:
+    """The value, which no message shows."""
+    if not _FORM.fullmatch(value):
+        raise RefitError(f"{origin} holds no secret, which is {_FORM_IN_WORDS}")
+    return Secret(value, origin)
+
+
+def _make(path: Path) -> None:
+    """Writes a new secret; whoever is first, if several do."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(secrets.token_hex(32) + "\n")
+            with suppress(FileExistsError):
+                os.link(draft, path)  # complete from the beginning, for whoever reads it
+                logger.info("refit: wrote a new secret to %s", path)
+        finally:
+            draft.unlink()
+    except OSError as error:
+        raise RefitError(
+            f"cannot write a secret for refit to {path} ({error.strerror or error}); set {FILE_VARIABLE} to a file "
+            f"that can be written, or {VALUE_VARIABLE} to a secret"
+        ) from error

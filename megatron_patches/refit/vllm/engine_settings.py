@@ -1,0 +1,103 @@
+"""What the operator of an engine allows trainers, in ``--additional-config '{"etp": {...}}'``.
+
+vLLM's ``--weight-transfer-config`` takes no fields but its own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import msgspec
+
+from megatron_patches.refit.errors import RefitError
+
+SECTION = "etp"
+UNGUARDED = f'{{"{SECTION}": {{"unguarded": true}}}}'
+"""What to give to ``--additional-config`` for a server that anybody who reaches it may command."""
+
+
+class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """Settings of one engine.
+
+    Attributes:
+        trainers: addresses to which workers may connect when a trainer asks them to: IP addresses, networks such as
+            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``), each with ``:PORT`` if only that port
+            is meant. None for any, once the trainer has shown the secret.
+        unguarded: whether workers join a trainer although the server was started without
+            :class:`megatron_patches.refit.vllm.guard.RefitGuard`, so that whoever reaches it can make them.
+    """
+
+    trainers: list[str] | None = None
+    unguarded: bool = False
+
+    def check_trainer(self, host: str, port: int) -> None:
+        """Refuses to connect to an address that is not allowed.
+
+        Raises:
+            RefitError: naming it.
+        """
+        if self.trainers is not None and not any(_allows(entry, host, port) for entry in self.trainers):
+            raise RefitError(
+                f"asked to connect to a trainer at {host}:{port}, which is not among those that this engine was "
+                f"started with ({', '.join(self.trainers) or 'none'}); add it to the trainers in --additional-config "
+                f'\'{{"{SECTION}": {{"trainers": [...]}}}}\''
+            )
+
+
+def settings_of(additional_config: Any) -> EngineSettings:
+    """The settings in vLLM's ``additional_config``.
+
+    Raises:
+        RefitError: if they are none.
+    """
+    section = additional_config.get(SECTION, {}) if isinstance(additional_config, dict) else {}
+    try:
+        settings = msgspec.convert(section, EngineSettings)
+        for entry in settings.trainers or ():
+            _parsed(entry)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise RefitError(f"--additional-config: {SECTION}: {error}") from error
+    return settings
+
+
+def _allows(entry: str, host: str, port: int) -> bool:
+    allowed, only_port = _parsed(entry)
+    if only_port is not None and only_port != port:
+        return False
+    if isinstance(allowed, str):
+        return allowed == host.lower()
+    try:
+        return ipaddress.ip_address(host) in allowed
+    except ValueError:  # a name, which may be of any address
+        return False
+
+
+def _parsed(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network | str, int | None]:
+    """A network or a name, and the only port that is meant.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    host, port = entry, None
+    if entry.startswith("[") and "]" in entry:  # [::1]:8000
+        host, _, rest = entry[1:].partition("]")
+        if rest:
+            port = _port(entry, rest.removeprefix(":"))
+    elif entry.count(":") == 1:
+        host, _, text = entry.partition(":")
+        port = _port(entry, text)
+    if not host or host.isspace():
+        raise ValueError(f"trainer {entry!r} must be like 10.0.0.5, 10.0.0.0/24, trainer-0 or 10.0.0.5:29600")
+    try:
+        return ipaddress.ip_network(host), port
+    except ValueError:
+        if "/" in host:
+            raise
+        return host.lower(), port
+
+
+def _port(entry: str, text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise ValueError(f"trainer {entry!r} has no port but {text!r}")
+    return int(text)

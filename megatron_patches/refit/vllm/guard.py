@@ -1,0 +1,146 @@
+"""ASGI middleware that lets nobody change a vLLM server who does not show its secret.
+
+::
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server ... \
+        --middleware megatron_patches.refit.vllm.guard.RefitGuard
+
+Routes for inference, and those that only tell how the server is, stay as vLLM has them. Every other route, which are
+all that ``VLLM_SERVER_DEV_MODE`` opens and whatever a later vLLM adds, answers 401 to a request without the secret
+(:mod:`megatron_patches.refit.secret`), before any of its body is read. Give it after other middleware, as the last one
+sees a request first.
+
+It also grants leases, so that no server waits for ever for a trainer that has paused it
+(:mod:`megatron_patches.refit.vllm.pause_lease`).
+
+Workers join no trainer before the guard of their server has admitted them; see
+:class:`megatron_patches.refit.vllm.engine_settings.EngineSettings` for how to do without.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_patches.refit import lease
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.secret import HEADER, Secret, read_or_make_secret
+from megatron_patches.refit.vllm.asgi import GUARDED, App, Message, Receive, Send, answer
+from megatron_patches.refit.vllm.pause_lease import PauseLease
+from megatron_patches.refit.vllm.plugin import ENGINE_NAME
+
+logger = logging.getLogger(__name__)
+
+# vLLM's own API key guards what begins like this.
+_PUBLIC_PREFIXES = ("/v1/", "/v2/", "/inference/")
+_PUBLIC = frozenset(
+    {
+        *("/health", "/ping", "/version", "/load", "/metrics", "/metrics/"),
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/invocations", "/generative_scoring"),
+        *("/pooling", "/classify", "/score", "/rerank"),
+    }
+)
+# What these load or take away is part of what answers.
+_NOT_PUBLIC = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+
+
+class RefitGuard:
+    """See the module's docstring.
+
+    Args:
+        app: the server that this is put around.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._secret: Secret | None = None
+        self._refusal = ""
+        self._admitted = False
+        self._lease = PauseLease(app)
+        try:
+            self._secret = read_or_make_secret()
+        except RefitError as error:  # an exception here would only be noticed at the first request
+            self._refusal = str(error)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass one request on, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+        elif is_public(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: uvicorn answers 403
+        else:
+            await self._guard(scope, receive, send)
+
+    async def _start(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Say where the secret is; without one, the server must not start."""
+        if self._secret is None:
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": f"refit: {self._refusal}"})
+            return
+        logger.info("refit: weights can be replaced by whoever shows the secret of %s", self._secret.origin)
+        await self._app(scope, receive, send)
+
+    async def _guard(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = [(name.lower(), value) for name, value in scope["headers"]]
+        shown = [value for name, value in headers if name == HEADER.encode()]
+        if self._secret is None or len(shown) != 1 or not self._secret.is_shown_by(shown[0]):
+            logger.warning("refit: refused %s of %s, who did not show the secret", scope["path"], scope.get("client"))
+            await answer(send, 401, f"{HEADER}: show this server's secret")
+            return
+        if not _is_json(dict(headers)):
+            await answer(send, 415, "content-type: a body must be application/json")
+            return
+        route = route_of(scope)
+        if route == f"/{lease.ROUTE}":
+            await self._lease.request(scope, receive, send)
+            return
+        ended = self._lease.why_ended(dict(headers).get(lease.HEADER.encode(), b"").decode(errors="replace"))
+        if ended is not None:
+            await answer(send, 410, ended)
+            return
+        if route == "/init_weight_transfer_engine":
+            await self._admit(scope)
+        await self._app(scope, receive, _marked(send))
+
+    async def _admit(self, scope: Message) -> None:
+        """Tell the workers, once, that what they are asked comes from somebody who knows the secret."""
+        client = scope["app"].state.engine_client
+        config = client.vllm_config.weight_transfer_config
+        if self._admitted or config is None or config.backend != ENGINE_NAME:
+            return
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await client.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"call": "admit"}))
+        self._admitted = True
+
+
+def is_public(scope: Message) -> bool:
+    """Whether a request changes nothing, and is anybody's."""
+    route = route_of(scope)
+    return route in _PUBLIC or (route.startswith(_PUBLIC_PREFIXES) and route not in _NOT_PUBLIC)
+
+
+def route_of(scope: Message) -> str:
+    """The path by which the server will choose a route; what ``--root-path`` puts in front is none of it."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
+def _is_json(headers: dict[bytes, bytes]) -> bool:
+    """Whether there is no body, or one that says it is JSON."""
+    if b"transfer-encoding" not in headers and headers.get(b"content-length", b"0").strip() == b"0":
+        return True
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
+
+
+def _marked(send: Send) -> Send:
+    """Sends an answer on, with a header by which a trainer sees that there is a guard."""
+
+    async def marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), GUARDED]}
+        await send(message)
+
+    return marked

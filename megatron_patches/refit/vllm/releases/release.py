@@ -1,0 +1,196 @@
+"""What refit takes from vLLM below its documented interface, as the supported releases have it in common.
+
+Most of it is vLLM's layerwise reloading (``vllm/model_executor/model_loader/reload/``), which remembers for each layer
+the tensors that weight loaders know: shapes, types and attributes, without memory. Refit drives it layer by layer
+instead of loader call by loader call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+from vllm.v1.attention.backend import AttentionImplBase
+
+Tensors = dict[str, torch.Tensor]
+
+PROCESSED = "_already_called_process_weights_after_loading"
+"""The mark that some of vLLM's methods leave on a layer, so that they process it once."""
+
+_RELOADING = "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo"
+_NAMES = (
+    *(f"{_RELOADING}.{name}" for name in ("restore_metadata", "restore_device", "kernel_tensors", "reset")),
+    f"{_RELOADING}.kernel_non_persistent_buffers",
+    "vllm._custom_ops:_supports_onednn",
+    "vllm.config:CacheConfig.cache_dtype",
+    "vllm.config:OffloadConfig.uva",
+    "vllm.config:OffloadConfig.prefetch",
+    "vllm.config:ParallelConfig.data_parallel_index",
+    "vllm.config:ParallelConfig.enable_eplb",
+    "vllm.config:VllmConfig.lora_config",
+    "vllm.config:VllmConfig.quant_config",
+    "vllm.device_allocator:AllocationData.is_asleep",
+    "vllm.device_allocator:AllocationData.tag",
+    "vllm.device_allocator.cumem:CuMemAllocator.instance",
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
+    "vllm.distributed.parallel_state:get_world_group",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+)
+
+
+def tensors_of(layer: nn.Module) -> Tensors:
+    """A layer's own parameters and buffers, by attribute."""
+    own = (*layer._parameters.items(), *layer._buffers.items())
+    return {name: tensor for name, tensor in own if tensor is not None}
+
+
+class Release:
+    """One release of vLLM; a subclass for each has what differs.
+
+    Attributes:
+        names: further names of vLLM that this release's adapter uses, as ``module:qualified.name``.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def missing_names(self) -> list[str]:
+        """The names that refit uses and this vLLM does not have."""
+        return [name for name in (*_NAMES, *self.names) if not _exists(name)]
+
+    def is_deferred(self, layer: nn.Module) -> bool:
+        """Whether vLLM processes a layer after all others, as it derives something from their weights."""
+        raise NotImplementedError
+
+    def refusals(self, config: VllmConfig) -> Iterator[str]:
+        """Why new weights would not reach all that serves with a configuration, each with the way out."""
+        if config.quant_config is not None:
+            yield (
+                f"it quantizes them ({config.quant_config.get_name()}); start it without --quantization, from a "
+                "configuration without quantization_config"
+            )
+        if config.lora_config is not None:
+            yield "adapters wrap the layers that hold them (--enable-lora); merge adapters into the trainer's weights"
+        if config.parallel_config.enable_eplb:
+            yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"
+        offload = config.offload_config
+        if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+            yield "it keeps some of them on the host (--cpu-offload-gb, --offload-group-size)"
+
+    def derives(self, layer: nn.Module) -> bool:
+        """Whether a deferred layer derives something; of its own, attention only sets scales of the cache to one."""
+        if not self.is_deferred(layer):
+            return False
+        attention = cast(Any, layer)
+        own = type(attention).process_weights_after_loading is not Attention.process_weights_after_loading
+        return own or (
+            type(attention.impl).process_weights_after_loading is not AttentionImplBase.process_weights_after_loading
+        )
+
+    def derives_by_itself(self, layer: nn.Module) -> bool:
+        """Whether a layer or model derives something in a way that nothing calls when weights are replaced.
+
+        Methods are modules too where they have kernels; they process the layer that they belong to.
+        """
+        if self.is_deferred(layer) or isinstance(layer, QuantizeMethodBase):
+            return False
+        return callable(getattr(layer, "process_weights_after_loading", None))
+
+    def known_to_loaders(self, layer: nn.Module) -> tuple[Tensors, Tensors]:
+        """A layer's parameters and buffers as weight loaders know them, on the meta device."""
+        parameters, buffers = get_layerwise_info(layer).restore_metadata
+        return parameters, buffers
+
+    def keeps(self, layer: nn.Module, name: str) -> bool:
+        """Whether a tensor is one that vLLM never takes to the meta device; no processing changes those."""
+        return type(layer).__name__ in SKIP_MODULES or name in SKIP_TENSORS
+
+    @contextmanager
+    def loader_form(self, model: nn.Module) -> Iterator[None]:
+        """A model as its weight loaders know it, on the meta device; as it was before, afterwards."""
+        try:
+            initialize_layerwise_reload(model)
+            for layer in model.modules():
+                for tensor in tensors_of(layer).values():
+                    if hasattr(tensor, "weight_loader"):
+                        tensor.weight_loader = _get_original_loader(tensor)
+            yield
+        finally:
+            for layer in model.modules():
+                self.put_back(layer)
+            if hasattr(model, "_original_do_torchao_reload"):
+                cast(Any, model)._do_torchao_reload = model._original_do_torchao_reload
+
+    def take_to_loader_form(self, layer: nn.Module) -> None:
+        """Puts meta tensors in the place of a layer's, and remembers those that serve."""
+        info = get_layerwise_info(layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        restore_layer_on_meta(layer, info)
+
+    def put_back(self, layer: nn.Module) -> None:
+        """Puts the tensors of a layer back that serve, if others are in their place."""
+        info: LayerReloadingInfo = get_layerwise_info(layer)
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+    def non_persistent(self, layer: nn.Module) -> set[str]:
+        """Buffers that checkpoints leave out, of a layer that is in the loaders' form."""
+        found: set[str] = get_layerwise_info(layer).kernel_non_persistent_buffers
+        return found
+
+    def method(self, layer: nn.Module) -> Any:
+        """What processes a layer's weights once they are loaded; None for nothing."""
+        found = getattr(layer, "quant_method", None)
+        return found if isinstance(found, QuantizeMethodBase) else None
+
+    def leaves_alone(self, method: Any) -> bool:
+        """Whether a method has no processing of its own."""
+        own = type(method).process_weights_after_loading
+        return own is QuantizeMethodBase.process_weights_after_loading
+
+    def make_ready(self, layer: nn.Module) -> None:
+        """Prepares a layer whose weights were replaced for being processed."""
+        for tensor in tensors_of(layer).values():
+            cast(Any, tensor).weight_loader = _get_original_loader(tensor)
+        if hasattr(layer, PROCESSED):
+            delattr(layer, PROCESSED)
+
+    def device(self, layer: nn.Module) -> torch.device:
+        """Where a layer was when its weights were loaded; as a context, where new tensors come to be."""
+        return cast(torch.device, get_layerwise_info(layer).restore_device)
+
+    def process(self, layer: nn.Module, method: Any) -> None:
+        """Processes a layer's weights as vLLM does once they are loaded; called on the layer's device."""
+        method.process_weights_after_loading(layer)
+
+    def after_processing(self, layer: nn.Module) -> None:
+        """What vLLM does to a layer after that."""
+        if hasattr(layer, "update_param_tp_status"):
+            cast(Any, layer).update_param_tp_status()
+
+
+def _exists(name: str) -> bool:
+    module, _, qualified = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualified.split("."):
+        if not hasattr(found, part) and part not in getattr(found, "__dataclass_fields__", ()):
+            return False
+        found = getattr(found, part, None)
+    return True

@@ -1,0 +1,30 @@
+"""vLLM 0.26.0, for torch 2.11; its build for CPUs is tested with a trainer in the same environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
+
+from megatron_patches.refit.vllm.releases.release import Release
+
+
+class Vllm026(Release):
+    """vLLM 0.26.0."""
+
+    names = ("vllm.config:CacheConfig.calculate_kv_scales",)
+
+    def is_deferred(self, layer: nn.Module) -> bool:
+        """Those whose processing vLLM puts off until all others are processed."""
+        return isinstance(layer, Attention | MLAAttention | MMEncoderAttention)
+
+    def refusals(self, config: VllmConfig) -> Iterator[str]:
+        """Also the scales that this release can take from the first request."""
+        yield from super().refusals(config)
+        if config.cache_config.calculate_kv_scales:
+            yield "scales of its KV cache are of the weights of its first request (--calculate-kv-scales)"
+
+
+ADAPTER = Vllm026()

@@ -1,0 +1,105 @@
+"""What one rank refuses reaches the others with its reason, before they wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from tests.support.launch import device, run_distributed
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.plain_layers]
+
+
+def _hooked(model: nn.Sequential) -> nn.Module:
+    model[0].weight.register_hook(lambda grad: grad)
+    return model
+
+
+def _with_gradient(model: nn.Sequential) -> nn.Module:
+    model(torch.ones(1, 8, device=device())).sum().backward()
+    return model
+
+
+def _meta(model: nn.Sequential) -> nn.Module:
+    return model.to("meta")
+
+
+def _kept(model: nn.Sequential) -> nn.Module:
+    model.kept = [model[0].weight]
+    return model
+
+
+def _wrapped(model: nn.Sequential) -> nn.Module:
+    alone = [dist.new_group([peer], use_local_synchronization=True) for peer in (dist.get_rank(),)]
+    return nn.Sequential(nn.parallel.DistributedDataParallel(model, process_group=alone[0]))
+
+
+CASES: dict[str, tuple[Callable[[nn.Sequential], nn.Module], str, str]] = {
+    "hooked": (_hooked, "ValueError", "0.weight has gradient hooks, which its shard would not have"),
+    "gradient": (_with_gradient, "ValueError", "0.weight has a gradient already"),
+    "meta": (_meta, "ValueError", "0.weight is on the meta device"),
+    "kept": (_kept, "ValueError", "the module keeps 0.weight in its attribute kept"),
+    "wrapped": (_wrapped, "ValueError", "0 is a DistributedDataParallel"),
+}
+
+
+def refused_by_one(rank: int, world_size: int, case: str, refusing: int) -> tuple[str, str]:
+    """The error of each rank where one refuses; then all of them shard."""
+    torch.manual_seed(2)
+
+    def fresh() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device())
+
+    spoilt = CASES[case][0](fresh()) if rank == refusing else fresh()
+    try:
+        etp.shard_module(spoilt, dist.group.WORLD)
+    except (ValueError, etp.EtpError) as error:
+        answer = type(error).__name__, str(error)
+    assert not any(isinstance(param, etp.ETPShardedParam) for param in spoilt.parameters())
+    torch.manual_seed(2)
+    model = fresh()
+    etp.shard_module(model, dist.group.WORLD)
+    model(torch.ones(1, 8, device=device())).sum().backward()
+    return answer
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_a_refusal_of_one_rank_is_told_on_all(case: str, refusing: int) -> None:
+    _, kind, message = CASES[case]
+    for rank, (found, text) in enumerate(run_distributed(refused_by_one, 2, args=(case, refusing))):
+        if rank == refusing:
+            assert found == kind
+            assert text.startswith(message)
+        else:
+            assert found == "PeerMismatchError"
+            assert text.startswith(f"shard_module: rank {refusing} refuses: {kind}: {message}")
+
+
+def refused_across_groups(rank: int, world_size: int) -> tuple[str, str]:
+    """Dense weights are shared by ranks 0 and 1, and by 2 and 3; experts by 0 and 2, and by 1 and 3. Rank 3 refuses."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    dense, experts = (group for ranks, group in made.items() if rank in ranks)
+    torch.manual_seed(2)
+    model = nn.ModuleDict({"dense": nn.Linear(8, 8), "experts": etp.GroupedLinear(2, 8, 8, etp_group=experts)})
+    model.to(device())
+    if rank == 3:
+        model["dense"].weight.register_hook(lambda grad: grad)
+    try:
+        etp.shard_module(model, dense, experts)
+    except (ValueError, etp.EtpError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_refusal_crosses_from_one_group_to_another() -> None:
+    *answers, own = run_distributed(refused_across_groups, 4)
+    assert own[0] == "ValueError"
+    for kind, message in answers:
+        assert kind == "PeerMismatchError"
+        assert message.startswith("shard_module: rank 3 refuses: ValueError: dense.weight has gradient hooks")

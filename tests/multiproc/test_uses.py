@@ -1,0 +1,165 @@
+"""What users do with a model besides training it: the right result, or a refusal with the way out; docs/numerics.md."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
+
+import etp
+from tests.support.launch import run_distributed
+
+pytestmark = [pytest.mark.multiproc]
+
+SIDE = 8
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def made(*, shard: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Linear(SIDE, SIDE))
+    if shard:
+        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=1))
+    return model
+
+
+def parametrized(model: nn.Sequential, x: torch.Tensor) -> object:
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    return model(x)
+
+
+def differentiated(model: nn.Sequential, x: torch.Tensor) -> object:
+    def loss(weights: dict[str, Any]) -> torch.Tensor:
+        result: torch.Tensor = torch.func.functional_call(model, weights, (x,)).sum()
+        return result
+
+    return torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+USES: dict[str, tuple[Callable[[nn.Sequential, torch.Tensor], object], str]] = {
+    "copy.deepcopy": (lambda model, _: copy.deepcopy(model), "cannot be deep-copied; copy the module before"),
+    "AveragedModel": (lambda model, _: AveragedModel(model), "cannot be deep-copied; copy the module before"),
+    "quantize_dynamic": (
+        lambda model, _: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),  # type: ignore[no-untyped-call]
+        "cannot be deep-copied; copy the module before",
+    ),
+    "prune": (lambda model, _: prune.l1_unstructured(model[0], "weight", 0.5), "a shard is not its weight"),
+    "random prune": (lambda model, _: prune.random_unstructured(model[0], "weight", 0.5), "a shard is not its weight"),
+    "weight_norm": (lambda model, x: parametrizations.weight_norm(model[0])(x), "a shard is not its weight"),
+    "spectral_norm": (lambda model, x: parametrizations.spectral_norm(model[0])(x), "a shard is not its weight"),
+    "parametrize": (parametrized, "in its module, where it must stay"),
+    "parameters_to_vector": (lambda model, _: parameters_to_vector(model.parameters()), "a shard is not its weight"),
+    "torch.save": (lambda model, _: torch.save(model, os.devnull), "cannot be pickled; save module.state_dict()"),
+    "vmap": (lambda model, x: torch.vmap(model)(x), "a transform of torch.func"),
+    "torch.func.grad": (differentiated, "a transform of torch.func"),
+    "torch.jit.trace": (torch.jit.trace, "torch.jit.trace cannot record"),
+    "torch.export": (lambda model, x: torch.export.export(model, (x,)), "in its module, where it must stay"),
+}
+
+
+def refused(rank: int, world_size: int, use: str) -> str:
+    del world_size
+    call, _ = USES[use]
+    model = made()
+    try:
+        call(model, torch.randn(4, SIDE, generator=torch.Generator().manual_seed(rank)))
+    except (TypeError, etp.EtpError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_would_be_wrong_is_refused_on_every_rank(use: str) -> None:
+    told = run_distributed(refused, 2, args=(use,))
+    assert all(USES[use][1] in message for message in told), told
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        del ctx, grad
+        raise ArithmeticError
+
+
+def gradients_after_a_failure(rank: int, world_size: int) -> None:
+    """A backward pass that fails leaves nothing behind, without ``zero_grad`` too: its last layer had a gradient."""
+    model, whole = made(), made(shard=False)
+    xs = [torch.randn(4, SIDE, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+    with pytest.raises(ArithmeticError):
+        model[2](model[1](Fails.apply(model[0](xs[rank])))).sum().backward()
+    assert all(param.grad is None for param in model.parameters() if isinstance(param, etp.ETPShardedParam))
+    model(xs[rank]).sum().backward()
+    sum(whole(x).sum() for x in xs).backward()  # type: ignore[union-attr]
+    for shard, weight in zip(model.parameters(), whole.parameters(), strict=True):
+        if isinstance(shard, etp.ETPShardedParam):
+            expected = (weight.grad / world_size).chunk(world_size)[rank]  # type: ignore[operator]
+            torch.testing.assert_close(torch.Tensor(shard.grad), expected)
+
+
+def test_a_failed_backward_pass_leaves_no_part_of_its_gradients() -> None:
+    run_distributed(gradients_after_a_failure, 2)
+
+
+def in_another_thread(rank: int, world_size: int) -> None:
+    del rank, world_size
+    model, found = made(), []
+
+    def use() -> None:
+        try:
+            found.append(model(torch.ones(4, SIDE)))
+        except etp.EtpStateError as error:
+            found.append(error)
+
+    def use_elsewhere(*_: object) -> None:
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+
+    use_elsewhere()
+    assert torch.equal(found.pop(), model(torch.ones(4, SIDE))), "one thread after the other"
+    model[1].register_forward_hook(use_elsewhere)
+    model(torch.ones(4, SIDE))
+    assert "used by two threads at a time" in str(found.pop())
+
+
+def test_threads_take_turns() -> None:
+    run_distributed(in_another_thread, 2)
+
+
+def in_a_child(rank: int, world_size: int) -> None:
+    del rank, world_size
+    model = made()
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            model(torch.ones(4, SIDE))
+        except etp.EtpStateError as error:
+            os.write(sending, str(error).encode())
+        os._exit(0)
+    os.close(sending)
+    assert "Run the model in the main process, not in a DataLoader's worker" in os.read(receiving, 4096).decode()
+    os.waitpid(child, 0)
+
+
+@pytest.mark.cpu_only("CUDA cannot be used in a forked process")
+def test_a_child_process_does_not_wait_for_peers_that_never_come() -> None:
+    run_distributed(in_a_child, 2)

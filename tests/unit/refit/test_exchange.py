@@ -1,0 +1,109 @@
+"""Ranks that do something together fail together, and wait for none of them for long at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megatron_patches.refit import exchange as exchange_module
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.exchange import on_all, on_first
+
+RANKS = 3
+
+
+@dataclass
+class Shared:
+    """What ranks, each a thread, have in common."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(RANKS, timeout=30))
+    values: list[Any] = field(default_factory=lambda: [None] * RANKS)
+
+
+class Rank:
+    """One of them; notes how long it waited for the others, each time."""
+
+    size = RANKS
+
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self.rank, self._shared = rank, shared
+        self.waited: list[float] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        began = time.monotonic()
+        self._shared.values[self.rank] = value
+        self._shared.barrier.wait()
+        values = list(self._shared.values)
+        self._shared.barrier.wait()
+        self.waited.append(time.monotonic() - began)
+        return values
+
+
+def together(body: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank]]:
+    """What each rank comes to: what the body returns, or the error that it raises."""
+    shared = Shared()
+    ranks = [Rank(rank, shared) for rank in range(RANKS)]
+
+    def run(rank: Rank) -> Any:
+        try:
+            return body(rank)
+        except PartyFailedError as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(run, ranks)), ranks
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}])
+def test_whichever_rank_fails_all_do(failing: set[int]) -> None:
+    def body(rank: Rank) -> None:
+        def work() -> None:
+            if rank.rank in failing:
+                raise OSError(f"rank {rank.rank} is out of memory")
+
+        on_all(rank, work, lambda: ["http://a"] if rank.rank == 0 else [])
+
+    found, _ = together(body)
+    reasons = "; ".join(f"rank {rank} is out of memory" for rank in sorted(failing))
+    assert [(str(error), error.engines) for error in found] == [(reasons, ("http://a",))] * RANKS
+    assert [isinstance(error.__cause__, OSError) for error in found] == [rank in failing for rank in range(RANKS)]
+
+
+def test_what_all_do_well_is_no_failure_whoever_is_to_blame_for_an_earlier_one() -> None:
+    found, _ = together(lambda rank: on_all(rank, lambda: None, lambda: ["http://a"]))
+    assert found == [None] * RANKS
+
+
+def test_all_get_what_the_first_one_finds_and_wait_for_it_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that one rank comes late to ends a training by its time-out."""
+    monkeypatch.setattr(exchange_module, "_LATE_S", 0.2)
+
+    def work() -> list[int]:
+        time.sleep(2.0)
+        return [7]
+
+    found, ranks = together(lambda rank: on_first(rank, work))
+    assert found == [[7]] * RANKS
+    for rank in ranks:
+        assert len(rank.waited) >= 5
+        assert max(rank.waited) < 1.0
+
+
+def test_what_fails_on_the_first_one_fails_on_all() -> None:
+    def work() -> None:
+        raise PartyFailedError("http://a cannot be reached", ["http://a"])
+
+    found, _ = together(lambda rank: on_first(rank, work))
+    assert [(str(error), error.engines) for error in found] == [("http://a cannot be reached", ("http://a",))] * RANKS
+
+
+def test_only_the_first_one_works() -> None:
+    worked: list[int] = []
+    found, _ = together(lambda rank: on_first(rank, lambda: worked.append(rank.rank)))
+    assert (found, worked) == ([None] * RANKS, [0])

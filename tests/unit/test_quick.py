@@ -1,0 +1,63 @@
+"""`make test` leaves out what is slow, and draws fewer examples; everything else runs all."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.support import quick
+
+
+class Item:
+    """A test that pytest has collected."""
+
+    def __init__(self, path: str, *markers: str) -> None:
+        self.path, self.markers = Path(path), list(markers)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.markers else None
+
+    def add_marker(self, marker: Any) -> None:
+        self.markers.append(marker.name)
+
+
+@pytest.mark.parametrize(
+    ("path", "markers", "slow"),
+    [
+        ("tests/integration/test_export.py", (), True),
+        ("tests/packaging/test_distribution.py", ("multiproc",), True),
+        ("tests/integration/test_export.py", ("quick",), False),
+        ("tests/unit/test_cpu.py", (), False),
+        ("tests/unit/refit/test_boxes.py", (), False),
+        ("tests/unit/test_cpu.py", ("slow",), True),
+    ],
+)
+def test_what_starts_megatron_vllm_or_pip_is_slow_unless_it_says_not(
+    path: str, markers: tuple[str, ...], slow: bool
+) -> None:
+    item = Item(path, *markers)
+    quick.mark(cast("pytest.Item", item))
+    assert ("slow" in item.markers) == slow
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "expected", "examples"),
+    [
+        (False, "", "", 400),
+        (False, "slow", "slow", 400),
+        (True, "", "not slow", 50),
+        (True, "gpu or multiproc", "(gpu or multiproc) and not slow", 50),
+    ],
+)
+def test_slow_tests_and_examples_are_left_out_only_where_that_is_asked(
+    asked: bool, chosen: str, expected: str, examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(quick.VARIABLE, raising=False)
+    config = argparse.Namespace(getoption={"--quick": asked}.get, option=argparse.Namespace(markexpr=chosen))
+    quick.configure(cast("pytest.Config", config))
+    assert config.option.markexpr == expected
+    assert quick.examples(400) == examples
+    assert quick.examples(1) == 1

@@ -1,0 +1,83 @@
+"""Copies of a shard, which remember whose rows they hold.
+
+Shards of all ranks have one name and one shape, so a copy that does not say which one it is can be saved by one rank
+and loaded by all. Entries of a state dict, and copies of a shard, are therefore tensors of a class that keeps its
+*cut* through copies, casts, moves, arithmetic and pickling. ``etp/shard_states.py`` compares it when they are loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+
+from etp.errors import EtpStateError
+from etp.refusals import OneOfMany, named_functions
+
+type Cut = tuple[int, int, int]
+"""The shard's number, the number of shards, and the rows of the weight."""
+
+CUT = "etp_cut"
+"""Attribute with the cut. A pickled copy is a plain tensor that has it, and loads without this package."""
+
+COPIES = named_functions(
+    "detach clone contiguous to type type_as float double half bfloat16 cpu cuda pin_memory", torch, torch.Tensor
+)
+
+_AS_WEIGHT = frozenset({F.linear, F.embedding})
+
+
+class ShardCopy(OneOfMany, torch.Tensor):
+    """A shard, or a copy of it, as it is in state dicts: for all that a tensor is for, but to be a layer's weight."""
+
+    etp_cut: Cut
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, cut: Cut) -> Self:
+        """``tensor``, ``[shard rows, ...]``, as the shard ``cut``: the same memory and version counter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.Tensor._make_subclass(cls, tensor)
+        made.etp_cut = cut
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What has the shard's shape is still this rank's; results of other shapes are plain tensors."""
+        if any(issubclass(kind, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        copies = [operand for operand in (*args, *kwargs.values()) if isinstance(operand, cls)]
+        if func in _AS_WEIGHT and any(one.etp_cut[1] > 1 for one in copies):
+            raise EtpStateError(
+                f"{func.__name__} on a copy of shard {copies[0].etp_cut[0]} of {copies[0].etp_cut[1]}: a shard is not "
+                "its weight. Pass the module's own parameter, which is gathered, or param.full_tensor()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        same = type(result) is torch.Tensor and result.shape == copies[0].shape and not result.requires_grad
+        if not same or any(result is operand for operand in args) or len({one.etp_cut for one in copies}) > 1:
+            return result
+        return cls.of(result, copies[0].etp_cut)
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Self:
+        """Of this type, because ``async_save`` fills a new one with its copy, and only then asks what to write."""
+        return self.of(self._plain().new_empty(*args, **kwargs), self.etp_cut)
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(torch.Tensor)
+        setattr(plain, CUT, self.etp_cut)
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy, and what shares memory to copies that do."""
+        return self.of(copy.deepcopy(self._plain(), memo), self.etp_cut)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor with an attribute, which ``torch.load`` restores, also with ``weights_only``."""
+        return self._plain().__reduce_ex__(protocol)
