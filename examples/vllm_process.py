@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PORTS = range(10000, 32768)
+_AN_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception)\b: ")
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 180.0
@@ -86,7 +88,7 @@ def running_server(
         port: to listen at; 0 for any that is free.
 
     Raises:
-        ServerError: with the end of its log, if it does not start.
+        ServerError: with the end of its log and the first error in it, if it does not start.
     """
     port = port or _free_port()
     command = [
@@ -95,24 +97,45 @@ def running_server(
         *("--weight-transfer-config", json.dumps({"backend": backend}), *arguments),
         *("--middleware", "megatron_patches.refit.vllm.guard.RefitGuard"),
     ]
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(  # noqa: S603
-            command,
-            env={**os.environ, **OF_A_SERVER, **variables},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
     url = f"http://127.0.0.1:{port}"
+    process = _started(command, {**os.environ, **OF_A_SERVER, **variables}, log, url)
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _is_up(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ServerError(f"vLLM did not start; the end of {log}:\n{log.read_text()[-4000:]}")
-            time.sleep(0.5)
         yield RunningServer(url, process)
     finally:
         _end(process)
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str], log: Path, url: str) -> subprocess.Popen[bytes]:
+    """A server that answers; raises ServerError as :func:`running_server` does."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    tries_left = 3
+    while True:
+        tries_left -= 1
+        with log.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(  # noqa: S603
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if _is_up(url):
+                    return process
+                time.sleep(0.5)
+        except BaseException:
+            _end(process)
+            raise
+        late = process.poll() is None
+        _end(process)
+        said = log.read_text()
+        # Its processes look for free ports and take them later: on a busy machine another process may be first.
+        if late or not tries_left or "address already in use" not in said.lower():
+            why = f"it did not answer within {START_TIMEOUT_S:g} s" if late else _first_error(said)
+            raise ServerError(f"the end of {log}:\n{said[-4000:]}\nvLLM did not start: {why}")
+
+
+def _first_error(said: str) -> str:
+    """The first exception that a server's output names: what follows are its other processes', which only end."""
+    errors = (line for line in said.splitlines() if _AN_ERROR.search(line))
+    return next(errors, "it has ended").strip()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

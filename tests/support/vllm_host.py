@@ -67,7 +67,10 @@ class VllmHost:
     def connect(self) -> VllmConnection:
         """Waits until the engine is up."""
         deadline = time.monotonic() + _START_S
-        while not Path(self.address).exists():
+        while True:
+            # It makes the file of its socket a moment before it listens.
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                return VllmConnection(self.address)
             if self.process.poll() is not None or time.monotonic() > deadline:
                 log = self._log.read_text()
                 # It looks for a free port and takes it later: on a busy machine another process may be first.
@@ -76,7 +79,6 @@ class VllmHost:
                 self._end()
                 self.process = self._start()
             time.sleep(0.2)
-        return VllmConnection(self.address)
 
     def _start(self) -> Process:
         self._starts_left -= 1
