@@ -242,6 +242,18 @@ def test_no_gather_overtakes_who_used_its_slot_before(
     assert device.overtaken == []
 
 
+def test_a_profile_names_the_publication_of_weights(device: Device) -> None:
+    model, runtime = sharded(device, Publishes)
+    model(torch.randn(2, SIDE)).sum().backward()
+    runtime.mark_weights_changed()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as run:
+        model(torch.randn(2, SIDE)).sum().backward()
+    found = sorted(e.name for e in run.events() if e.name.startswith("etp: publication") and "gradient" not in e.name)
+    # One for each process group, named by its first weight group.
+    groups = [[g.name for g in runtime.groups if g.process_group is one] for one in runtime.transports]
+    assert found == sorted(f"etp: publication of {g[0]} and {len(g) - 1} other weight groups" for g in groups)
+
+
 @pytest.mark.parametrize("transport", [Copies, Publishes])
 def test_a_gather_comes_after_one_on_another_lane_that_was_abandoned(device: Device, transport: type[Copies]) -> None:
     model, runtime = sharded(device, transport, prefetch_depth=1)

@@ -283,7 +283,7 @@ class WeightGroup:
             self._gathered_version = (epoch, *self.version)
             self.issued_in_pass = pass_number
             gather = partial(transport.all_gather, slot.buffers, self.local_shards(), self.gather_label)
-            self._ready = lane.start(gather, waits=waits)
+            self._ready = lane.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 from etp.config import EtpConfig, GradReduction
@@ -38,7 +39,7 @@ from etp.graphs import GraphModes
 from etp.group import WeightGroup
 from etp.routes import Route, Routes
 from etp.stack import Stack
-from etp.streams import Ready, let_follow
+from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
 
 Chosen = tuple[bool, ...] | None
@@ -267,7 +268,8 @@ class Reductions:
                 divisor,
                 group.reduce_label,
                 accumulate=into.accumulate,
-            )
+            ),
+            label=group.reduce_label,
         )
         # Only now: if the start fails, for lack of memory for example, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
@@ -473,7 +475,11 @@ class Reductions:
     def _finish_oldest(self) -> None:
         pending = self._popped()
         self._finished[self._routes.of(pending.group)] = pending.ready
-        pending.finish()
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(RANGE.format(f"publication of {pending.group.name}'s gradient")):
+                pending.finish()
+        else:
+            pending.finish()
 
     def _popped(self) -> PendingReduction:
         pending = self._pending.popleft()

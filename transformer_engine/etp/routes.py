@@ -20,6 +20,7 @@ from etp.collectives.base import (
     Transport,
     WatchedTransport,
 )
+from etp.collectives.order import ORDER_LABEL
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.streams import Lane, enqueue
@@ -157,7 +158,7 @@ class Routes:
         if isinstance(transport, PairingTransport):
             route = self._routes.get((process_group, device)) or self._new_route(process_group, transport, device)
             # Where reductions wait for peers, so that all of it follows one order.
-            route.reduce.start(partial(transport.pair, label, members)).wait()
+            route.reduce.start(partial(transport.pair, label, members), label=f"pairing of {label}").wait()
 
     def watch(self, process_group: dist.ProcessGroup, label: str) -> None:
         """Expect a collective over ``process_group`` outside of its transport, enqueued just now, to end in time."""
@@ -176,13 +177,13 @@ class Routes:
             if isinstance(transport, OrderedTransport) and transport.has_order_to_compare:
                 transport.verify_order()
                 # Behind earlier reductions, and beside compute.
-                route.reduce.start(transport.exchange_order, waits=())
+                route.reduce.start(transport.exchange_order, waits=(), label=ORDER_LABEL)
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""
         for route in self._routes.values():
             if isinstance(route.transport, InPlaceTransport) and route.transport.reads_in_place:
-                route.gather.start(enqueue(route.transport.finish_reading)).wait()
+                route.gather.start(enqueue(route.transport.finish_reading), label="wait for peers' gathers").wait()
 
 
 def _transport_options(config: EtpConfig) -> tuple[object, ...]:

@@ -9,6 +9,9 @@ device it runs on.
 [Note: capture] A stream joins the capture of a CUDA graph only by waiting for a stream that takes part in it, and must
 not wait for events recorded before the capture. A lane therefore forks from the caller's stream at its first start in
 each mode, and events are dropped when the mode changes (:meth:`Lane.change_mode`).
+
+[Note: profiler ranges] Under a profiler, what starts on a lane is in a range of its name. Whether one runs is asked by
+reading an attribute, because a call at each visit would cost more than the question.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import profiler
+
+RANGE = "etp: {}"
+"""Names of the engine's ranges in a profile."""
 
 
 class InFlight(Protocol):
@@ -130,14 +137,18 @@ class Lane:
         """A capture begins, with the device idle, or has ended: drop events recorded before."""
         self._forked, self.tail = False, None
 
-    def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None) -> Ready:
+    def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None, label: str = "") -> Ready:
         """Start ``work`` on the lane.
 
         Args:
             work: starts the collective and returns a handle to it.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
                 it overwrites. None: all that the current stream has been given so far.
+            label: names the work in profiles; see [Note: profiler ranges].
         """
+        if label and profiler._is_profiler_enabled:
+            with profiler.record_function(RANGE.format(label)):
+                return self.start(work, waits=waits)
         if self._stream is None:
             return Ready(work(), (), None)
         if waits is None or not self._forked:

@@ -103,7 +103,8 @@ class WeightVersions:
         self._note(members, pass_number)
         shards = [member.local_shards() for member in members]
         route.order_publication()
-        route.gather.start(enqueue(lambda: publisher.publish(shards)))
+        label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
+        route.gather.start(enqueue(lambda: publisher.publish(shards)), label=label)
 
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
