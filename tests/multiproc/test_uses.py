@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 from torch.optim.swa_utils import AveragedModel
 
 import etp
-from tests.support.launch import run_distributed
+from tests.support.launch import device, run_distributed
 
 pytestmark = [pytest.mark.multiproc]
 
@@ -30,7 +30,7 @@ class Doubled(nn.Module):
 
 def made(*, shard: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Linear(SIDE, SIDE))
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Linear(SIDE, SIDE)).to(device())
     if shard:
         etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=1))
     return model
@@ -75,7 +75,7 @@ def refused(rank: int, world_size: int, use: str) -> str:
     call, _ = USES[use]
     model = made()
     try:
-        call(model, torch.randn(4, SIDE, generator=torch.Generator().manual_seed(rank)))
+        call(model, torch.randn(4, SIDE, generator=torch.Generator().manual_seed(rank)).to(device()))
     except (TypeError, etp.EtpError) as error:
         return str(error)
     return "nothing was raised"
@@ -102,7 +102,9 @@ class Fails(torch.autograd.Function):
 def gradients_after_a_failure(rank: int, world_size: int) -> None:
     """A backward pass that fails leaves nothing behind, without ``zero_grad`` too: its last layer had a gradient."""
     model, whole = made(), made(shard=False)
-    xs = [torch.randn(4, SIDE, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+    xs = [
+        torch.randn(4, SIDE, generator=torch.Generator().manual_seed(each)).to(device()) for each in range(world_size)
+    ]
     with pytest.raises(ArithmeticError):
         model[2](model[1](Fails.apply(model[0](xs[rank])))).sum().backward()
     assert all(param.grad is None for param in model.parameters() if isinstance(param, etp.ETPShardedParam))
@@ -120,11 +122,13 @@ def test_a_failed_backward_pass_leaves_no_part_of_its_gradients() -> None:
 
 def in_another_thread(rank: int, world_size: int) -> None:
     del rank, world_size
-    model, found = made(), []
+    model, found, x = made(), [], torch.ones(4, SIDE, device=device())
 
     def use() -> None:
+        if x.is_cuda:
+            torch.cuda.set_device(x.device)
         try:
-            found.append(model(torch.ones(4, SIDE)))
+            found.append(model(x))
         except etp.EtpStateError as error:
             found.append(error)
 
@@ -134,9 +138,9 @@ def in_another_thread(rank: int, world_size: int) -> None:
         thread.join()
 
     use_elsewhere()
-    assert torch.equal(found.pop(), model(torch.ones(4, SIDE))), "one thread after the other"
+    assert torch.equal(found.pop(), model(x)), "one thread after the other"
     model[1].register_forward_hook(use_elsewhere)
-    model(torch.ones(4, SIDE))
+    model(x)
     assert "used by two threads at a time" in str(found.pop())
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol, Self, overload
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from etp import functional
@@ -93,6 +94,21 @@ class _SetLater[T]:
         if obj is None:
             return self
         raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+
+
+@_disable_dynamo
+def _uncompiled(
+    cls: type[ETPShardedParam],
+    func: Any,
+    types: Iterable[type],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+) -> Any:
+    """What a shard does with a function, out of dynamo's sight.
+
+    Compiled, it would call ``func`` on the shard itself, for ever, and dynamo's streams are not those of transports.
+    """
+    return cls.__torch_function__(func, types, args, kwargs)
 
 
 class ETPShardedParam(OneOfMany, torch.nn.Parameter):
@@ -353,7 +369,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
     # Python protocols ---------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(
+    def __torch_function__(  # noqa: PLR0911 - one for each kind of function
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Route ``linear`` and ``embedding`` to their sharded forms; refuse what ``etp/allowed.py`` does not list.
@@ -361,8 +377,7 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         Results are plain tensors, except as ``etp/derived.py`` says.
         """
         if torch.compiler.is_dynamo_compiling():
-            # Compiled, this frame would call func on the shard itself, which comes here again, for ever.
-            torch._dynamo.skip_frame()
+            return _uncompiled(cls, func, types, args, kwargs)
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         if func == _READ_DATA:
