@@ -21,7 +21,7 @@ TRAINING = {
     "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
     "h200x4": ("h200x4-etp", "h200x4-others", "h200x4-small"),
     "h200x2": ("h200x2-etp", "h200x2-others"),
-    "h100x2-moe": ("h100x2-moe-first", "h100x2-moe-second"),
+    "h100x2-moe": ("h100x2-moe-ours", "h100x2-moe-theirs"),
     "h200x2-sizes": (
         "h200x2-small-etp",
         "h200x2-small-others",
@@ -53,10 +53,12 @@ def test_training_table_is_that_of_the_reports(name: str) -> None:
     assert text.splitlines() == (FOLDER / f"{name}.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", ["h200x4", "h200x2"])
-def test_training_plot_is_that_of_the_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "title"), [("h200x4", ""), ("h200x2", ""), ("h100x2-moe", "Mixture of experts")])
+def test_training_plot_is_that_of_the_reports(
+    name: str, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(rcParams, "svg.fonttype", "path")
-    train_report.plot(_reports(TRAINING[name]), tmp_path / "plot.svg")
+    train_report.plot(_reports(TRAINING[name]), tmp_path / "plot.svg", title)
     assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / f"{name}.svg") != []
 
 
