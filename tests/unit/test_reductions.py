@@ -124,3 +124,44 @@ def test_the_gradient_of_a_penalty_is_added_behind_the_reduction_into_the_same_g
             (side(x).square().sum() + penalty).backward()
     for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(torch.as_tensor(mine.grad), other.grad)
+
+
+class Experts(etp.GroupedLinear):
+    """Experts whose operation asks the first weight for all, as Transformer Engine's does."""
+
+    def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
+        y: torch.Tensor = _SumOfExperts.apply(x, *self.parameters())
+        return y
+
+
+class _SumOfExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *shards: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.leader = shards[0]
+        return x * len(shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        wgrads = [grad.t() @ x * (index + 1) for index in range(3)]
+        return grad * 3, *ctx.leader.finalize_group_grads(wgrads)
+
+
+def test_experts_with_main_grad_get_their_gradients_from_autograd_grad(world: dist.ProcessGroup) -> None:
+    """Megatron captures a layer's backward pass so, all of the layer's parameters among what it asks for."""
+    torch.manual_seed(0)
+    model = Experts(3, SIDE, SIDE, bias=False, etp_group=world, config=etp.EtpConfig(pad_for_alignment=1))
+    shards: list[Any] = list(model.parameters())
+    shards[0].driver.transports[world] = RunsOut()
+    for shard in shards:
+        shard.main_grad = torch.zeros(shard.shape)
+    x = torch.randn(4, SIDE, requires_grad=True)
+    for asked in (shards, shards[1:], []):
+        for shard in shards:
+            shard.main_grad.zero_()
+        torch.autograd.grad([model(x)], [x, *asked], [x.detach()], allow_unused=True)
+        etp.wait_async_comms(model)
+        for index, shard in enumerate(shards):
+            wanted = (x.t() @ x).detach() * (index + 1) * any(shard is one for one in asked)
+            torch.testing.assert_close(shard.main_grad, wanted)

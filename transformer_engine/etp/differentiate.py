@@ -53,6 +53,11 @@ def run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     )
 
 
+def is_asked_for(error: RuntimeError) -> bool:
+    """Whether autograd would not say if it executes a leaf's node because ``torch.autograd.grad`` is to return it."""
+    return "autograd.grad" in str(error)
+
+
 def _each(change: Callable[[Any], Any], tensors: Any) -> Any:
     return change(tensors) if isinstance(tensors, torch.Tensor) else [change(tensor) for tensor in tensors]
 

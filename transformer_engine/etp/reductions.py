@@ -33,6 +33,7 @@ from torch.autograd import profiler
 from torch.utils.hooks import RemovableHandle
 
 from etp.config import EtpConfig, GradReduction
+from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
 from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.graphs import GraphModes
@@ -504,19 +505,32 @@ def _has_main_grads(group: WeightGroup) -> bool:
 
 
 def _chosen(group: WeightGroup) -> Chosen:
-    """Which of the group's shards autograd accumulates into behind the operation that is being differentiated.
+    """Which of the group's shards the operation that is being differentiated has a gradient for.
 
-    A shard that this operation does not read itself counts as named: autograd knows nothing of its use.
+    A shard that this operation does not read itself counts as named: autograd knows nothing of its use. So does one
+    that ``torch.autograd.grad`` was asked for, as Megatron's graphs do, though its gradient goes to ``main_grad``.
     """
     operation = torch._C._current_autograd_node()
     edges = () if operation is None else operation.next_functions
     nodes = {id(getattr(node, "variable", None)): node for node, _ in edges if node is not None}
-    trained = group.trained()
-    chosen = [
-        is_trained and (id(shard) not in nodes or torch._C._will_engine_execute_node(nodes[id(shard)]))
-        for shard, is_trained in zip(group.shards, trained, strict=True)
-    ]
+    trained, known = group.trained(), [nodes.get(id(shard)) for shard in group.shards]
+    try:
+        named = [node is None or torch._C._will_engine_execute_node(node) for node in known]
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        named = [_is_named(node) for node in known]
+    chosen = map(operator.and_, trained, named)
     return None if (found := tuple(chosen)) == trained else found
+
+
+def _is_named(node: Any) -> bool:
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        return True
 
 
 def _returned_by_autograd(shard: Any) -> bool | None:
@@ -532,8 +546,7 @@ def _returned_by_autograd(shard: Any) -> bool | None:
     try:
         return False if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:
-        # What autograd answers for a leaf whose gradient torch.autograd.grad was asked for.
-        if "autograd.grad" not in str(error):
+        if not is_asked_for(error):
             raise
         return True
 

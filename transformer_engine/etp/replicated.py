@@ -23,6 +23,7 @@ from etp.collectives.failures import reported
 from etp.collectives.sums import divide
 from etp.collectives.works import WorkLine, free_bytes
 from etp.config import GradReduction
+from etp.differentiate import is_asked_for
 from etp.routes import Routes
 
 
@@ -181,7 +182,6 @@ def _accumulates(param: nn.Parameter) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
-        # What autograd answers for a leaf whose gradient torch.autograd.grad was asked for.
-        if "autograd.grad" not in str(error):
+        if not is_asked_for(error):
             raise
         return False
