@@ -24,6 +24,7 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.plan import make_plan
@@ -200,7 +201,11 @@ class Bench:
 
     def _measure_transport(self, name: TransportName) -> Outcome:
         found = Outcome(name.value)
-        server = Rendezvous(self.sources + self.workers, self.task.timeout_s) if self.rank == 0 else None
+        server = (
+            Rendezvous(self.sources + self.workers, self.task.timeout_s, answer=Registry(self.sources).answer)
+            if self.rank == 0
+            else None
+        )
         invitation = self._gather(server.invitation if server is not None else None)[0]
         party: SourceParty | DestinationParty | None = None
         used = self._memory_in_use()

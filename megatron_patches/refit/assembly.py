@@ -83,6 +83,30 @@ class Assembly:
             PartyFailedError: on every party if any failed, with all reasons; the cause is this party's own error. On
                 this one alone if it cannot read what another one answered.
         """
+        found = self._take(what, work)
+        return [self._decode(what, kind, payload) for payload in found]
+
+    def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
+        """Like :meth:`gather`, of a step in which the rendezvous has an answer of its own for each party.
+
+        Args:
+            what: name of the step; the same for all parties.
+            kind: type of the answer.
+            work: this party's part.
+
+        Returns:
+            What this party is told.
+
+        Raises:
+            PartyFailedError: as :meth:`gather`; also if the rendezvous could make nothing of the parts.
+        """
+        found = self._take(what, work)
+        if len(found) != 1:
+            raise PartyFailedError(f"{what}: the rendezvous of {self.name} has no registry that answers")
+        return self._decode(what, kind, found[0])
+
+    def _take(self, what: str, work: Callable[[], object]) -> list[bytes]:
+        """Takes a step; what the rendezvous answers."""
         step, self.next_step = self.next_step, self.next_step + 1
         mine: Exception | None = None
         try:
@@ -97,8 +121,11 @@ class Assembly:
         answer = self._answer(step, what)
         if isinstance(answer, Failure):
             raise PartyFailedError(f"{what} failed: {'; '.join(answer.reasons)}") from mine
+        return answer.payloads
+
+    def _decode[T](self, what: str, kind: type[T], payload: bytes) -> T:
         try:
-            return [msgspec.msgpack.decode(payload, type=kind) for payload in answer.payloads]
+            return msgspec.msgpack.decode(payload, type=kind)
         except msgspec.MsgspecError as error:
             raise PartyFailedError(
                 f"{what}: {self.name} cannot read what another party answered ({error}); do all run the same version "

@@ -226,9 +226,7 @@ class _Job:
                 rules = frozenset((spec.dtype, target) for spec in tensors if spec.dtype in FLOAT_DTYPES)
                 tensors = [replace(spec, dtype=target) if spec.dtype in FLOAT_DTYPES else spec for spec in tensors]
             layout = layout_checkpoint(tensors, self._options.max_shard_bytes)
-            options = PlanOptions(
-                staging_bytes=self._options.staging_bytes, conversions=rules, bound_destinations=False
-            )
+            options = PlanOptions(conversions=rules)
             plan = make_plan(tensors, sources, [layout.manifest()], options)
             prove(plan, sources, [layout.manifest()], options)
             return plan, layout
@@ -252,9 +250,9 @@ class _Job:
         """Writes this rank's boxes; returns the digest of every tensor, from all ranks' shares."""
         rank = self._exchange.rank
         with self._phase("write", plan.bytes_by_source().get(rank, 0)):
-            partial = self._directory.partial
+            partial, staging = self._directory.partial, self._options.staging_bytes
             shares = self._together(
-                lambda: write_boxes(plan, rank, self._memory, layout, partial, self._progress.advance)
+                lambda: write_boxes(plan, rank, self._memory, layout, partial, staging, self._progress.advance)
             )
         return {spec.name: combine(share.get(spec.name, 0) for share in shares) for spec in plan.tensors}
 

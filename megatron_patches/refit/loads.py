@@ -12,18 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from itertools import groupby
 
 from megatron_patches.refit.boxes import pitch_of
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.plan import Plan, Transfer
+from megatron_patches.refit.plan import Link, Plan
+from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Batch, Piece
 
 _ROW_BYTES = 512  # of a row: shorter ones are packed faster than they are copied one by one
-
-Link = tuple[int, int]
-"""A source and a destination that the plan connects."""
 
 
 class Reach(IntEnum):
@@ -40,7 +37,7 @@ class Terms:
     """What both ends of a link have agreed on.
 
     Attributes:
-        packet_bytes: the most bytes of a packed load; None for one packet a round, however large.
+        packet_bytes: the most bytes of a packed load; None for one packet, however large.
         reach: what may travel directly.
         hidden: the source's storages that the destination cannot reach where they lie.
         direct_bytes: the least that travels directly; smaller boxes are faster in the company of others, packed.
@@ -62,7 +59,6 @@ class Load:
     """What one packet is to carry.
 
     Attributes:
-        round: number of the round, or the first of several.
         number: number of the load among those of its link.
         source: rank that sends.
         destination: rank that receives.
@@ -70,7 +66,6 @@ class Load:
         direct: whether its boxes travel from where they lie to where they are to lie, and are not packed.
     """
 
-    round: int
     number: int
     source: int
     destination: int
@@ -94,7 +89,7 @@ class Load:
 
 def links_of(plan: Plan) -> list[Link]:
     """Every link that the plan uses, in order."""
-    return sorted({(item.source, item.destination) for item in plan.transfers})
+    return list(plan.by_link)
 
 
 def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | None = None) -> dict[Link, list[Load]]:
@@ -102,10 +97,10 @@ def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | 
 
     Args:
         transfers: what moves.
-        terms: what was agreed on, by link; None for one packet a round.
+        terms: what was agreed on, by link; None for one packet a link.
 
     Returns:
-        The loads of each link in the order of their rounds; both ends get the same.
+        The loads of each link; both ends get the same.
 
     Raises:
         TransferError: if one element is larger than a packet.
@@ -116,26 +111,19 @@ def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | 
     found: dict[Link, list[Load]] = {}
     for link, items in sorted(links.items()):
         agreed = DEFAULT_TERMS if terms is None else terms[link]
-        in_order = sorted(items, key=lambda item: item.round)
-        direct = [item for item in in_order if goes_directly(item, agreed)]
-        packed = [item for item in in_order if not goes_directly(item, agreed)]
-        groups = [(group, True) for group in _fill(direct, agreed.load_bytes)]
-        groups += [(group, False) for group in _fill_packets(packed, agreed.packet_bytes)]
-        groups.sort(key=lambda group: group[0][0].round)
-        found[link] = [
-            Load(group[0].round, index, *link, tuple(group), straight) for index, (group, straight) in enumerate(groups)
-        ]
+        groups: list[tuple[int, tuple[Transfer, ...], bool]] = []
+        for straight, limit in ((True, agreed.load_bytes), (False, agreed.packet_bytes)):
+            places = [at for at, item in enumerate(items) if goes_directly(item, agreed) is straight]
+            for first, group in fill([items[at] for at in places], limit):
+                groups.append((places[first], tuple(group) if straight else _aligned(group), straight))
+        groups.sort(key=lambda group: group[0])
+        found[link] = [Load(index, *link, group, straight) for index, (_, group, straight) in enumerate(groups)]
     return found
 
 
-def _fill_packets(items: Sequence[Transfer], limit: int | None) -> Iterator[list[Transfer]]:
-    """Deals transfers into packets: of at most ``limit`` bytes, whatever their rounds, or one a round."""
-    if limit is None:
-        groups: Iterable[list[Transfer]] = (list(group) for _, group in groupby(items, key=lambda item: item.round))
-    else:
-        groups = _fill(items, limit)
-    for group in groups:
-        yield sorted(group, key=lambda item: -itemsize(item.dtype))
+def _aligned(items: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    """Wider elements first."""
+    return tuple(sorted(items, key=lambda item: -itemsize(item.dtype)))
 
 
 def goes_directly(item: Transfer, terms: Terms) -> bool:
@@ -150,19 +138,27 @@ def goes_directly(item: Transfer, terms: Terms) -> bool:
     return terms.reach is Reach.ROWS and pitch.length * itemsize(item.dtype) >= min(_ROW_BYTES, terms.direct_bytes)
 
 
-def _fill(items: Sequence[Transfer], limit: int) -> Iterator[list[Transfer]]:
-    """Deals transfers, in order, into groups of at most ``limit`` bytes; cuts those that are larger."""
+def fill(items: Sequence[Transfer], limit: int | None) -> Iterator[tuple[int, list[Transfer]]]:
+    """Deals transfers, in order, into groups of at most ``limit`` bytes; cuts those that are larger.
+
+    Returns:
+        The groups, each with the index of the transfer that it begins with, or with a part of.
+    """
+    if limit is None:
+        limit = max(1, sum(item.nbytes for item in items))
     group: list[Transfer] = []
-    room = limit
-    for item in items:
+    first, room = 0, limit
+    for index, item in enumerate(items):
         for piece in _cut(item, limit):
-            if piece.nbytes > room:
-                yield group
+            if group and piece.nbytes > room:
+                yield first, group
                 group, room = [], limit
+            if not group:
+                first = index
             group.append(piece)
             room -= piece.nbytes
     if group:
-        yield group
+        yield first, group
 
 
 def _cut(item: Transfer, limit: int) -> Iterator[Transfer]:

@@ -6,9 +6,10 @@ manifests every party computes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.conversion import Conversion, Rule
@@ -96,6 +97,15 @@ class Manifest:
         )
 
 
+class HeldBox(NamedTuple):
+    """A box that a source holds: its rank, the storage, the box, and the type of its elements there."""
+
+    rank: int
+    storage: str
+    box: Box
+    dtype: str
+
+
 def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Manifest]) -> list[TensorSpec]:
     """Gives every tensor the dtype that its holders have.
 
@@ -109,23 +119,28 @@ def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Ma
     Raises:
         RefitError: if a held box is not part of the model, a tensor is held by nobody, or its holders differ in dtype.
     """
-    held: dict[str, tuple[str, int]] = {}
-    for manifest in sources:
-        for placement in manifest.placements:
-            box, dtype = placement.box, manifest.storage[placement.view.storage].dtype
-            shape = shapes.get(box.tensor)
-            if shape is None or len(shape) != len(box.stop) or any(a > b for a, b in zip(box.stop, shape, strict=True)):
-                raise RefitError(
-                    f"rank {manifest.rank} holds {box} in {placement.view.storage}, but the model's "
-                    f"{box.tensor} has shape {shape}"
-                )
-            known, rank = held.setdefault(box.tensor, (dtype, manifest.rank))
-            if known != dtype:
-                raise RefitError(f"{box.tensor} is {known} on rank {rank} and {dtype} on rank {manifest.rank}")
-    missing = [name for name in shapes if name not in held]
+    held = (
+        HeldBox(manifest.rank, placement.view.storage, placement.box, manifest.storage[placement.view.storage].dtype)
+        for manifest in sources
+        for placement in manifest.placements
+    )
+    return agree_on(shapes, held)
+
+
+def agree_on(shapes: Mapping[str, tuple[int, ...]], held: Iterable[HeldBox]) -> list[TensorSpec]:
+    """:func:`agree_on_tensors` by boxes; of those that several ranks hold likewise, one is enough."""
+    known: dict[str, tuple[str, int]] = {}
+    for rank, storage, box, dtype in held:
+        shape = shapes.get(box.tensor)
+        if shape is None or len(shape) != len(box.stop) or any(a > b for a, b in zip(box.stop, shape, strict=True)):
+            raise RefitError(f"rank {rank} holds {box} in {storage}, but the model's {box.tensor} has shape {shape}")
+        other, first = known.setdefault(box.tensor, (dtype, rank))
+        if other != dtype:
+            raise RefitError(f"{box.tensor} is {other} on rank {first} and {dtype} on rank {rank}")
+    missing = [name for name in shapes if name not in known]
     if missing:
         raise RefitError(
             f"no rank holds {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; "
             "the model and its configuration disagree"
         )
-    return [TensorSpec(name, tuple(shape), held[name][0]) for name, shape in shapes.items()]
+    return [TensorSpec(name, tuple(shape), known[name][0]) for name, shape in shapes.items()]

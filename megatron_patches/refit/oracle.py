@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.plan import Plan
@@ -37,7 +38,7 @@ class Verification:
     Attributes:
         elements: elements of wanted boxes, each equal to the dense model's.
         untouched: elements of destinations outside all boxes, each as it was.
-        peak_staged_bytes: most bytes that one rank had staged in a round.
+        peak_staged_bytes: bytes of the largest packet.
     """
 
     elements: int
@@ -55,9 +56,20 @@ def memory_needed(tensors: Sequence[TensorSpec], sources: Sequence[Manifest], de
 
 
 def verify_in_memory(
-    plan: Plan, sources: Sequence[Manifest], destinations: Sequence[Manifest], seed: int = 0
+    plan: Plan,
+    sources: Sequence[Manifest],
+    destinations: Sequence[Manifest],
+    seed: int = 0,
+    staging_bytes: int = 256 << 20,
 ) -> Verification:
     """Fills the sources from a random dense model, moves it by ``plan``, and compares the destinations with it.
+
+    Args:
+        plan: the plan.
+        sources: what each source rank holds.
+        destinations: what each destination rank wants.
+        seed: of the random bits.
+        staging_bytes: the most bytes of a packet.
 
     Raises:
         OracleError: naming the first element that differs, its tensor, box and rank.
@@ -69,6 +81,7 @@ def verify_in_memory(
         for spec in plan.tensors
     }
     shapes = {spec.name: spec.shape for spec in plan.tensors}
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=staging_bytes))
     senders = []
     for manifest in sources:
         memory = _noise(manifest, f"{seed}|source")
@@ -76,11 +89,11 @@ def verify_in_memory(
             memory[placement.view.storage][_positions(placement)] = dense[placement.box.tensor][
                 _indices(placement.box, shapes[placement.box.tensor])
             ]
-        senders.append(Sender(plan, manifest.rank, memory))
+        senders.append(Sender(plan, manifest.rank, memory, terms))
     serving = {manifest.rank: _noise(manifest, f"{seed}|destination") for manifest in destinations}
     before = {rank: {name: bits.copy() for name, bits in held.items()} for rank, held in serving.items()}
-    receivers = {manifest.rank: Receiver(plan, manifest, serving[manifest.rank]) for manifest in destinations}
-    peak = refit(plan, senders, receivers, 1)
+    receivers = {manifest.rank: Receiver(plan, manifest, serving[manifest.rank], terms) for manifest in destinations}
+    peak = refit(senders, receivers, 1)
     elements = untouched = 0
     for manifest in destinations:
         expected = before[manifest.rank]

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
-from megatron_patches.refit.loads import Link, Load, Terms, cut_into_loads
+from megatron_patches.refit.loads import Load, Terms, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement
-from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
 from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Shared, Spot
 from megatron_patches.refit.staging import StagingPool
@@ -86,9 +86,8 @@ class Packet:
     """A load on its way.
 
     Attributes:
-        plan_digest: digest of the plan that the sender follows.
+        plan_digest: digest of what the sender's plan moves over this link.
         version: version of the weights.
-        round: number of the round.
         number: number of the packet among those of its link.
         source: rank that sends.
         destination: rank that receives.
@@ -98,7 +97,6 @@ class Packet:
 
     plan_digest: str
     version: int
-    round: int
     number: int
     source: int
     destination: int
@@ -135,7 +133,7 @@ class Sender:
         plan: the plan.
         rank: this rank, as a source.
         memory: its storages, by the names of its manifest.
-        terms: what was agreed on, by link; None for one packet a round.
+        terms: what was agreed on, by link; None for one packet a link.
         pool: staging memory of the party, of which a GPU needs some.
 
     Attributes:
@@ -157,9 +155,8 @@ class Sender:
         self._port = open_port(memory, f"source rank {rank}", pool)
         shapes = {spec.name: spec.shape for spec in plan.tensors}
         mine = cut_into_loads((item for item in plan.transfers if item.source == rank), terms)
-        sources = len({item.source for item in plan.transfers})
         links = list(mine.items())
-        first = rank * len(links) // max(1, sources) % max(1, len(links))
+        first = rank % max(1, len(links))
         self.loads = {destination: loads for (_, destination), loads in links[first:] + links[:first]}
         self._waves: dict[tuple[_Key, ...], Batch] = {}
         self._batches = {_key(load): load.batch(shapes, read=True) for loads in self.loads.values() for load in loads}
@@ -185,16 +182,15 @@ class Sender:
             begin += count
             count *= _GROWTH if self._port.asynchronous else 1
 
-    def pack(self, number: int, version: int) -> Iterator[Packet]:
-        """The packets of round ``number``, in the order of :attr:`loads`, each in memory of its own.
+    def pack(self, version: int) -> Iterator[Packet]:
+        """All packets, in the order of :attr:`loads`, each in memory of its own.
 
         Raises:
             TransferError: if a box would have to be converted, or a storage has elements of another width.
         """
         for loads in self.loads.values():
             for load in loads:
-                if load.round == number:
-                    yield self.pack_into(load, version, np.empty(load.nbytes, dtype=np.uint8)).result()
+                yield self.pack_into(load, version, np.empty(load.nbytes, dtype=np.uint8)).result()
 
     def pack_into(self, load: Load, version: int, payload: Payload) -> Packing:
         """Begins to pack a load into ``payload``, which has at least its size; raises as :meth:`pack` does."""
@@ -226,7 +222,8 @@ class Sender:
         self._port.close()
 
     def _packet(self, load: Load, version: int, payload: Payload) -> Packet:
-        return Packet(self._plan.digest, version, load.round, load.number, self._rank, load.destination, (), payload)
+        digest = self._plan.digests[self._rank, load.destination]
+        return Packet(digest, version, load.number, self._rank, load.destination, (), payload)
 
     def _check_types(self, load: Load) -> None:
         for item in load.items:
@@ -238,10 +235,10 @@ class Sender:
 
 
 def _key(load: Load) -> _Key:
-    return load.source, load.destination, load.round, load.number
+    return load.source, load.destination, load.number
 
 
-_Key = tuple[int, int, int, int]
+_Key = tuple[int, int, int]
 
 
 class Unpacker:
@@ -250,7 +247,7 @@ class Unpacker:
     Args:
         plan: the plan.
         manifest: what this rank wants and where.
-        terms: what was agreed on, by link; None for one packet a round.
+        terms: what was agreed on, by link; None for one packet a link.
         pool: staging memory of the party, of which a GPU needs some.
     """
 
@@ -320,15 +317,15 @@ class Unpacker:
         Raises:
             PlanMismatchError: if the sender follows another plan.
             StaleVersionError: if it carries another version than the one begun.
-            TransferError: if it is not what the plan says that this source sends in this round.
+            TransferError: if it is not what the plan says that this source sends.
         """
         load = self._planned(packet)
-        _check_parts(packet, load, f"source rank {packet.source}, to {self._here}, in round {packet.round}")
+        _check_parts(packet, load, f"source rank {packet.source}, to {self._here}")
         nbytes = 0 if load.direct else load.nbytes
         if len(packet.payload) != nbytes:
             raise TransferError(
-                f"the packet from source rank {packet.source}, to destination rank {packet.destination}, in round "
-                f"{packet.round}, has {len(packet.payload)} bytes and not the {nbytes} planned"
+                f"packet {packet.number} from source rank {packet.source}, to {self._here}, has "
+                f"{len(packet.payload)} bytes and not the {nbytes} planned"
             )
         self._arrived[_key(load)] = packet.digests
         if load.direct:
@@ -349,23 +346,21 @@ class Unpacker:
         """What the plan says of a packet; its head is as it says."""
         here = self._here
         sender = f"source rank {packet.source}"
-        if packet.plan_digest != self._plan.digest:
-            raise PlanMismatchError(
-                f"{sender} follows plan {packet.plan_digest[:12]}, {here} plan {self._plan.digest[:12]}"
-            )
+        agreed = self._plan.digests.get((packet.source, self._manifest.rank), "")
+        if packet.plan_digest != agreed:
+            raise PlanMismatchError(f"{sender} follows plan {packet.plan_digest[:12]}, {here} plan {agreed[:12]}")
         if packet.version != self._version:
             raise StaleVersionError(
                 f"{sender} sent version {packet.version} to {here}, which receives version {self._version}"
             )
-        key = packet.source, packet.destination, packet.round, packet.number
+        key = packet.source, packet.destination, packet.number
         load = self._expected.get(key)
         if load is None:
             raise TransferError(
-                f"{here} got a packet for rank {packet.destination} from {sender} in round {packet.round}, in which "
-                "the plan sends it none"
+                f"{here} got packet {packet.number} for rank {packet.destination} from {sender}, which is not planned"
             )
         if key in self._arrived:
-            raise TransferError(f"{here} got the packet of {sender} in round {packet.round} twice")
+            raise TransferError(f"{here} got packet {packet.number} of {sender} twice")
         return load
 
     def verify(self) -> None:
@@ -377,10 +372,10 @@ class Unpacker:
         """
         missing = [key for key in sorted(self._expected) if key not in self._arrived]
         if missing:
-            source, _, number, _ = missing[0]
+            source, _, number = missing[0]
             raise TransferError(
                 f"destination rank {self._manifest.rank} never got {self._expected[missing[0]].items[0].box}, which "
-                f"source rank {source} sends in round {number}, of version {self._version}"
+                f"source rank {source} sends in packet {number}, of version {self._version}"
             )
         found = np.array(self._open.digest(self._wanted).result(), dtype=np.uint64)
         sent = np.zeros_like(found)

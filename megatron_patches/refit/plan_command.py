@@ -17,7 +17,7 @@ from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, eng
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.live_refusals import check_live
 from megatron_patches.refit.oracle import memory_needed, verify_in_memory
-from megatron_patches.refit.plan import PartOf, Plan, PlanOptions
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.report import LinkSpeeds, Traffic, traffic_of
@@ -29,6 +29,7 @@ from megatron_patches.refit.target.vllm_layout import EngineMesh
 
 ROWS = 16
 """Most rows of a table; all are in the JSON."""
+MOST_ELEMENT_BYTES = 8
 _MOST_RANKS = 1 << 14
 
 
@@ -39,8 +40,8 @@ def add_commands(
     plan = commands.add_parser(
         "plan",
         help="plan a refit from a config.json and the sizes of both meshes, and prove the plan",
-        description="Plans a refit between clusters that need not exist: prints what moves, over which links, in how "
-        "many rounds and in what time at best, and whether every byte is proved to be written exactly once.",
+        description="Plans a refit between clusters that need not exist: prints what moves, over which links and in "
+        "what time at best, and whether every byte is proved to be written exactly once.",
     )
     which = plan.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, help="plan only what this trainer rank sends")
@@ -52,12 +53,12 @@ def add_commands(
         "compares every element of every engine rank with the dense model.",
     )
     verify.add_argument("--seed", type=int, default=0, help="of the random bits")
+    verify.add_argument("--staging", type=parse_size, default=parse_size("256MiB"), help="most bytes of a packet")
     verify.add_argument("--max-memory", type=parse_size, default=parse_size("4GiB"), help="most memory to use")
     for command in (plan, verify):
         command.add_argument("--model", type=Path, required=True, help="config.json, or the directory that has it")
         command.add_argument("--from", dest="trainer", required=True, help="trainer's axes: tp=2,etp=2,pp=2,ep=2,dp=2")
         command.add_argument("--to", dest="engine", required=True, help="engine's axes: tp=4,ep=4,dp=1")
-        command.add_argument("--staging", type=parse_size, default=parse_size("256MiB"), help="budget of a rank")
         command.add_argument("--ranks-per-host", type=int, default=8, help="on both sides")
         command.add_argument("--colocated", action="store_true", help="trainer and engine share their hosts")
         command.add_argument("--within-host", type=parse_size, default=parse_size("450GB"), help="bytes/s of a rank")
@@ -100,9 +101,8 @@ class Outcome:
             "model_bytes": sum(spec.nbytes for spec in self.plan.tensors),
             "trainer": {"ranks": len(self.cluster.sources), **self.trainer},
             "engine": {"ranks": len(self.cluster.destinations), **self.engine},
-            "part": None if part is None else {"side": part.of.side, "rank": part.of.rank},
+            "part": None if part is None else {"side": part.side, "rank": part.rank},
             "transfers": len(self.plan.transfers),
-            "rounds": self.plan.rounds,
             "bytes": self.plan.nbytes,
             "bytes_within_hosts": self.traffic.bytes_within_hosts,
             "sent": {str(rank): nbytes for rank, nbytes in self.traffic.sent.items()},
@@ -141,7 +141,10 @@ def run(options: argparse.Namespace, progress: Progress) -> Outcome:
     hosts = _of_flag(
         "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
     )
-    plan_options = _of_flag("--staging", lambda: PlanOptions(staging_bytes=options.staging))
+    if options.command == "verify" and options.staging < MOST_ELEMENT_BYTES:
+        raise RefitError(
+            f"--staging is {options.staging}; a packet must hold one element of {MOST_ELEMENT_BYTES} bytes"
+        )
     speeds = LinkSpeeds(within_host=options.within_host, between_hosts=options.between_hosts)
     config = read_config(options.model)
     family = family_from_config(config)
@@ -150,13 +153,13 @@ def run(options: argparse.Namespace, progress: Progress) -> Outcome:
     with phases.phase("describe"):
         cluster = describe_cluster(family, trainer, engine, TrainerOptions(dtype=dtype_of(config)), hosts)
     with phases.phase("plan"):
-        plan = cluster.plan(plan_options, _part(options))
+        plan = cluster.plan(DEFAULT_OPTIONS, _part(options))
     with phases.phase("prove"):
-        verdict = prove(plan, cluster.sources, cluster.destinations, plan_options)
+        verdict = prove(plan, cluster.sources, cluster.destinations)
     comparison = None
     if options.command == "verify":
         with phases.phase("verify"):
-            comparison = _compare(options, cluster, plan, plan_options)
+            comparison = _compare(options, cluster, plan)
     return Outcome(
         architecture=family.architecture,
         trainer=asdict(trainer),
@@ -212,16 +215,17 @@ def _part(options: argparse.Namespace) -> PartOf | None:
     return None
 
 
-def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan, plan_options: PlanOptions) -> Mapping[str, int]:
+def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mapping[str, int]:
     """Moves the model, or as many layers of it as fit into memory; what was compared."""
     needed = memory_needed(cluster.tensors, cluster.sources, cluster.destinations)
     layers: dict[str, int] = {}
     if needed > options.max_memory:
         sample = sample_layers(cluster, options.max_memory, options.seed)
-        cluster, plan = sample.cluster, sample.cluster.plan(plan_options)
-        prove(plan, cluster.sources, cluster.destinations, plan_options)
+        cluster, plan = sample.cluster, sample.cluster.plan(DEFAULT_OPTIONS)
+        prove(plan, cluster.sources, cluster.destinations)
         layers = {"layers": sample.layers, "of_layers": sample.of}
-    return {**asdict(verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed)), **layers}
+    compared = verify_in_memory(plan, cluster.sources, cluster.destinations, options.seed, options.staging)
+    return {**asdict(compared), **layers}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -279,8 +283,8 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
         ("model", f"{outcome.architecture}, {len(plan.tensors)} tensors, {model}"),
         ("from", f"{_axes(outcome.trainer)}: {trainer} ranks"),
         ("to", f"{_axes(_as_given(outcome.engine))}: {engine} ranks"),
-        ("part", "all of the plan" if plan.part is None else str(plan.part.of)),
-        ("moved", f"{_size(plan.nbytes)} in {len(plan.transfers)} transfers and {plan.rounds} rounds"),
+        ("part", "all of the plan" if plan.part is None else str(plan.part)),
+        ("moved", f"{_size(plan.nbytes)} in {len(plan.transfers)} transfers"),
         ("within hosts", _size(traffic.bytes_within_hosts)),
         ("floor", f"egress {traffic.egress_seconds:.4g} s, ingress {traffic.ingress_seconds:.4g} s"),
         ("proof", _proved(outcome)),
@@ -318,7 +322,7 @@ def _size(nbytes: int) -> str:
 
 
 def _proved(outcome: Outcome) -> str:
-    if outcome.plan.part is not None and outcome.plan.part.of.side == "source":
+    if outcome.plan.part is not None and outcome.plan.part.side == "source":
         return f"proved: {outcome.verdict.transfers} transfers read what is held and go where they are wanted"
     return f"proved: {outcome.verdict.elements} elements of {outcome.verdict.boxes} boxes are each written exactly once"
 

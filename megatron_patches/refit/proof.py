@@ -17,7 +17,9 @@ from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs,
 from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer, conversions_of
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, conversions_of
+from megatron_patches.refit.planning.layouts import Holder, check_layout, holder_of
+from megatron_patches.refit.planning.transfers import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +49,52 @@ def prove(
 ) -> Verdict:
     """Checks a plan against the manifests that it was made from.
 
-    Shown are: every box lies in its tensor; every read lies in a box that its rank holds, at the place where it
-    holds it, and before the storage's padding; every element of every wanted box is written by exactly one
-    transfer, at the place where it is wanted; wanted boxes do not share memory, neither where they arrive nor where
-    they end up; dtypes are equal, or converted on the way by a pair listed in ``options.conversions``, or at the
-    destination by a rule that the plan lists and that loses nothing unless ``options.allow_narrowing``; no round
-    exceeds the staging budget.
+    Shown are: every read lies in a box that its rank holds, at the place where it holds it, and before the storage's
+    padding; every wanted box lies in its tensor, and every element of it is written by exactly one transfer, at the
+    place where it is wanted; wanted boxes do not share memory, neither where they arrive nor where they end up; dtypes
+    are equal, or converted on the way by a pair listed in ``options.conversions``, or at the destination by a rule that
+    the plan lists and that loses nothing unless ``options.allow_narrowing``.
 
-    Of the part that ``make_part`` makes, the same is shown as far as it concerns its rank: of a destination all that
-    it wants, of a source all that it sends. A whole plan is proved when every destination has proved its part.
+    Of a part, the same is shown as far as it concerns its rank: of a destination all that it wants, of a source all
+    that it sends. Manifests of ranks that have nothing to do with the part are not looked at. A whole plan is proved
+    when every destination has proved its part.
 
     Raises:
         ProofError: naming tensor, box and rank.
     """
+    if plan.part is not None:
+        used = {item.source for item in plan.transfers}
+        sources = [manifest for manifest in sources if manifest.rank in used]
+    return prove_with(plan, [holder_of(manifest) for manifest in sources], destinations, options)
+
+
+def prove_with(
+    plan: Plan, holders: Sequence[Holder], destinations: Sequence[Manifest], options: PlanOptions = DEFAULT_OPTIONS
+) -> Verdict:
+    """:func:`prove` with the layouts of sources, of which those that send nothing may be missing."""
     specs = {spec.name: spec for spec in plan.tensors}
-    for side, manifests in (("source", sources), ("destination", destinations)):
-        for manifest in manifests:
-            for placement in manifest.placements:
-                _check_placement(side, manifest.rank, placement, manifest.storage[placement.view.storage], specs)
-    _check_reads(plan.transfers, sources)
-    _check_dtypes(plan.transfers, sources, destinations, options)
+    if plan.part is not None:
+        destinations = _concerned(plan, plan.part, destinations)
+    for holder in holders:
+        check_layout(holder.layout, holder.rank)
+    for manifest in destinations:
+        for placement in manifest.placements:
+            _check_placement(manifest.rank, placement, manifest.storage[placement.view.storage], specs)
     _check_owner(plan)
+    _check_reads(plan.transfers, holders, destinations, options)
     covered = [manifest for manifest in destinations if _is_covered(plan, manifest.rank)]
-    _check_conversions(plan, sources, covered, options)
+    _check_conversions(plan, covered, options)
     for manifest in covered:
         _check_no_aliases(manifest)
     boxes, elements = _check_writes(plan.transfers, destinations, covered)
-    _check_rounds(plan.transfers, options)
     return Verdict(elements, boxes, len(plan.transfers), plan.digest, plan.conversions)
 
 
 def _check_owner(plan: Plan) -> None:
     """A part holds transfers of its rank only."""
-    if plan.part is None:
+    of = plan.part
+    if of is None:
         return
-    of = plan.part.of
     for item in plan.transfers:
         if of.rank != (item.source if of.side == "source" else item.destination):
             raise ProofError(
@@ -90,62 +103,51 @@ def _check_owner(plan: Plan) -> None:
             )
 
 
+def _concerned(plan: Plan, part: PartOf, destinations: Sequence[Manifest]) -> Sequence[Manifest]:
+    """The destination that a part is for, or those that a source's part sends to."""
+    ranks = {part.rank} if part.side == "destination" else {item.destination for item in plan.transfers}
+    return [manifest for manifest in destinations if manifest.rank in ranks]
+
+
 def _is_covered(plan: Plan, rank: int) -> bool:
     """Whether the plan, or the part of it, has all transfers to this destination."""
-    return plan.part is None or plan.part.of == PartOf("destination", rank)
+    return plan.part is None or plan.part == PartOf("destination", rank)
 
 
-def _check_placement(
-    side: str, rank: int, placement: Placement, storage: Storage, specs: Mapping[str, TensorSpec]
-) -> None:
+def _check_placement(rank: int, placement: Placement, storage: Storage, specs: Mapping[str, TensorSpec]) -> None:
     box, view = placement.box, placement.view
     spec = specs.get(box.tensor)
     if spec is None or len(spec.shape) != len(box.stop) or not spec.box.contains(box):
-        raise ProofError(f"{side} rank {rank} lists {box}, outside {spec.shape if spec else 'any tensor'} of the model")
+        raise ProofError(
+            f"destination rank {rank} lists {box}, outside {spec.shape if spec else 'any tensor'} of the model"
+        )
     if view.shape != box.shape:
-        raise ProofError(f"{side} rank {rank} shows {box} through a view of shape {view.shape}")
+        raise ProofError(f"destination rank {rank} shows {box} through a view of shape {view.shape}")
     low, high = view.span
     limit = storage.logical_numel
     if low < 0 or high > limit or limit > storage.numel:
         raise ProofError(
-            f"{side} rank {rank}: {box} spans elements {low} to {high} of {storage.name}, of which {limit} of "
+            f"destination rank {rank}: {box} spans elements {low} to {high} of {storage.name}, of which {limit} of "
             f"{storage.numel} are not padding"
         )
 
 
-def _check_reads(transfers: Sequence[Transfer], sources: Sequence[Manifest]) -> None:
-    held: dict[tuple[int, str], list[Placement]] = defaultdict(list)
-    for manifest in sources:
-        for placement in manifest.placements:
-            held[manifest.rank, placement.box.tensor].append(placement)
-    for item in transfers:
-        if not any(_is_cut(item.box, item.read, placement) for placement in held[item.source, item.box.tensor]):
-            raise ProofError(f"source rank {item.source} does not hold {item.box} at {item.read}")
-
-
-def _is_cut(box: Box, view: View, placement: Placement) -> bool:
-    return (
-        placement.view.storage == view.storage
-        and placement.box.contains(box)
-        and placement.view.cut(placement.box, box) == view
-    )
-
-
-def _check_dtypes(
-    transfers: Sequence[Transfer],
-    sources: Sequence[Manifest],
-    destinations: Sequence[Manifest],
-    options: PlanOptions,
+def _check_reads(
+    transfers: Sequence[Transfer], holders: Sequence[Holder], destinations: Sequence[Manifest], options: PlanOptions
 ) -> None:
-    source_of = {manifest.rank: manifest for manifest in sources}
-    destination_of = {manifest.rank: manifest for manifest in destinations}
+    """Every read is of what its source holds, where it does; types are those of both ends."""
+    layouts = {holder.rank: holder.layout for holder in holders}
+    storages = {manifest.rank: manifest.storage for manifest in destinations}
     for item in transfers:
-        read = source_of[item.source].storage[item.read.storage].dtype
-        if item.destination not in destination_of or item.write.storage not in destination_of[item.destination].storage:
+        held = layouts[item.source].views_of(item.box) if item.source in layouts else iter(())
+        read = next((kind.dtype for view, kind in held if view == item.read), None)
+        if read is None:
+            raise ProofError(f"source rank {item.source} does not hold {item.box} at {item.read}")
+        if item.write.storage not in storages.get(item.destination, {}):
             raise ProofError(
                 f"{item.box} goes to {item.write.storage} of destination rank {item.destination}, which is not there"
             )
-        write = destination_of[item.destination].storage[item.write.storage].dtype
+        write = storages[item.destination][item.write.storage].dtype
         if (read, write) != (item.source_dtype, item.dtype):
             raise ProofError(
                 f"{item.box} from source rank {item.source} to destination rank {item.destination} is planned as "
@@ -158,13 +160,16 @@ def _check_dtypes(
             )
 
 
-def _check_conversions(
-    plan: Plan, sources: Sequence[Manifest], covered: Sequence[Manifest], options: PlanOptions
-) -> None:
+def _is_cut(box: Box, view: View, placement: Placement) -> bool:
+    return (
+        placement.view.storage == view.storage
+        and placement.box.contains(box)
+        and placement.view.cut(placement.box, box) == view
+    )
+
+
+def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOptions) -> None:
     """The plan lists the rules of all destinations, and each of them is sound."""
-    for manifest in sources:
-        for item in manifest.conversions:
-            raise ProofError(f"source rank {item.rank} has a rule for {item.storage}; only destinations convert")
     if plan.conversions != conversions_of(covered):
         raise ProofError("the plan does not list the rules by which the destinations convert what arrives")
     for manifest in covered:
@@ -249,16 +254,3 @@ def _check_cover(rank: int, placement: Placement, transfers: Sequence[Transfer])
         raise ProofError(
             f"destination rank {rank} never receives {missing[0]}, part of {placement.box} in {placement.view.storage}"
         )
-
-
-def _check_rounds(transfers: Sequence[Transfer], options: PlanOptions) -> None:
-    staged: dict[tuple[str, int, int], int] = defaultdict(int)
-    for item in transfers:
-        staged["source", item.source, item.round] += item.staged_bytes
-        if options.bound_destinations:
-            staged["destination", item.destination, item.round] += item.staged_bytes
-    for (side, rank, number), size in staged.items():
-        if size > options.staging_bytes:
-            raise ProofError(
-                f"{side} rank {rank} stages {size} bytes in round {number}; the budget is {options.staging_bytes}"
-            )

@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -56,12 +56,20 @@ class Rendezvous:
         parties: how many will join, numbered from 0.
         timeout_s: seconds that a step may take after its first party has finished.
         host: address to listen on; other machines must reach it if parties run there.
+        answer: gives, for the name of a step and all parts, what each party is told; None where all are told all.
 
     Raises:
         PartyFailedError: if the address is none of this machine.
     """
 
-    def __init__(self, parties: int, timeout_s: float, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        parties: int,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+        answer: Callable[[str, list[bytes]], list[bytes] | None] = lambda _what, _parts: None,
+    ) -> None:
+        self._answer = answer
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._outboxes: dict[int, Outbox] = {}
@@ -181,8 +189,8 @@ class Rendezvous:
     def _catch_up(self, party: int) -> None:
         """Sends a new party the verdicts and alerts from before it joined."""
         for number, step in self._steps.items():
-            if step.verdict is not None:
-                self._outboxes[party].put(encode(step.verdict))
+            if step.verdicts:
+                self._outboxes[party].put(encode(step.verdict_of(party)))
             elif step.failed:
                 reason = next(item.reason for item in step.outcomes.values() if item.reason is not None)
                 self._outboxes[party].put(encode(Alert(number, reason)))
@@ -217,7 +225,7 @@ class Rendezvous:
         before = step.outcomes.get(party)
         if before is None or before.reason is None:  # a failure that was reported for it already stands
             step.outcomes[party] = outcome
-        if outcome.reason is not None and step.verdict is None:
+        if outcome.reason is not None and not step.verdicts:
             if all(item.reason != outcome.reason for other, item in step.outcomes.items() if other != party):
                 self._culprits.add(party)
             step.fail()
@@ -226,14 +234,25 @@ class Rendezvous:
 
     def _settle(self, number: int) -> None:
         step = self._steps[number]
-        if step.verdict is not None or len(step.outcomes) < self.invitation.parties:
+        if step.verdicts or len(step.outcomes) < self.invitation.parties:
             return
         reasons = list(dict.fromkeys(item.reason for item in step.outcomes.values() if item.reason is not None))
+        if not reasons:
+            parts = [step.outcomes[party].payload for party in sorted(step.outcomes)]
+            try:
+                answers = self._answer(step.what, parts)
+            except (RefitError, msgspec.MsgspecError) as error:
+                reasons = [f"the registry: {type(error).__name__}: {error}"]
+            else:
+                step.verdicts = [Results(number, parts)] if answers is None else [Results(number, [a]) for a in answers]
         if reasons:
-            step.verdict = Failure(number, reasons)
+            step.verdicts = [Failure(number, reasons)]
+        if len(step.verdicts) == 1:
+            self._tell_all(step.verdicts[0])
         else:
-            step.verdict = Results(number, [step.outcomes[party].payload for party in sorted(step.outcomes)])
-        self._tell_all(step.verdict)
+            for party, outbox in self._outboxes.items():
+                if party not in self._gone:
+                    outbox.put(encode(step.verdict_of(party)))
         self._steps.pop(number - _REMEMBERED, None)
 
     def _watch(self) -> None:
@@ -246,7 +265,7 @@ class Rendezvous:
                     said = time.monotonic()
                     self._tell_all(Beat())
                 for number, step in list(self._steps.items()):
-                    if step.verdict is None and time.monotonic() > step.deadline:
+                    if not step.verdicts and time.monotonic() > step.deadline:
                         for party in set(range(self.invitation.parties)) - set(step.outcomes):
                             reason = self._silence(party, step.what)
                             # After a failure elsewhere, a party that is still working is not a cause.
@@ -277,8 +296,12 @@ class _Step:
     def __init__(self, what: str, deadline: float) -> None:
         self.what, self.deadline = what, deadline
         self.outcomes: dict[int, Outcome] = {}
-        self.verdict: Results | Failure | None = None
+        self.verdicts: list[Results | Failure] = []  # one for all, or one a party
         self.failed = False
+
+    def verdict_of(self, party: int) -> Results | Failure:
+        """What a party is told of the step, which has ended."""
+        return self.verdicts[party if len(self.verdicts) > 1 else 0]
 
     def fail(self) -> None:
         """Marks the step as failed and shortens the wait for the other parties."""

@@ -1,4 +1,4 @@
-"""Summarizes a plan: bytes by rank and by link, rounds, and the minimum time that given links allow."""
+"""Summarizes a plan: bytes by rank and by link, and the minimum time that given links allow."""
 
 from __future__ import annotations
 
@@ -79,12 +79,14 @@ def traffic_of(
     """Sums the bytes of a plan, or of one rank's part, as they travel: in the destination's element type."""
     host_of_source = {manifest.rank: manifest.host for manifest in sources}
     host_of_destination = {manifest.rank: manifest.host for manifest in destinations}
-    totals: dict[tuple[int, int], int] = defaultdict(int)
-    for item in plan.transfers:
-        totals[item.source, item.destination] += item.nbytes
     links = tuple(
-        Link(source, destination, nbytes, host_of_source[source] == host_of_destination[destination])
-        for (source, destination), nbytes in sorted(totals.items())
+        Link(
+            source,
+            destination,
+            sum(item.nbytes for item in items),
+            host_of_source[source] == host_of_destination[destination],
+        )
+        for (source, destination), items in plan.by_link.items()
     )
     sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
     egress, ingress = defaultdict[tuple[int, bool], int](int), defaultdict[tuple[int, bool], int](int)

@@ -22,6 +22,7 @@ from megatron_patches.refit.loads import Reach, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.rendezvous import Rendezvous
@@ -149,7 +150,7 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
     if transport is TransportName.NIXL and not any(map(importlib.util.find_spec, ("nixl", "nixl_cu13", "nixl_cu12"))):
         pytest.skip("nixl is not installed")
     ranks = 4 if gpus >= 4 or transport is not TransportName.C10D else 2
-    server = Rendezvous(ranks, 60.0)
+    server = Rendezvous(ranks, 60.0, answer=Registry(ranks // 2).answer)
     try:
         peaks = run_distributed(body, ranks, None, args=(server.invitation, transport), timeout_s=180, fresh=True)
     finally:
@@ -163,7 +164,7 @@ def test_versions_arrive_from_gpu_to_gpu(transport: TransportName) -> None:
 @pytest.mark.parametrize("load_bytes", [1 << 12, 1 << 15, 1 << 18])
 def test_over_nccl_sources_and_destinations_never_wait_for_each_other(load_bytes: int) -> None:
     """Two of each, hundreds of loads and many turns."""
-    server = Rendezvous(4, 60.0)
+    server = Rendezvous(4, 60.0, answer=Registry(2).answer)
     try:
         args = (server.invitation, TransportName.C10D, load_bytes)
         peaks = run_distributed(body, 4, None, args=args, timeout_s=150, fresh=True)
@@ -325,7 +326,7 @@ def processes() -> Iterator[WorkerPool]:
 @pytest.mark.parametrize("source", list(Kind))
 def test_weights_go_directly_wherever_they_lie(source: Kind, destination: Kind, processes: WorkerPool) -> None:
     """Two sources and two destinations: on two GPUs each link within one and between both is there."""
-    server = Rendezvous(4, 60.0)
+    server = Rendezvous(4, 60.0, answer=Registry(2).answer)
     try:
         found = processes.run(placed_body, 4, None, 90.0, (server.invitation, source, destination))
     except RanksFailedError:

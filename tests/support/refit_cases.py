@@ -96,11 +96,7 @@ def random_case(seed: int) -> Case:
 
 def random_options(seed: int) -> PlanOptions:
     rng = np.random.default_rng(seed)
-    return PlanOptions(
-        staging_bytes=int(rng.integers(8, 400)),
-        split_bytes=int(rng.integers(1, 200)),
-        bound_destinations=bool(rng.integers(0, 2)),
-    )
+    return PlanOptions(split_bytes=int(rng.integers(1, 200)))
 
 
 def elements(view: View) -> np.ndarray:

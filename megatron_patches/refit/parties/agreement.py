@@ -1,54 +1,116 @@
-"""Agreement on a plan: parties exchange manifests, plan and prove independently, and compare the results."""
+"""Agreement on plans: destinations plan and prove what they want, and sources check what is asked of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.errors import PlanMismatchError
-from megatron_patches.refit.manifest import Manifest, agree_on_tensors
-from megatron_patches.refit.parties.messages import Held, HeldAnswer, Model, WantedAnswer
-from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
-from megatron_patches.refit.proof import prove
+from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.messages import (
+    DESCRIBING,
+    PLANNING,
+    RECORDING,
+    Asked,
+    Held,
+    Model,
+    ModelAnswer,
+    Orders,
+    Overlap,
+    Registration,
+    Wanted,
+)
+from megatron_patches.refit.parties.registry import registered
+from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, plan_for
+from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of, unfold_tensors
+from megatron_patches.refit.planning.requests import check_requests, transfers_of
+from megatron_patches.refit.planning.transfers import Transfer, canonical
+from megatron_patches.refit.proof import prove_with
 
 
-def agree_on_plan(
-    assembly: Assembly,
-    staging_bytes: int,
-    held: Callable[[], Held | None],
-    wanted: Callable[[Model], Manifest | None],
-) -> Plan:
-    """The plan that all parties follow; taken by all of them together.
+@dataclass(frozen=True)
+class Agreed:
+    """What a party has agreed on with the others.
+
+    Attributes:
+        plan: its own part.
+        digest: of the plans of all destinations together, as hexadecimal digits.
+        nbytes: written by them together.
+    """
+
+    plan: Plan
+    digest: str
+    nbytes: int
+
+
+def agree_as_source(assembly: Assembly, held: Callable[[], Held]) -> Agreed:
+    """A source's part: it registers what it holds and checks what destinations ask of it.
 
     Args:
-        assembly: this party's place among them.
-        staging_bytes: the most that all packets of one party take; a round takes half.
-        held: describes what this party holds; None of a destination.
-        wanted: describes, given the model, what it wants; None of a source.
+        assembly: this party's place among all, which take these steps together.
+        held: describes what this party holds.
 
     Raises:
-        RefitError: on all parties, if any failed, or no plan serves all.
-        PlanMismatchError: if they came to different plans.
+        RefitError: on all parties, if any failed.
     """
-    answers = assembly.gather("describing the trainer's weights", HeldAnswer, lambda: HeldAnswer(held()))
-    sources = [answer.held for answer in answers if answer.held is not None]
-    manifests = [source.manifest for source in sources]
-    tensors = agree_on_tensors(sources[0].shapes, manifests)
-    model = Model(sources[0].config, tensors)
-    wishes = assembly.gather("recording the engine's layout", WantedAnswer, lambda: WantedAnswer(wanted(model)))
-    destinations = [wish.manifest for wish in wishes if wish.manifest is not None]
-    options = PlanOptions(staging_bytes=staging_bytes // 2, allow_narrowing=sources[0].allow_narrowing)
+    found: list[Layout] = []
+
+    def describe() -> Registration:
+        described = held()
+        found.append(holder_of(described.manifest).layout)
+        return Registration(registered(described, found[0]))
+
+    model = assembly.exchange(DESCRIBING, ModelAnswer, describe)
+    assembly.exchange(RECORDING, Overlap, lambda: Wanted(()))
+    orders = assembly.exchange(PLANNING, Orders, lambda: Asked({}, "", 0))
     plans: list[Plan] = []
 
-    def plan() -> str:
-        plans.append(make_plan(tensors, manifests, destinations, options))
-        prove(plans[0], manifests, destinations, options)
-        return plans[0].digest
+    def check() -> None:
+        transfers: list[Transfer] = []
+        for destination, requests in orders.requests:
+            check_requests(requests, found[0], assembly.party, destination)
+            transfers += transfers_of(requests, found[0], assembly.party, destination)
+        specs = {spec.name: spec for spec in unfold_tensors(model.tensors)}
+        moved = tuple(specs[name] for name in sorted({item.box.tensor for item in transfers}))
+        plans.append(Plan(moved, tuple(sorted(transfers, key=canonical)), PartOf("source", assembly.party)))
 
-    digests = assembly.gather("planning", str, plan)
-    differing = [party for party, digest in enumerate(digests) if digest != digests[0]]
-    if differing:
-        raise PlanMismatchError(
-            f"parties {differing[:8]} computed another plan than party 0; do all run the same version of this package?"
-        )
-    return plans[0]
+    assembly.gather("checking requests", type(None), check)
+    return Agreed(plans[0], orders.digest, orders.nbytes)
+
+
+def agree_as_destination(assembly: Assembly, wanted: Callable[[Model], Manifest]) -> Agreed:
+    """A destination's part: it plans what it asks of which source, and proves that this covers all that it wants.
+
+    Args:
+        assembly: this party's place among all, which take these steps together.
+        wanted: describes, given the model, what it wants.
+
+    Raises:
+        RefitError: on all parties, if any failed, or no plan covers what is wanted.
+    """
+    told = assembly.exchange(DESCRIBING, ModelAnswer, lambda: Registration(None))
+    manifests: list[Manifest] = []
+    tensors: list[TensorSpec] = []
+
+    def record() -> Wanted:
+        tensors.extend(unfold_tensors(told.tensors))
+        manifests.append(wanted(Model(told.config, tensors)))
+        return Wanted(tuple(template.region for template in layout_of(manifests[0]).templates))
+
+    overlap = assembly.exchange(RECORDING, Overlap, record)
+    plans: list[Plan] = []
+
+    def plan() -> Asked:
+        options = PlanOptions(allow_narrowing=told.allow_narrowing)
+        holders = [Holder(rank, host, overlap.layouts[number]) for rank, host, number in overlap.holders]
+        names = {placement.box.tensor for placement in manifests[0].placements}
+        own, asked = plan_for([spec for spec in tensors if spec.name in names], holders, manifests[0], options)
+        prove_with(own, holders, manifests, options)
+        plans.append(own)
+        requests = {source: list(of_source) for source, of_source in asked.items()}
+        return Asked(requests, own.digest, own.nbytes)
+
+    orders = assembly.exchange(PLANNING, Orders, plan)
+    assembly.gather("checking requests", type(None), lambda: None)
+    return Agreed(plans[0], orders.digest, orders.nbytes)

@@ -9,6 +9,7 @@ from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Unpacker
+from megatron_patches.refit.parties.agreement import agree_as_destination
 from megatron_patches.refit.parties.messages import Model, Moved, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -57,7 +58,7 @@ class DestinationParty(Party[ReceivingEnd]):
             found.append(wanted(model))
             return found[0]
 
-        self._agree(lambda: None, record)
+        self._follow(agree_as_destination(self._assembly, record))
         self._manifest = found[0]
         return found[0]
 

@@ -10,9 +10,17 @@ import msgspec
 
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.planning.layouts import Layout, Region, TensorGrid
+from megatron_patches.refit.planning.requests import Request
+
+DESCRIBING = "describing the trainer's weights"
+RECORDING = "recording the engine's layout"
+PLANNING = "planning"
+"""Steps in which each party is told what the registry (``parties/registry.py``) makes of all parts."""
 
 
-class Held(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Held:
     """What a source holds. Of all but the manifest, what the first source says counts, and others may leave it out.
 
     Attributes:
@@ -27,25 +35,77 @@ class Held(msgspec.Struct, frozen=True):
     manifest: Manifest
     allow_narrowing: bool = False
 
-
-class HeldAnswer(msgspec.Struct):
-    """What any party answers when all are asked what they hold.
-
-    Attributes:
-        held: None of a destination.
-    """
-
-    held: Held | None
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors of the model, without their types, which their holders know."""
+        return [TensorSpec(name, tuple(shape), "") for name, shape in self.shapes.items()]
 
 
-class WantedAnswer(msgspec.Struct):
-    """What any party answers when all are asked what they want.
+class Registered(msgspec.Struct, frozen=True):
+    """:class:`Held` in few words.
 
     Attributes:
-        manifest: None of a source.
+        rank: of the source.
+        host: name of its machine.
+        config: content of the model's ``config.json``.
+        tensors: every tensor of the model, without types.
+        layout: its own part.
+        allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`.
     """
 
-    manifest: Manifest | None
+    rank: int
+    host: str
+    config: dict[str, Any]
+    tensors: tuple[TensorGrid, ...]
+    layout: Layout
+    allow_narrowing: bool
+
+
+class Registration(msgspec.Struct):
+    """What any party answers when all are asked what they hold; a destination holds None."""
+
+    held: Registered | None
+
+
+class ModelAnswer(msgspec.Struct, frozen=True):
+    """What all are told of the model; see :class:`Model`."""
+
+    config: dict[str, Any]
+    tensors: tuple[TensorGrid, ...]
+    allow_narrowing: bool
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What any party answers when all are asked what they want; a source wants nothing."""
+
+    regions: tuple[Region, ...]
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """What a destination is told of the sources that overlap what it wants.
+
+    Attributes:
+        layouts: distinct ones, less what does not overlap.
+        holders: rank and host of each source, and the index of its layout.
+    """
+
+    layouts: list[Layout]
+    holders: list[tuple[int, str, int]]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a destination asks of each source, by rank; digest and bytes of its plan."""
+
+    requests: dict[int, list[Request]]
+    digest: str
+    nbytes: int
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What is asked of a source, by rank of the destination; digest and bytes of the plans of all destinations."""
+
+    requests: list[tuple[int, list[Request]]]
+    digest: str
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.loads import Link, Terms
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.parties.agreement import agree_on_plan
+from megatron_patches.refit.loads import Terms
+from megatron_patches.refit.parties.agreement import Agreed
 from megatron_patches.refit.parties.choosing import agree_on_transport
-from megatron_patches.refit.parties.messages import Held, Model
 from megatron_patches.refit.parties.terms import LinkOptions, links_of_party, terms_of
-from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.staging import StagingPool, slot_bytes
 from megatron_patches.refit.transports.base import Offer, Place, Transport, TransportName
 from megatron_patches.refit.transports.opening import open_transport
@@ -40,7 +38,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
         self._assembly, self._options, self._device = assembly, options, device
-        self._plan: Plan | None = None
+        self._agreed: Agreed | None = None
         self._transport = options.transport
         self._terms: dict[Link, Terms] = {}
         self._end: End | None = None
@@ -49,14 +47,19 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     @property
     def plan(self) -> Plan:
-        """The plan that all parties follow.
+        """This party's part of the plan."""
+        return self.agreed.plan
+
+    @property
+    def agreed(self) -> Agreed:
+        """What all parties have agreed on.
 
         Raises:
             PartyFailedError: before :meth:`prepare` has succeeded.
         """
-        if self._plan is None:
+        if self._agreed is None:
             raise PartyFailedError(f"{self._assembly.name} has no plan; prepare() has not succeeded")
-        return self._plan
+        return self._agreed
 
     @property
     def transport(self) -> TransportName:
@@ -83,8 +86,8 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         self.leave()
         self._unlink()
 
-    def _agree(self, held: Callable[[], Held | None], wanted: Callable[[Model], Manifest | None]) -> None:
-        self._plan = agree_on_plan(self._assembly, self._options.staging_bytes, held, wanted)
+    def _follow(self, agreed: Agreed) -> None:
+        self._agreed = agreed
         if self._transport is None:
             self._transport = agree_on_transport(self._assembly, self._device)
             logger.info("refit: %s takes the transport %s", self._assembly.name, self._transport.value)
@@ -124,8 +127,9 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
             # A link names its source and its destination; its peer here is the other one.
             peer = 1 if self._assembly.party < self._options.sources else 0
             slots = {link[peer]: terms.packet_bytes or 0 for link, terms in self._terms.items()}
-            digest, check = self.plan.digest, self._assembly.check
-            self._assembly.gather("linking", type(None), lambda: made[0].connect(offers, slots, digest, check))
+            digests = {link[peer]: digest for link, digest in self.plan.digests.items()}
+            check = self._assembly.check
+            self._assembly.gather("linking", type(None), lambda: made[0].connect(offers, slots, digests, check))
         except BaseException:
             for end in made:
                 end.close()

@@ -7,6 +7,7 @@ from contextlib import closing
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.packets import Sender
+from megatron_patches.refit.parties.agreement import agree_as_source
 from megatron_patches.refit.parties.messages import Held, Moved, commit_topic, moved_by_all
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -37,7 +38,7 @@ class SourceParty(Party[SendingEnd]):
         Raises:
             RefitError: on all parties, if any failed.
         """
-        self._agree(held, lambda _: None)
+        self._follow(agree_as_source(self._assembly, held))
 
     def push(self, version: int, look_up: Callable[[], Memory]) -> Moved:
         """Sends one version; when this returns, every destination has verified it.

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_patches.refit.loads import DEFAULT_TERMS, Link, Reach, Terms, links_of
+from megatron_patches.refit.loads import DEFAULT_TERMS, Reach, Terms, links_of
 from megatron_patches.refit.memory_mode import MemoryMode, may_go_directly
-from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.staging import useful_bytes
 from megatron_patches.refit.transports.base import Offer, TransportName
 

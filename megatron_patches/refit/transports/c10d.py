@@ -295,7 +295,7 @@ class _Pieces:
 
     def __init__(self, *, read: bool) -> None:
         self._read = read
-        self._tables: dict[tuple[int, int], DirectCopies] = {}
+        self._tables: dict[int, DirectCopies] = {}
 
     def of(self, load: Load, places: Sequence[Spot]) -> list[torch.Tensor]:
         """Those of a load, whose boxes lie in ``places``.
@@ -303,14 +303,14 @@ class _Pieces:
         Raises:
             PartyFailedError: if one of them is not contiguous.
         """
-        table = self._tables.get((load.round, load.number))
+        table = self._tables.get(load.number)
         if table is None:
             table = DirectCopies.of(load)
             if table.rows:
                 raise PartyFailedError(
                     f"load {load.number} has boxes that are not contiguous, and was announced as direct"
                 )
-            self._tables[load.round, load.number] = table
+            self._tables[load.number] = table
         runs, first = table.runs, table.first_reads if self._read else table.first_boxes
         storages = [_bytes_of(places[box].storage) for box in first]
         numbers, offsets = (runs.source, runs.source_offset) if self._read else (runs.target, runs.target_offset)

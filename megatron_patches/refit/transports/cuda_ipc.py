@@ -348,7 +348,7 @@ class CudaIpcIncoming:
         self._open, self._address_of, self._copier = open_memory, runtime.address_of, runtime.copier()
         self._allocations: dict[bytes, OpenedMemory] = {}
         self._locations: Mapping[str, Location] = {}
-        self._tables: dict[tuple[int, int], DirectCopies] = {}
+        self._tables: dict[int, DirectCopies] = {}
 
     def begin(self, told: bytes) -> None:
         """Opens the allocations that the source's storages lie in, and forgets those that none lies in any longer.
@@ -380,7 +380,7 @@ class CudaIpcIncoming:
         Raises:
             PartyFailedError: if the source has not told where a storage lies, or CUDA refuses.
         """
-        key = load.round, load.number
+        key = load.number
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = DirectCopies.of(load)

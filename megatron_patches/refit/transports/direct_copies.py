@@ -13,7 +13,7 @@ from megatron_patches.refit.boxes import pitch_of
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.plan import Transfer
+from megatron_patches.refit.planning.transfers import Transfer
 
 type Numbers = NDArray[np.int64]
 

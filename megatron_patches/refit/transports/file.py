@@ -1,9 +1,9 @@
 """Writes a plan into the files of a checkpoint: each rank its own boxes, in place, with positioned writes.
 
-No rank holds a full tensor: a rank reads its boxes where they lie, stages at most the plan's budget (a box that is
-strided, on a GPU, or converted), and writes the contiguous runs that box and file have in common; runs that follow
-each other in the file go out in one vectored write. Afterwards every rank reads a share of the tensors back, in
-chunks, and compares their digests with the sums of what all ranks sent.
+No rank holds a full tensor: a rank reads its boxes where they lie, stages at most its budget (a box that is strided, on
+a GPU, or converted), and writes the contiguous runs that box and file have in common; runs that follow each other in
+the file go out in one vectored write. Afterwards every rank reads a share of the tensors back, in chunks, and compares
+their digests with the sums of what all ranks sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from megatron_patches.refit.boxes import TensorSpec, contiguous_runs
 from megatron_patches.refit.digest import combine, digest_array
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, ExportError
-from megatron_patches.refit.plan import Plan, Transfer
+from megatron_patches.refit.loads import fill
+from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.transports.safetensors_layout import CheckpointLayout, ShardFile
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def write_boxes(
     memory: Mapping[str, torch.Tensor],
     layout: CheckpointLayout,
     directory: Path,
+    staging_bytes: int,
     progress: Progress,
 ) -> dict[str, int]:
     """Writes everything that ``rank`` sends into the pre-sized files of ``directory``, and syncs them.
@@ -51,6 +54,7 @@ def write_boxes(
         memory: this rank's storages, tensors of one dimension.
         layout: where every tensor lies in which file.
         directory: directory that holds the files.
+        staging_bytes: the most that is read before it is written.
         progress: called with the number of bytes after each box.
 
     Returns:
@@ -64,7 +68,9 @@ def write_boxes(
     digests: dict[str, int] = defaultdict(int)
     with ExitStack() as stack:
         handles = _Handles(directory, stack)
-        for transfers in plan.sent_by(rank):
+        mine = [item for item in plan.transfers if item.source == rank]
+        widths = (-(-itemsize(item.source_dtype) // itemsize(item.dtype)) for item in mine)
+        for _, transfers in fill(mine, staging_bytes // max(widths, default=1)):
             batches: dict[ShardFile, list[tuple[int, memoryview]]] = defaultdict(list)
             for item in transfers:
                 payload = _payload(item, memory[item.read.storage])

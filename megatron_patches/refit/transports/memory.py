@@ -7,13 +7,13 @@ compared.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from megatron_patches.refit.errors import StaleVersionError, TransferError
+from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Packet, Sender, Unpacker
-from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.ports import Bits
 
 
@@ -24,11 +24,18 @@ class Receiver:
         plan: the plan.
         manifest: what this rank wants and where.
         memory: its storages, by the names of the manifest; written by :meth:`commit` alone.
+        terms: those of the senders.
     """
 
-    def __init__(self, plan: Plan, manifest: Manifest, memory: Mapping[str, Bits]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        manifest: Manifest,
+        memory: Mapping[str, Bits],
+        terms: Mapping[Link, Terms] | None = None,
+    ) -> None:
         self._rank, self._serving = manifest.rank, memory
-        self._unpacker = Unpacker(plan, manifest)
+        self._unpacker = Unpacker(plan, manifest, terms)
         self.version = 0  # of the weights that serve; 0 are those that were there at first
         self._incoming_version = 0
         self._incoming: dict[str, Bits] = {}
@@ -70,17 +77,16 @@ class Receiver:
         self.version, self._verified = self._incoming_version, False
 
 
-def refit(plan: Plan, senders: Sequence[Sender], receivers: Mapping[int, Receiver], version: int) -> int:
-    """Moves one version from all senders to all receivers, round by round; commits when all have verified it.
+def refit(senders: Sequence[Sender], receivers: Mapping[int, Receiver], version: int) -> int:
+    """Moves one version from all senders to all receivers, packet by packet; commits when all have verified it.
 
     Args:
-        plan: the plan that all follow.
         senders: every source.
         receivers: every destination, by rank.
         version: number of the weights; later than the one that serves.
 
     Returns:
-        The most bytes that one party had staged in a round.
+        The size of the largest packet.
 
     Raises:
         RefitError: if anything is not as planned; every receiver then serves what it served before.
@@ -88,14 +94,10 @@ def refit(plan: Plan, senders: Sequence[Sender], receivers: Mapping[int, Receive
     for receiver in receivers.values():
         receiver.begin(version)
     peak = 0
-    for number in range(plan.rounds):
-        staged: dict[tuple[str, int], int] = defaultdict(int)
-        for sender in senders:
-            for packet in sender.pack(number, version):
-                staged["source", packet.source] += len(packet.payload)
-                staged["destination", packet.destination] += len(packet.payload)
-                receivers[packet.destination].accept(packet)
-        peak = max(peak, *staged.values())
+    for sender in senders:
+        for packet in sender.pack(version):
+            peak = max(peak, len(packet.payload))
+            receivers[packet.destination].accept(packet)
     for receiver in receivers.values():
         receiver.verify()
     for receiver in receivers.values():

@@ -16,7 +16,7 @@ class Hello(msgspec.Struct):
 
     Attributes:
         source: rank of the source.
-        plan_digest: digest of the plan that it follows.
+        plan_digest: digest of what its plan moves over this link.
         slot_bytes: size that it takes slots to have.
     """
 
@@ -41,9 +41,8 @@ class Head(msgspec.Struct, tag=True, array_like=True):
     The boxes are not named: both ends have cut the same plan on the same terms.
 
     Attributes:
-        plan_digest: digest of the plan that the source follows.
+        plan_digest: digest of what the source's plan moves over this link.
         version: number of the weights.
-        round: number of the round.
         number: number of the packet among those of its link.
         source: rank of the source.
         destination: rank of the destination.
@@ -54,7 +53,6 @@ class Head(msgspec.Struct, tag=True, array_like=True):
 
     plan_digest: str
     version: int
-    round: int
     number: int
     source: int
     destination: int

@@ -95,7 +95,9 @@ class ReceivingEnd:
             details=self._transport.details(),
         )
 
-    def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
+    def connect(
+        self, offers: Sequence[Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
+    ) -> None:
         """Waits until every source that sends something has made its link; arguments as of a :class:`SendingEnd`.
 
         Raises:
@@ -112,10 +114,11 @@ class ReceivingEnd:
                 if hello is None:
                     connection.close()
                     continue
-                if hello.plan_digest != plan_digest or hello.source not in waiting:
+                agreed = digests.get(hello.source, "")
+                if hello.plan_digest != agreed or hello.source not in waiting:
                     raise PlanMismatchError(
-                        f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {plan_digest[:12]}, "
-                        "or has a link already"
+                        f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {agreed[:12]}, or has "
+                        "a link already"
                     )
                 size = slots[hello.source]
                 if hello.slot_bytes != size:
@@ -211,14 +214,14 @@ class ReceivingEnd:
         self, source: int, wire: IncomingWire, head: messages.Head, load_of: LoadOf, places_of: PlacesOf
     ) -> _Arriving:
         """Begins to take one packet."""
-        packet = Packet(head.plan_digest, head.version, head.round, head.number, head.source, head.destination, (), b"")
+        packet = Packet(head.plan_digest, head.version, head.number, head.source, head.destination, (), b"")
         load = load_of(packet)
         planned = len(load.items), load.nbytes, load.direct
         announced = len(head.digests), head.nbytes, head.slot == messages.NO_SLOT
         if planned != announced:
             raise TransferError(
                 f"source rank {source} announces {announced[0]} boxes, {announced[1]} bytes, direct: {announced[2]}, "
-                f"in round {head.round}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
+                f"in packet {head.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
         parts = PlannedParts(load, head.digests)
         payload: Pending[object] = (

@@ -130,13 +130,15 @@ class SendingEnd:
                 patience = self._patience(f"destination rank {destination} to listen", check)
                 frames.send(link.connection, messages.encode(messages.Told(told)), patience)
 
-    def connect(self, offers: Sequence[Offer], slots: Mapping[int, int], plan_digest: str, check: Check) -> None:
+    def connect(
+        self, offers: Sequence[Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
+    ) -> None:
         """Makes a link to each destination to which the plan sends something.
 
         Args:
             offers: of all parties.
             slots: size of a slot of each, by rank.
-            plan_digest: digest of the plan.
+            digests: of what the plan moves over the link to each, by rank.
             check: raises if another party has failed.
 
         Raises:
@@ -148,7 +150,7 @@ class SendingEnd:
             patience = Patience(self._place.timeout_s, f"a link to destination rank {destination}", check)
             connection = _dial(offers[peer].address, patience, local=self._transport.one_host)
             try:
-                hello = messages.Hello(self._place.party, plan_digest, size)
+                hello = messages.Hello(self._place.party, digests[destination], size)
                 frames.send(connection, messages.encode(hello), patience)
                 end = LinkEnd(connection=connection, peer=peer, slot_bytes=size, patience=patience)
                 self._links[destination] = _Outgoing(connection, self._transport.outgoing(end))
@@ -256,7 +258,6 @@ class SendingEnd:
         head = messages.Head(
             packet.plan_digest,
             packet.version,
-            packet.round,
             packet.number,
             packet.source,
             packet.destination,

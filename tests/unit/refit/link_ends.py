@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_patches.refit.loads import Link, Terms, links_of
+from megatron_patches.refit.loads import Terms, links_of
 from megatron_patches.refit.packets import Sender, Unpacker
-from megatron_patches.refit.plan import Plan
+from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.pump import receive_version, send_version
 from megatron_patches.refit.staging import StagingPool
@@ -71,10 +71,15 @@ class Ends:
 
     def connect(self) -> list[Any]:
         """Makes the links; what each end raised, or None."""
-        links, digest = links_of(self.plan), self.plan.digest
+        links = links_of(self.plan)
+        digests = self.plan.digests
+
+        def of(side: int, rank: int) -> dict[int, str]:
+            return {link[1 - side]: digest for link, digest in digests.items() if link[side] == rank}
+
         return self.all(
-            lambda i: self.senders[i].connect(self.offers, {d: SLOT for s, d in links if s == i}, digest, check),
-            lambda i: self.receivers[i].connect(self.offers, {s: SLOT for s, d in links if d == i}, digest, check),
+            lambda i: self.senders[i].connect(self.offers, {d: SLOT for s, d in links if s == i}, of(0, i), check),
+            lambda i: self.receivers[i].connect(self.offers, {s: SLOT for s, d in links if d == i}, of(1, i), check),
         )
 
     def move(

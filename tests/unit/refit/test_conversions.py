@@ -223,7 +223,7 @@ def test_the_proof_lists_what_is_converted() -> None:
     assert proved([source], [source], "bfloat16").conversions == ()
     spec = TensorSpec("w", (6,), "bfloat16")
     part = make_part([spec], [source], wanted, PartOf("destination", 1))
-    assert part.digest == verdict.plan_digest
+    assert part.digests == {(0, 1): make_plan([spec], [source], wanted).digests[0, 1]}
     assert [item.rank for item in prove(part, [source], wanted).conversions] == [1]
 
 
@@ -327,7 +327,7 @@ class Moved:
 def test_the_trainers_bits_travel_and_the_engine_converts_them() -> None:
     moved = Moved()
     assert [item.rule.target for item in moved.verdict.conversions] == ["A", "gate"]
-    refit(moved.plan, moved.senders, {0: moved.receiver}, 1)
+    refit(moved.senders, {0: moved.receiver}, 1)
     found = finish(moved.manifest, moved.fills, moved.staged)
     moved.load(moved.parameters, iter(moved.tensors.items()))
     for name, tensor in moved.parameters.items():
@@ -337,7 +337,7 @@ def test_the_trainers_bits_travel_and_the_engine_converts_them() -> None:
 def test_a_wrong_type_and_a_flipped_bit_are_caught_before_anything_is_converted() -> None:
     moved = Moved()
     moved.receiver.begin(1)
-    packets = [packet for sender in moved.senders for packet in sender.pack(0, 1)]
+    packets = [packet for sender in moved.senders for packet in sender.pack(1)]
     first = replace(packets[0].parts[0], dtype="float32")
     with pytest.raises(TransferError, match=r"has A_log\[2:4\] as float32; bfloat16 is planned"):
         moved.receiver.accept(replace(packets[0], parts=(first, *packets[0].parts[1:])))

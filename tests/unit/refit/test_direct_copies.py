@@ -9,7 +9,8 @@ import torch
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, links_of
-from megatron_patches.refit.plan import Transfer, make_plan
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Spot
 from megatron_patches.refit.transports.c10d import _Pieces
 from megatron_patches.refit.transports.direct_copies import DirectCopies, Rows
@@ -33,7 +34,7 @@ def test_boxes_that_follow_each_other_at_both_ends_are_copied_at_once(seed: int)
 
 
 def transfer(start: int, stop: int, *, read: View, write: View) -> Transfer:
-    return Transfer(0, 0, 0, Box("w", (start, 0), (stop, 4)), read, write, "bfloat16", "bfloat16")
+    return Transfer(0, 0, Box("w", (start, 0), (stop, 4)), read, write, "bfloat16", "bfloat16")
 
 
 FUSED = [
@@ -46,7 +47,7 @@ FUSED = [
 
 def test_two_halves_of_a_fused_weight_are_one_run() -> None:
     """The second half of what follows lies elsewhere at the target; the last box consists of rows."""
-    copies = DirectCopies.of(Load(0, 0, 0, 0, tuple(FUSED), direct=True))
+    copies = DirectCopies.of(Load(0, 0, 0, tuple(FUSED), direct=True))
     assert (copies.sources, copies.first_reads, copies.first_boxes) == (["f"], [0], [0, 2])
     assert copies.nbytes.tolist() == [2 * 3 * 8, 3 * 8]
     sources, targets = np.array([1000]), np.array([5000, 7000])
@@ -57,7 +58,7 @@ def test_two_halves_of_a_fused_weight_are_one_run() -> None:
 
 @pytest.mark.parametrize("on_torch", [False, True])
 def test_c10d_sends_and_receives_boxes_that_follow_each_other_as_one(on_torch: bool) -> None:
-    load = Load(0, 0, 0, 0, tuple(FUSED[:3]), direct=True)
+    load = Load(0, 0, 0, tuple(FUSED[:3]), direct=True)
     rng = np.random.default_rng(3)
     held = {name: rng.integers(0, 2**16, 64, dtype=np.uint16) for name in "fgh"}
     memory = {name: torch.from_numpy(array) for name, array in held.items()} if on_torch else held
@@ -76,10 +77,10 @@ def test_c10d_sends_and_receives_boxes_that_follow_each_other_as_one(on_torch: b
 
 def test_c10d_sends_no_part_of_a_load_with_other_boxes() -> None:
     with pytest.raises(PartyFailedError, match="load 0 has boxes that are not contiguous"):
-        _Pieces(read=True).of(Load(0, 0, 0, 0, tuple(FUSED), direct=True), [])
+        _Pieces(read=True).of(Load(0, 0, 0, tuple(FUSED), direct=True), [])
 
 
 def test_a_box_of_single_elements_is_refused() -> None:
     scattered = transfer(0, 3, read=View("f", 0, (3, 4), (4, 1)), write=View("g", 0, (3, 4), (1, 3)))
     with pytest.raises(PartyFailedError, match="does not consist of rows, and was announced as if it did"):
-        DirectCopies.of(Load(0, 0, 0, 0, (scattered,), direct=True))
+        DirectCopies.of(Load(0, 0, 0, (scattered,), direct=True))

@@ -104,7 +104,7 @@ def export(target: Path, ranks: int, max_shard_bytes: int = 10**9, overwrite: bo
     """All phases of an export, every rank a thread, as `megatron_patches.refit.export` runs them."""
     manifests, memories = spread(ranks)
     layout = layout_checkpoint(TENSORS, max_shard_bytes)
-    options = PlanOptions(split_bytes=32, staging_bytes=128, bound_destinations=False)
+    options = PlanOptions(split_bytes=32)
     plan = make_plan(TENSORS, manifests, [layout.manifest()], options)
     threads = Threads(ranks)
 
@@ -130,7 +130,7 @@ def export(target: Path, ranks: int, max_shard_bytes: int = 10**9, overwrite: bo
 
     def write(rank: int, partial: Path) -> dict[str, int]:
         hooks.get("before_write", lambda *_: None)(rank, partial)
-        return write_boxes(plan, rank, memories[rank], layout, partial, ignore)
+        return write_boxes(plan, rank, memories[rank], layout, partial, 128, ignore)
 
     with ThreadPoolExecutor(ranks) as pool:
         outcomes = list(pool.map(lambda rank: caught(lambda: rank_main(rank)), range(ranks)))
@@ -215,7 +215,7 @@ def test_adjacent_runs_go_out_in_one_call(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "pwritev", short)
     memory = {"one": values[:2].reshape(-1), "two": values[2:].reshape(-1)}
-    write_boxes(plan, 0, memory, layout, directory.partial, ignore)
+    write_boxes(plan, 0, memory, layout, directory.partial, 1 << 20, ignore)
     assert calls == [2, 2, 1, 1]
     with safe_open(directory.partial / "model.safetensors", "pt") as handle:
         assert torch.equal(handle.get_tensor("w"), values)
@@ -226,12 +226,12 @@ def test_strided_and_converted_boxes_are_staged(tmp_path: Path) -> None:
     memory = torch.randn(6, 5)
     source = Manifest(0, "", (Storage("t", "float32", 30, 30),), (Placement(spec.box, View("t", 0, (5, 6), (1, 5))),))
     layout = layout_checkpoint([spec], 1000)
-    options = PlanOptions(conversions=frozenset({("float32", "bfloat16")}), bound_destinations=False)
+    options = PlanOptions(conversions=frozenset({("float32", "bfloat16")}))
     plan = make_plan([spec], [source], [layout.manifest()], options)
     directory = CheckpointDirectory(tmp_path / "out", "x")
     directory.create()
     directory.allocate(layout)
-    digests = write_boxes(plan, 0, {"t": memory.reshape(-1)}, layout, directory.partial, ignore)
+    digests = write_boxes(plan, 0, {"t": memory.reshape(-1)}, layout, directory.partial, 1 << 20, ignore)
     verify_tensors([spec], digests, layout, directory.partial, 16, ignore)
     with safe_open(directory.partial / "model.safetensors", "pt") as handle:
         assert torch.equal(handle.get_tensor("w"), memory.t().to(torch.bfloat16))

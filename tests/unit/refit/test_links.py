@@ -64,8 +64,8 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other() 
     assert unpacker.expected == 1500
     unpacker.begin(1, {"w": taken})
     with ThreadPoolExecutor(2) as pool:
-        linked = pool.submit(sender.connect, offers, {0: 512}, plan.digest, check)
-        receiver.connect(offers, {0: 512}, plan.digest, check)
+        linked = pool.submit(sender.connect, offers, {0: 512}, {0: plan.digests[0, 0]}, check)
+        receiver.connect(offers, {0: 512}, {0: plan.digests[0, 0]}, check)
         linked.result()
         narrow(sender._links[0].connection)
         narrow(receiver._links[0][0])
@@ -121,8 +121,8 @@ def test_strangers_keep_no_link_from_being_made(says: bytes, monkeypatch: pytest
 
     monkeypatch.setattr(socket, "create_connection", dial_second)
     with ThreadPoolExecutor(1) as pool:
-        linked = pool.submit(sender.connect, offers, {0: 512}, "d" * 64, check)
-        receiver.connect(offers, {0: 512}, "d" * 64, check)
+        linked = pool.submit(sender.connect, offers, {0: 512}, {0: "d" * 64}, check)
+        receiver.connect(offers, {0: 512}, {0: "d" * 64}, check)
         linked.result(20)
     assert len(strangers) == 3
     assert list(receiver._links) == [0]

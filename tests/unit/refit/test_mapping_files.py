@@ -178,7 +178,7 @@ def test_a_mapping_file_is_enough_for_an_export_and_for_plans(mapping_file: Mapp
     mesh = TrainerMesh(tp=2, etp=2, pp=2)
     sources = [trainer_manifest(family, mesh, rank) for rank in range(mesh.size)]
     specs = agree_on_tensors(family.shapes(), sources)
-    wanted, options = [layout_checkpoint(specs, 1 << 30).manifest()], PlanOptions(bound_destinations=False)
+    wanted, options = [layout_checkpoint(specs, 1 << 30).manifest()], PlanOptions()
     plan = make_plan(specs, sources, wanted, options)
     prove(plan, sources, wanted, options)
     assert sum(1 for spec in plan.tensors if ".behind." in spec.name) == 2

@@ -18,9 +18,11 @@ from megatron_patches.refit.errors import (
     StaleVersionError,
     TransferError,
 )
+from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet, Part, Sender
-from megatron_patches.refit.plan import Plan, PlanOptions, Transfer, make_plan
+from megatron_patches.refit.plan import Plan, make_plan
+from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Bits, host_bytes
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.transports.memory import Receiver, refit
@@ -50,15 +52,18 @@ def dense_bits(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 @given(st.integers(0, 2**32))
 def test_random_layouts_arrive_whole_and_nothing_else_is_written(seed: int) -> None:
     case, rng = random_case(seed), np.random.default_rng(seed)
-    options = replace(random_options(seed), bound_destinations=True)
+    options, limit = random_options(seed), int(rng.integers(8, 400))
     plan = make_plan(*case.sides, options)
     prove(plan, case.sources, case.destinations, options)
     dense = dense_bits(case, rng)
-    senders = [Sender(plan, m.rank, bits_of(m, lambda box: dense[box.tensor][region(box)], rng)) for m in case.sources]
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=limit))
+    senders = [
+        Sender(plan, m.rank, bits_of(m, lambda box: dense[box.tensor][region(box)], rng), terms) for m in case.sources
+    ]
     memory = {m.rank: bits_of(m, None, rng) for m in case.destinations}
     expected = {rank: {name: bits.copy() for name, bits in held.items()} for rank, held in memory.items()}
-    peak = refit(plan, senders, {m.rank: Receiver(plan, m, memory[m.rank]) for m in case.destinations}, 1)
-    assert peak <= options.staging_bytes
+    receivers = {m.rank: Receiver(plan, m, memory[m.rank], terms) for m in case.destinations}
+    assert refit(senders, receivers, 1) <= limit
     for manifest in case.destinations:
         for placement in manifest.placements:
             values = dense[placement.box.tensor][region(placement.box)]
@@ -93,12 +98,7 @@ class Scene:
     old: dict[str, Bits]
 
     def packets(self, version: int) -> list[Packet]:
-        return [
-            packet
-            for number in range(self.plan.rounds)
-            for sender in self.senders
-            for packet in sender.pack(number, version)
-        ]
+        return [packet for sender in self.senders for packet in sender.pack(version)]
 
     def deliver(self, packets: list[Packet]) -> None:
         for packet in packets:
@@ -114,7 +114,7 @@ def random_memory(manifest: Manifest, rng: np.random.Generator) -> dict[str, Bit
     }
 
 
-def make_scene(staging_bytes: int = 1 << 20) -> Scene:
+def make_scene(packet_bytes: int = 1 << 20) -> Scene:
     rng = np.random.default_rng(5)
     a, b, c = (spec.box for spec in SPECS)
     sources = [
@@ -122,14 +122,14 @@ def make_scene(staging_bytes: int = 1 << 20) -> Scene:
         whole(1, a.with_range(0, 3, 8), b.with_range(0, 3, 8)),
     ]
     wanted = whole(0, a, b, c)
-    options = PlanOptions(staging_bytes=staging_bytes)
-    plan = make_plan(SPECS, sources, [wanted], options)
-    prove(plan, sources, [wanted], options)
+    plan = make_plan(SPECS, sources, [wanted])
+    prove(plan, sources, [wanted])
+    terms = dict.fromkeys(plan.by_link, Terms(packet_bytes=packet_bytes))
     held = [random_memory(manifest, rng) for manifest in sources]
     serving = random_memory(wanted, rng)
     old = {name: bits.copy() for name, bits in serving.items()}
-    senders = [Sender(plan, rank, memory) for rank, memory in enumerate(held)]
-    receiver = Receiver(plan, wanted, serving)
+    senders = [Sender(plan, rank, memory, terms) for rank, memory in enumerate(held)]
+    receiver = Receiver(plan, wanted, serving, terms)
     receiver.begin(1)
     return Scene(plan, senders, receiver, serving, held, old)
 
@@ -225,12 +225,12 @@ def short_payload(packets: list[Packet], scene: Scene) -> list[Packet]:
 
 
 def another_plan(packets: list[Packet], scene: Scene) -> list[Packet]:
-    other = Sender(replace(scene.plan, transfers=scene.plan.transfers[1:]), 1, scene.held[1])
-    return [packets[0], *other.pack(0, 1)]
+    others = tuple(item for item in scene.plan.transfers if item.box.tensor != "a")
+    return [packets[0], *Sender(replace(scene.plan, transfers=others), 1, scene.held[1]).pack(1)]
 
 
-def unplanned_round(packets: list[Packet], scene: Scene) -> list[Packet]:
-    return [replace(packets[0], round=9)]
+def unplanned_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
+    return [replace(packets[0], number=9)]
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,18 @@ def unplanned_round(packets: list[Packet], scene: Scene) -> list[Packet]:
             StaleVersionError,
             "source rank 1 sent version 0 to destination rank 0, which receives version 1",
         ),
-        (missing_tensor, TransferError, r"source rank 1, to destination rank 0, in round 0, lacks b\[3:8, 0:6\]"),
-        (missing_packet, TransferError, r"never got a\[3:8, 0:6\], which source rank 1 sends in round 0, of version 1"),
-        (doubled_packet, TransferError, "source rank 0 in round 0 twice"),
+        (missing_tensor, TransferError, r"source rank 1, to destination rank 0, lacks b\[3:8, 0:6\]"),
+        (
+            missing_packet,
+            TransferError,
+            r"never got a\[3:8, 0:6\], which source rank 1 sends in packet 0, of version 1",
+        ),
+        (doubled_packet, TransferError, "packet 0 of source rank 0 twice"),
         (extra_box, TransferError, "has 4 boxes and not the 3 planned"),
         (wrong_dtype, TransferError, r"source rank 1, .* has a\[3:8, 0:6\] as float16; bfloat16 is planned"),
         (short_payload, TransferError, "has 91 bytes and not the 92 planned"),
         (another_plan, PlanMismatchError, "source rank 1 follows plan [0-9a-f]{12}, destination rank 0 plan"),
-        (unplanned_round, TransferError, "from source rank 0 in round 9, in which the plan sends it none"),
+        (unplanned_packet, TransferError, "packet 9 for rank 0 from source rank 0, which is not planned"),
     ],
 )
 def test_a_corruption_is_named_and_the_old_weights_serve(
@@ -268,14 +272,14 @@ def test_a_corruption_is_named_and_the_old_weights_serve(
 
 
 def test_after_a_failure_the_next_version_arrives() -> None:
-    scene = make_scene(staging_bytes=32)
+    scene = make_scene(packet_bytes=32)
     packets = scene.packets(1)
     with pytest.raises(DigestError):
         scene.deliver([flip(packets[0], 0), *packets[1:]])
     scene.receiver.begin(2)
     scene.deliver(scene.packets(2))
     assert scene.receiver.version == 2
-    assert scene.plan.rounds > 3
+    assert len(packets) > 6
 
 
 def test_one_receiver_that_fails_keeps_all_on_the_old_version() -> None:
@@ -288,7 +292,7 @@ def test_one_receiver_that_fails_keeps_all_on_the_old_version() -> None:
     receivers = {rank: Receiver(plan, manifest, memory[rank]) for rank, manifest in enumerate(wanted)}
     misdirect(receivers[1], lambda _: 1)
     with pytest.raises(DigestError, match="destination rank 1"):
-        refit(plan, [Sender(plan, 0, random_memory(sources[0], rng))], receivers, 1)
+        refit([Sender(plan, 0, random_memory(sources[0], rng))], receivers, 1)
     assert [receiver.version for receiver in receivers.values()] == [0, 0]
     assert all(np.array_equal(held["c"], before) for held, before in zip(memory, old, strict=True))
 
@@ -313,7 +317,7 @@ def test_memory_that_is_not_as_described_is_named() -> None:
         ({"a": np.ones(29, np.uint16)}, "a on source rank 1 has 29 elements; the plan uses 0 to 30"),
     ):
         with pytest.raises(TransferError, match=message):
-            list(Sender(plan, 1, memory).pack(0, 1))
+            list(Sender(plan, 1, memory).pack(1))
     converted = replace(plan, transfers=tuple(replace(item, source_dtype="float32") for item in plan.transfers))
     with pytest.raises(TransferError, match=r"a\[3:8, 0:6\] is float32 on source rank 1 and bfloat16 on"):
-        list(Sender(converted, 1, scene.held[1]).pack(0, 1))
+        list(Sender(converted, 1, scene.held[1]).pack(1))

@@ -18,7 +18,7 @@ from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleV
 from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly, links_of
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet, Sender, Unpacker
-from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Bits
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
@@ -36,8 +36,7 @@ def dense_plan(seed: int, sources: int = 1) -> tuple[Plan, list[Manifest], Manif
         held[index % sources].append(spec)
     sides = [manifest(rank, part, flip=False) for rank, part in enumerate(held)]
     wanted = manifest(0, specs, flip=True)
-    options = PlanOptions(staging_bytes=int(rng.integers(8, 600)))
-    return make_plan(specs, sides, [wanted], options), sides, wanted
+    return make_plan(specs, sides, [wanted]), sides, wanted
 
 
 def manifest(rank: int, specs: list[TensorSpec], *, flip: bool) -> Manifest:
@@ -64,15 +63,15 @@ def volumes(boxes: list[Box]) -> dict[str, int]:
 
 @settings(max_examples=300, deadline=None, phases=[Phase.generate])
 @given(seed=st.integers(0, 2**32), limit=st.integers(8, 200))
-def test_loads_are_the_plan_cut_to_size_in_the_order_of_rounds(seed: int, limit: int) -> None:
+def test_loads_are_the_plan_cut_to_size(seed: int, limit: int) -> None:
     plan, _, _ = dense_plan(seed, sources=2)
     limits = {link: limit + 8 * link[0] for link in links_of(plan)}
     loads = cut_into_loads(plan.transfers, {link: Terms(packet_bytes=nbytes) for link, nbytes in limits.items()})
     assert list(loads) == links_of(plan)
     for link, found in loads.items():
         assert all(0 < load.nbytes <= limits[link] for load in found)
-        assert [(load.round, load.number) for load in found] == sorted({(load.round, load.number) for load in found})
-        assert all(load.number < len(found) and (load.source, load.destination) == link for load in found)
+        assert [load.number for load in found] == list(range(len(found)))
+        assert all((load.source, load.destination) == link for load in found)
     moved = [item for found in loads.values() for load in found for item in load.items]
     assert volumes([item.box for item in moved]) == volumes([item.box for item in plan.transfers])
     for item in moved:
@@ -157,7 +156,7 @@ def straight() -> Straight:
         (Placement(spec.box, View("w", 50, spec.shape, (500, 1))),),
     )
     side = manifest(0, [spec], flip=False)
-    plan = make_plan([spec], [apart], [side], PlanOptions(staging_bytes=2400))
+    plan = make_plan([spec], [apart], [side])
     held: Bits = np.random.default_rng(1).integers(0, 2**16, 9 * 500, dtype=np.uint16)
     taken: Bits = np.zeros(3600, dtype=np.uint16)
     terms = {(0, 0): Terms(packet_bytes=240, reach=Reach.ROWS, direct_bytes=800)}
@@ -247,7 +246,7 @@ def test_what_a_device_port_cannot_use_is_named() -> None:
         ({"w": short, "v": short.to("meta")}, r"lie on \['cpu', 'meta'\]; one device is needed"),
     ):
         with pytest.raises(TransferError, match=message):
-            list(Sender(plan, 0, memory).pack(0, 1))  # type: ignore[arg-type]
+            list(Sender(plan, 0, memory).pack(1))  # type: ignore[arg-type]
 
 
 def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) -> None:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,14 +21,17 @@ from hypothesis import strategies as st
 
 from megatron_patches.refit import rendezvous
 from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
-from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.parties import agreement
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.party import Party
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.plan import make_plan, plan_for
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.staging import SLOTS, StagingPool
@@ -154,7 +158,7 @@ def scene(
     host: str = "127.0.0.1",
 ) -> Iterator[Scene]:
     count = len(case.sources)
-    server = Rendezvous(count + len(case.destinations), timeout_s, host)
+    server = Rendezvous(count + len(case.destinations), timeout_s, host, Registry(count).answer)
     options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8)
     assemblies = [Assembly(server.invitation, i, f"party {i}") for i in range(count + len(case.destinations))]
     sources = [SourceParty(member, options) for member in assemblies[:count]]
@@ -280,14 +284,38 @@ def test_a_destination_that_missed_a_version_takes_part_in_the_next(monkeypatch:
         parties.check(2, parties.move(2))
 
 
-def test_a_party_with_another_plan_is_refused_before_any_byte() -> None:
-    case = coverable(4)
-    with scene(case, TransportName.TCP) as parties:
-        parties.destinations[0]._options = LinkOptions(
-            transport=TransportName.TCP, staging_bytes=64, sources=len(case.sources)
-        )
-        with pytest.raises(Exception, match="computed another plan than party 0"):
-            parties.prepare()
+def test_a_party_is_told_what_concerns_it_alone() -> None:
+    """Two stages, of which each destination wants one: neither learns of the other's sources."""
+    spec = TensorSpec("layers.0.w", (4, 6), "float32")
+    specs = [replace(spec, name=f"layers.{layer}.w") for layer in range(2)]
+
+    def rank(number: int, tensor: TensorSpec) -> Manifest:
+        place = Placement(tensor.box, View(tensor.name, 0, (4, 6), (6, 1)))
+        return Manifest(number, "", (Storage(tensor.name, "float32", 24, 24),), (place,))
+
+    sides = [rank(number, tensor) for number, tensor in enumerate(specs)]
+    dense = {tensor.name: np.arange(24).reshape(4, 6) for tensor in specs}
+    with scene(Case(specs, sides, sides, dense), TransportName.TCP) as parties:
+        parties.prepare()
+        for side in (parties.sources, parties.destinations):
+            assert [list(party.plan.by_link) for party in side] == [[(0, 0)], [(1, 1)]]
+        assert len({party.agreed.digest for party in parties.everybody}) == 1
+        assert {party.agreed.nbytes for party in parties.everybody} == {2 * 24 * 4}
+
+
+def test_a_source_refuses_what_it_does_not_hold_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def more(*args: Any, **options: Any) -> Any:
+        plan, asked = plan_for(*args, **options)
+        return plan, {
+            source: [msgspec.structs.replace(one, held=99) for one in requests] for source, requests in asked.items()
+        }
+
+    monkeypatch.setattr(agreement, "plan_for", more)
+    with (
+        scene(coverable(4), TransportName.TCP) as parties,
+        pytest.raises(PartyFailedError, match=r"checking requests failed: .* for boxes of its template 99"),
+    ):
+        parties.prepare()
 
 
 def test_a_link_with_another_plan_is_refused() -> None:
@@ -298,9 +326,9 @@ def test_a_link_with_another_plan_is_refused() -> None:
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
     offers = [sender.offer(512, {}), receiver.offer(512)]
     with ThreadPoolExecutor(1) as pool:
-        dialled = pool.submit(sender.connect, offers, {0: 512}, "1" * 64, lambda: None)
+        dialled = pool.submit(sender.connect, offers, {0: 512}, {0: "1" * 64}, lambda: None)
         with pytest.raises(PlanMismatchError, match="source rank 0 follows plan 111111111111, not 000000000000"):
-            receiver.connect(offers, {0: 512}, "0" * 64, lambda: None)
+            receiver.connect(offers, {0: 512}, {0: "0" * 64}, lambda: None)
         assert isinstance(dialled.exception(), PartyFailedError)
     for end in (sender, receiver):
         end.close()

@@ -34,7 +34,6 @@ def test_what_loses_value_fails_the_preparation_of_all_parties_unless_allowed(al
             assert all(isinstance(answer, PartyFailedError) for answer in found)
             assert all("is float32 in the trainer" in str(answer) for answer in found)
             return
-        count = sum(len(manifest.storages) for manifest in case.destinations)
-        for party in parties.everybody:
-            assert len(party.plan.conversions) == count > 0
+        for party, manifest in zip(parties.destinations, case.destinations, strict=True):
+            assert len(party.plan.conversions) == len(manifest.storages) > 0
         parties.check(1, parties.move(1))

@@ -97,25 +97,24 @@ def test_what_the_engine_converts_is_listed(tmp_path: Path, capsys: pytest.Captu
     assert main(["verify", *arguments[1:]]) == 0
 
 
-def test_parts_have_the_wholes_digest_and_add_up(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_add_up_to_the_whole(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "--model", model, "--from", TRAINER, "--to", ENGINE)
     whole = printed(capsys, *arguments)
     for flag, ranks in (("--rank", 16), ("--engine-rank", 4)):
         parts = [printed(capsys, *arguments, flag, str(rank)) for rank in range(ranks)]
-        assert {part["plan_digest"] for part in parts} == {whole["plan_digest"]}
         assert sum(int(str(part["bytes"])) for part in parts) == whole["bytes"]
     assert printed(capsys, *arguments, "--rank", "3")["part"] == {"side": "source", "rank": 3}
 
 
 @pytest.mark.parametrize("engine", [ENGINE, "tp=2,dp=2", "tp=4,pp=2", ""])
 def test_verify_finds_every_byte_in_its_place(model: str, capsys: pytest.CaptureFixture[str], engine: str) -> None:
-    arguments = ("verify", "--model", model, "--from", TRAINER, "--to", engine, "--staging", "3000")
+    arguments = ("verify", "--model", model, "--from", TRAINER, "--to", engine, "--staging", "1000")
     found = printed(capsys, *arguments)
     comparison, proof = found["comparison"], found["proof"]
     assert isinstance(comparison, dict)
     assert isinstance(proof, dict)
     assert comparison["elements"] == proof["elements"]
-    assert 2000 < comparison["peak_staged_bytes"] <= 3000
+    assert 800 < comparison["peak_staged_bytes"] <= 1000
     storages = [storage.numel for manifest in cluster(engine).destinations for storage in manifest.storages]
     assert comparison["elements"] + comparison["untouched"] == sum(storages)
 
@@ -163,9 +162,10 @@ def test_floors_follow_the_busiest_rank_and_the_kind_of_link() -> None:
     wanted = [two_tensors(0, "x"), two_tensors(1, "z")]
     plan = make_plan(SPECS, sources, wanted)
     traffic = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=960.0, between_hosts=96.0))
-    # Rank 0 serves its neighbour (96 bytes at 960 B/s); the other destination takes from the idle source.
-    assert traffic.links == (Link(0, 0, 96, True), Link(1, 1, 96, False))
-    assert (traffic.egress_seconds, traffic.ingress_seconds, traffic.floor_seconds) == (1.0, 1.0, 1.0)
+    # Rank 0 serves its neighbour (96 bytes at 960 B/s). The other destination, which has no source on its host, does
+    # not know that, and takes as much from either.
+    assert traffic.links == (Link(0, 0, 96, True), Link(0, 1, 48, False), Link(1, 1, 48, False))
+    assert (traffic.egress_seconds, traffic.ingress_seconds, traffic.floor_seconds) == (0.5, 1.0, 1.0)
     assert traffic.bytes_within_hosts == 96
     near = traffic_of(plan, sources, wanted, LinkSpeeds(within_host=9.6, between_hosts=96.0))
     assert near.floor_seconds == 10.0
@@ -192,7 +192,6 @@ def test_floors_follow_the_busiest_rank_and_the_kind_of_link() -> None:
         ({"--ranks-per-host": "0"}, "--ranks-per-host: ranks_per_host is 0"),
         ({"--rank": "16"}, "there is no source rank 16; that side has 16 ranks"),
         ({"--rank": "-1"}, "there is no rank -1"),
-        ({"--staging": "4"}, "--staging: staging_bytes is 4"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -206,6 +205,11 @@ def test_mistakes_are_one_line(
     assert output.err.count("\n") == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(output.err)
+
+
+def test_packets_hold_an_element(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--model", model, "--from", TRAINER, "--to", ENGINE, "--staging", "4"]) == 1
+    assert capsys.readouterr().err == "error: --staging is 4; a packet must hold one element of 8 bytes\n"
 
 
 def test_layers_of_a_model_that_does_not_fit_into_memory_are_sampled(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, Transfer, make_part, make_plan
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, make_part, make_plan
+from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.proof import prove
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case, random_options
@@ -31,7 +32,9 @@ def test_parts_are_the_whole_plan(seed: int) -> None:
     for side, manifests, found in (("source", case.sources, sent), ("destination", case.destinations, received)):
         for manifest in manifests:
             part = make_part(*case.sides, PartOf(side, manifest.rank), options)  # type: ignore[arg-type]
-            assert (part.digest, part.rounds) == (whole.digest, whole.rounds)
+            assert part.digests == {
+                link: digest for link, digest in whole.digests.items() if link[side == "destination"] == manifest.rank
+            }
             found.update(part.transfers)
             elements += prove(part, case.sources, case.destinations, options).elements
     assert sent == received == Counter(whole.transfers)
@@ -60,7 +63,7 @@ def test_a_transfer_too_few_or_of_another_rank_is_found() -> None:
     with pytest.raises(ProofError, match=r"destination rank 1 never receives d\[0:8, 0:4\]"):
         prove(replace(plan, transfers=plan.transfers[:-1]), sources, wanted)
     with pytest.raises(ProofError, match=r"a\[0:8, 0:4\] goes from .* in the part of destination rank 0"):
-        prove(replace(plan, part=replace(plan.part, of=PartOf("destination", 0))), sources, wanted)
+        prove(replace(plan, part=PartOf("destination", 0)), sources, wanted)
     plan, sources, wanted = part_for(PartOf("source", 0))
     assert prove(plan, sources, wanted).transfers == 4
     moved = replace(plan.transfers[0], write=replace(plan.transfers[0].write, offset=1))
@@ -68,21 +71,26 @@ def test_a_transfer_too_few_or_of_another_rank_is_found() -> None:
         prove(replace(plan, transfers=(moved, *plan.transfers[1:])), sources, wanted)
 
 
-def test_stages_send_in_the_same_rounds() -> None:
-    options = PlanOptions(staging_bytes=256)  # two tensors a round for each party
-    busy = [{item.round for item in part_for(PartOf("source", rank), options)[0].transfers} for rank in range(2)]
-    assert busy == [{0, 1}, {0, 1}]
+def test_ranks_that_have_nothing_to_do_with_a_part_are_not_looked_at() -> None:
+    """A worker knows none of them."""
+    plan, sources, wanted = part_for(PartOf("destination", 1))
+    outside = Placement(Box("a", (0, 0), (9, 4)), View("a", 0, (9, 4), (4, 1)))
+    assert prove(plan, sources, [replace(wanted[0], placements=(outside,)), wanted[1]]).boxes == 4
+    assert prove(plan, sources, wanted[1:]).boxes == 4
+    plan, sources, wanted = part_for(PartOf("source", 0))
+    padded = replace(sources[1], storages=tuple(replace(one, logical_numel=0) for one in sources[1].storages))
+    assert prove(plan, [sources[0], padded], wanted).transfers == 4
 
 
-def test_where_many_want_what_many_hold_nothing_is_cut() -> None:
+def test_what_many_hold_is_shared_evenly_by_as_many() -> None:
     spec = TensorSpec("w", (64, 64), "float32")
     storage = Storage("w", "float32", 4096, 4096)
     place = Placement(spec.box, View("w", 0, (64, 64), (64, 1)))
     everyone = [Manifest(rank, "", (storage,), (place,)) for rank in range(4)]
     options = PlanOptions(split_bytes=1024)
-    for wanters, each in ((1, 4), (2, 2), (4, 1)):
+    for wanters in (1, 2, 4):
         plan = make_plan([spec], everyone, everyone[:wanters], options)
-        assert len(plan.transfers) == wanters * each
+        assert len(plan.transfers) == wanters * 4
         assert set(plan.bytes_by_source().values()) == {spec.nbytes * wanters // 4}
 
 
@@ -125,4 +133,4 @@ def test_the_worked_example_of_the_documentation() -> None:
         )
         for item in plan.transfers
     ]
-    assert found == [(0, 3, 0, 0, 0, 0), (3, 4, 2, 1, 3, 3), (4, 6, 1, 1, 0, 4)]
+    assert found == [(0, 3, 0, 0, 0, 0), (3, 4, 2, 1, 3, 3), (4, 6, 3, 1, 0, 4)]

@@ -143,7 +143,7 @@ def assemble(traits: ModelTraits, tp: int, etp: int, align: int, seed: int) -> N
         memory[rank] = {shard.storage: array for shard, array in held}
     tensors = agree_on_tensors(family.shapes(), manifests)
     wanted = layout_checkpoint(tensors, 1 << 30).manifest()
-    options = PlanOptions(split_bytes=64, staging_bytes=512, bound_destinations=False)
+    options = PlanOptions(split_bytes=64)
     plan = make_plan(tensors, manifests, [wanted], options)
     prove(plan, manifests, [wanted], options)
     result = {spec.name: np.full(spec.shape, np.nan) for spec in tensors}

@@ -16,6 +16,7 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
@@ -123,7 +124,7 @@ def take(rank: int, party: DestinationParty, victim: int | None) -> None:
 
 
 def run(transport: TransportName, victim: int | None, timeout_s: float) -> list[tuple[float, str]]:
-    server = Rendezvous(SOURCES + DESTINATIONS, timeout_s)
+    server = Rendezvous(SOURCES + DESTINATIONS, timeout_s, answer=Registry(SOURCES).answer)
     try:
         args = (server.invitation, transport, victim)
         return run_distributed(body, SOURCES + DESTINATIONS, None, args=args, timeout_s=90, fresh=victim is not None)

@@ -312,7 +312,7 @@ def test_trainer_to_engine_is_planned_and_proved(
     ]
     wanted = [engine_manifest(family.traits, engine, rank, host=f"e{rank // 4}") for rank in range(engine.size)]
     tensors = agree_on_tensors(family.shapes(), sources)
-    options = PlanOptions(staging_bytes=2048, split_bytes=64)
+    options = PlanOptions(split_bytes=64)
     verdict = prove(make_plan(tensors, sources, wanted, options), sources, wanted, options)
     assert verdict.elements == sum(place.box.volume for manifest in wanted for place in manifest.placements)
 

@@ -1,0 +1,159 @@
+"""Names that differ in numbers only, such as those of a layer's experts, as one pattern and a grid of numbers.
+
+A model of thousands of layers times experts has a few dozen *patterns*, such as
+``model.layers.{}.mlp.experts.{}.up_proj.weight``. The numbers in the holes form a *grid*, the product of one *axis* a
+hole. What belongs to a name, such as an offset, is mostly a linear function of its place in the grid. So the work that
+a layout takes follows the number of grids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,17})(?!\d)")
+_HOLE = "{}"
+
+Axis = tuple[int, int, int]
+"""Numbers of one hole: the first, the distance (at least 1), and how many."""
+Axes = tuple[Axis, ...]
+Numbers = tuple[int, ...]
+Linear = tuple[int, ...]
+"""A linear function of the place in a grid: its value at the first place, and what one step adds, by axis."""
+
+
+def split_name(name: str) -> tuple[str, Numbers]:
+    """The pattern of a name and the numbers in its holes; :func:`join_name` gives the name back."""
+    if "{" in name:
+        return name, ()
+    return _NUMBER.sub(_HOLE, name), tuple(map(int, _NUMBER.findall(name)))
+
+
+def join_name(pattern: str, numbers: Sequence[int]) -> str:
+    """The name with these numbers in the holes of ``pattern``; other parties' patterns are no format strings."""
+    if not numbers:
+        return pattern
+    parts = pattern.split(_HOLE)
+    return "".join(itertools.chain(*zip(parts, map(str, numbers), strict=False), parts[-1:]))
+
+
+def fits(pattern: str, holes: int) -> bool:
+    """Whether a pattern has so many holes."""
+    return holes in (0, pattern.count(_HOLE))
+
+
+def size_of(axes: Axes) -> int:
+    """How many names a grid has."""
+    return math.prod(count for _, _, count in axes)
+
+
+def numbers_of(axes: Axes) -> Iterator[Numbers]:
+    """The numbers of every name of a grid, the last axis fastest."""
+    return itertools.product(*map(values_of, axes))
+
+
+def values_of(axis: Axis) -> range:
+    """The numbers of an axis."""
+    first, step, count = axis
+    return range(first, first + step * count, step)
+
+
+def is_within(inner: Axes, outer: Axes) -> bool:
+    """Whether every name of ``inner`` is one of ``outer``."""
+    if len(inner) != len(outer):
+        return False
+    for (first, step, count), axis in zip(inner, outer, strict=True):
+        known = values_of(axis)
+        if (
+            step < 1
+            or count < 1
+            or first not in known
+            or first + step * (count - 1) not in known
+            or (count > 1 and step % axis[1])
+        ):
+            return False
+    return True
+
+
+def meet(left: Axes, right: Axes) -> bool:
+    """Whether two grids of one pattern have a name in common."""
+    return all(any(value in values_of(b) for value in values_of(a)) for a, b in zip(left, right, strict=True))
+
+
+def restrict(function: Linear, axes: Axes, part: Axes) -> Linear:
+    """The same function on a part of its grid; ``part`` is within ``axes``."""
+    base, steps = function[0], []
+    for slope, (first, step, _), (begin, stride, count) in zip(function[1:], axes, part, strict=True):
+        base += slope * ((begin - first) // step)
+        steps.append(slope * (stride // step) if count > 1 else 0)
+    return (base, *steps)
+
+
+def value_at(function: Linear, axes: Axes, numbers: Numbers) -> int:
+    """What a function of a grid is at a name of it."""
+    value = function[0]
+    for slope, (first, step, _), number in zip(function[1:], axes, numbers, strict=True):
+        value += slope * ((number - first) // step)
+    return value
+
+
+def values_over(function: Linear, axes: Axes) -> Iterator[int]:
+    """What a function is at every name of its grid, in the order of :func:`numbers_of`."""
+    ranges = [
+        [slope * place for place in range(count)] for slope, (_, _, count) in zip(function[1:], axes, strict=True)
+    ]
+    base = function[0]
+    return (base + sum(parts) for parts in itertools.product(*ranges))
+
+
+def extremes(function: Linear, axes: Axes) -> tuple[int, int]:
+    """The least and the largest value of a function on its grid."""
+    ends = [slope * (count - 1) for slope, (_, _, count) in zip(function[1:], axes, strict=True)]
+    return function[0] + sum(min(0, end) for end in ends), function[0] + sum(max(0, end) for end in ends)
+
+
+def fold(rows: Iterable[tuple[Numbers, Numbers]]) -> list[tuple[Axes, tuple[Linear, ...]]]:
+    """Writes rows as few grids.
+
+    Args:
+        rows: the numbers of a name, of which no two are equal, and values that belong to it; all rows are as long.
+
+    Returns:
+        Grids with a linear function for each value. Together they have every row once.
+    """
+    # What is folded so far: numbers of the holes to come; axes, and by value the slopes, of those that are done.
+    entries: list[_Entry] = [(numbers, (), values, tuple(() for _ in values)) for numbers, values in sorted(rows)]
+    for hole in reversed(range(len(entries[0][0]) if entries else 0)):
+        lines: dict[tuple[object, ...], list[_Entry]] = defaultdict(list)
+        for entry in entries:
+            lines[entry[0][:hole], entry[1], entry[3]].append(entry)
+        entries = [folded for line in lines.values() for folded in _fold_line(line, hole)]
+    return [
+        (axes, tuple((base, *steps) for base, steps in zip(values, slopes, strict=True)))
+        for _, axes, values, slopes in entries
+    ]
+
+
+_Entry = tuple[Numbers, Axes, Numbers, tuple[Numbers, ...]]
+
+
+def _fold_line(line: Sequence[_Entry], hole: int) -> Iterator[_Entry]:
+    """Progressions of entries that differ in the number of ``hole`` and in values only, in ascending order."""
+    begin = 0
+    while begin < len(line):
+        numbers, axes, values, slopes = line[begin]
+        end, step, rise = begin + 1, 1, tuple(0 for _ in values)
+        if end < len(line):
+            step, rise = _difference(line[begin], line[end], hole)
+            while end < len(line) and _difference(line[end - 1], line[end], hole) == (step, rise):
+                end += 1
+        grown = tuple((more, *known) for more, known in zip(rise, slopes, strict=True))
+        yield numbers[:hole], ((numbers[hole], step, end - begin), *axes), values, grown
+        begin = end
+
+
+def _difference(left: _Entry, right: _Entry, hole: int) -> tuple[int, Numbers]:
+    return right[0][hole] - left[0][hole], tuple(b - a for a, b in zip(left[2], right[2], strict=True))

@@ -1,0 +1,232 @@
+"""A destination's own plan: which sources give it which boxes, from the layouts that overlap what it wants.
+
+Nothing of other destinations is needed, and destinations together load replicas evenly all the same:
+
+1. The grids of what is wanted are cut into *blocks* in which the same regions of sources are present, and the wanted
+   box into *cells*, each of which all of its holders have whole. Where sources cut a tensor differently, the
+   intersection is refined. A cell is computed once for all tensors of a block.
+2. Cells of a block that has fewer tensors than a cell has holders are cut, so that all of these can take part.
+3. What only one source holds comes from it. Everything else comes from the holder of which least has been asked so far,
+   those on the destination's host preferred, largest parts first. Between equals the hash of destination and source
+   decides, so each destination begins elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_patches.refit.boxes import Box, coalesce, overlapping_pair, subtract
+from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.errors import CoverageError
+from megatron_patches.refit.planning.grids import (
+    Axes,
+    Axis,
+    Linear,
+    Numbers,
+    fold,
+    join_name,
+    meet,
+    restrict,
+    values_of,
+)
+from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template
+from megatron_patches.refit.planning.requests import Request
+
+_Corners = tuple[tuple[int, ...], tuple[int, ...]]
+_Held = tuple[Holder, Template]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Boxes of one size that the same sources hold."""
+
+    nbytes: int
+    box: Box
+    wanted: Template
+    tensors: Sequence[Numbers]
+    holders: Mapping[int, _Held]
+
+
+def plan_destination(
+    rank: int, host: str, wanted: Layout, holders: Sequence[Holder], split_bytes: int
+) -> dict[int, list[Request]]:
+    """Plans what a destination asks of which source.
+
+    Args:
+        rank: its rank; with ``host``, what the choice of replicas goes by.
+        host: name of its machine.
+        wanted: what it wants.
+        holders: sources, in any order; those that hold nothing of it may be left out.
+        split_bytes: no part is cut into parts of fewer bytes.
+
+    Returns:
+        By rank of the source, its requests. Together they cover what is wanted, each element once.
+
+    Raises:
+        CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
+    """
+    held = _Index(holders)
+    parts = [part for template in wanted.templates for part in _parts_of(template, wanted, held, rank, split_bytes)]
+    chosen = _choose(parts, rank, host)
+    found: dict[int, list[Request]] = defaultdict(list)
+    for (source, _, _), (template, asked, tensors) in chosen.items():
+        dtype = wanted.kind(asked).dtype
+        by_boxes: dict[tuple[Box, ...], list[tuple[Numbers, Numbers]]] = defaultdict(list)
+        for numbers, given in tensors.items():
+            by_boxes[tuple(given)].append((numbers, ()))
+        for boxes, rows in by_boxes.items():
+            whole: Sequence[Box] = coalesce(boxes) if len(boxes) > 1 else boxes
+            for axes, _ in fold(rows):
+                found[source].extend(_request(template, asked, axes, box, dtype) for box in whole)
+    return dict(sorted(found.items()))
+
+
+def _request(held: Template, asked: Template, axes: Axes, box: Box, dtype: str) -> Request:
+    region = asked.region
+    ahead = sum((low - base) * step for low, base, step in zip(box.start, region.start, asked.strides, strict=True))
+    offset: Linear = restrict(asked.offset, region.axes, axes)
+    return Request(
+        held=held.number,
+        axes=axes,
+        start=box.start,
+        stop=box.stop,
+        storage=asked.storage,
+        numbers=tuple(restrict(one, region.axes, axes) for one in asked.numbers),
+        offset=(offset[0] + ahead, *offset[1:]),
+        strides=asked.strides,
+        dtype=dtype,
+    )
+
+
+class _Index:
+    """Regions of sources, each once, with all who hold it."""
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self.holders: dict[str, dict[Axes, dict[_Corners, list[_Held]]]] = {}
+        self._refined: dict[frozenset[_Corners], bool] = {}
+        for holder in sorted(holders, key=lambda item: item.rank):
+            for template in holder.layout.templates:
+                region = template.region
+                grids = self.holders.setdefault(region.tensor, {})
+                corners = grids.setdefault(region.axes, {})
+                corners.setdefault((region.start, region.stop), []).append((holder, template))
+
+    def must_refine(self, corners: frozenset[_Corners]) -> bool:
+        """Whether some of these boxes overlap."""
+        if corners not in self._refined:
+            boxes = [Box("", *ends) for ends in sorted(corners)]
+            self._refined[corners] = overlapping_pair(boxes) is not None
+        return self._refined[corners]
+
+
+def _parts_of(asked: Template, wanted: Layout, held: _Index, rank: int, split_bytes: int) -> Iterator[_Part]:
+    """The parts of one wanted template."""
+    region, width = asked.region, itemsize(wanted.kind(asked).dtype)
+    known: dict[frozenset[_Corners], list[tuple[Box, tuple[Box, ...]]]] = {}
+    for tensors, replicas in _blocks(region, held):
+        corners = frozenset(replicas)
+        if corners not in known:
+            known[corners] = _cells(region.box, [Box(region.tensor, *ends) for ends in sorted(corners)], held, corners)
+        cells = known[corners]
+        if sum(cell.volume for cell, _ in cells) != region.box.volume:
+            missing = subtract(region.box, (cell for cell, _ in cells))[0]
+            named = Box(join_name(region.tensor, tensors[0]), missing.start, missing.stop)
+            raise CoverageError(f"no source holds {named}, which destination rank {rank} wants in {asked.storage}")
+        for cell, owners in cells:
+            holders: dict[int, _Held] = {}
+            for owner in owners:
+                for holder, template in replicas[owner.start, owner.stop]:
+                    holders.setdefault(holder.rank, (holder, template))
+            for box in _cut(cell, len(holders), len(tensors), width, split_bytes):
+                yield _Part(box.volume * width, box, asked, tensors, holders)
+
+
+def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) -> Sequence[Box]:
+    """Where a block has fewer tensors than holders, its cells in as many pieces as let all holders take part."""
+    count = min(-(-holders // tensors), cell.volume * width // split_bytes)
+    if count < 2 or not cell.shape:
+        return (cell,)
+    return cell.split(count, next((dim for dim, extent in enumerate(cell.shape) if extent > 1), 0))
+
+
+def _blocks(region: Region, held: _Index) -> Iterator[tuple[list[Numbers], dict[_Corners, list[_Held]]]]:
+    """Cuts a grid where other sources begin; each block with the boxes that are held of all of its tensors."""
+    grids = {axes: corners for axes, corners in held.holders.get(region.tensor, {}).items() if meet(region.axes, axes)}
+    by_axis: list[dict[frozenset[Axis], list[int]]] = []
+    for dim, axis in enumerate(region.axes):
+        present = {axes[dim] for axes in grids}
+        alike: dict[frozenset[Axis], list[int]] = defaultdict(list)
+        for value in values_of(axis):
+            alike[frozenset(other for other in present if value in values_of(other))].append(value)
+        by_axis.append(alike)
+    for choice in itertools.product(*(alike.items() for alike in by_axis)):
+        replicas: dict[_Corners, list[_Held]] = defaultdict(list)
+        for axes in itertools.product(*(sorted(allowed) for allowed, _ in choice)):
+            for corners, holders in grids.get(axes, {}).items():
+                replicas[corners].extend(holders)
+        yield list(itertools.product(*(values for _, values in choice))), replicas
+
+
+def _cells(
+    wanted: Box, boxes: Sequence[Box], held: _Index, corners: frozenset[_Corners]
+) -> list[tuple[Box, tuple[Box, ...]]]:
+    """Disjoint pieces of ``wanted``, each with all held boxes that contain it."""
+    near = [(box, common) for box in boxes if (common := box.intersect(wanted)) is not None]
+    if not held.must_refine(corners):
+        return [(common, (box,)) for box, common in near]
+    pieces: list[Box] = []
+    for _, common in near:
+        fresh = subtract(common, pieces)
+        old = [part for piece in pieces for part in _cut_by(piece, common)]
+        pieces = old + fresh
+    by_owners: dict[tuple[Box, ...], list[Box]] = defaultdict(list)
+    for piece in pieces:
+        by_owners[tuple(box for box, _ in near if box.contains(piece))].append(piece)
+    return [(piece, owners) for owners, same in sorted(by_owners.items()) for piece in coalesce(same)]
+
+
+def _cut_by(piece: Box, knife: Box) -> list[Box]:
+    """``piece`` cut into its part inside ``knife`` and the rest."""
+    common = piece.intersect(knife)
+    return [piece] if common is None else [common, *subtract(piece, [common])]
+
+
+_Chosen = dict[tuple[int, int, int], tuple[Template, Template, dict[Numbers, list[Box]]]]
+
+
+def _choose(parts: Sequence[_Part], rank: int, host: str) -> _Chosen:
+    """Gives each part to one of its holders.
+
+    Returns:
+        By source, held and wanted template: these, and the boxes that are asked for, by tensor.
+    """
+    load: dict[int, int] = defaultdict(int)
+    order: dict[int, bytes] = {}
+    chosen: _Chosen = {}
+
+    def give(part: _Part, numbers: Numbers, source: int) -> None:
+        load[source] += part.nbytes
+        template = part.holders[source][1]
+        key = source, template.number, part.wanted.number
+        if key not in chosen:
+            chosen[key] = template, part.wanted, defaultdict(list)
+        chosen[key][2][numbers].append(part.box)
+
+    for part in sorted(parts, key=lambda item: (len(item.holders) > 1, -item.nbytes)):
+        near = [source for source, (holder, _) in part.holders.items() if holder.host == host]
+        candidates = near or list(part.holders)
+        for source in candidates:
+            if source not in order:
+                order[source] = hashlib.sha256(f"{host}|{rank}|{source}".encode()).digest()
+        heap = [(load[source], order[source], source) for source in candidates]
+        heapq.heapify(heap)
+        for numbers in part.tensors:
+            source = heap[0][2]
+            give(part, numbers, source)
+            heapq.heapreplace(heap, (load[source], order[source], source))
+    return chosen

@@ -1,0 +1,42 @@
+"""Parts of boxes on their way from a source to a destination, and the order in which both name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.dtypes import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One part of one box on its way.
+
+    Attributes:
+        source: rank that sends it.
+        destination: rank, on the other side, that receives it.
+        box: what it is.
+        read: where it lies at the source.
+        write: where it goes at the destination.
+        source_dtype: element type at the source.
+        dtype: element type in which it arrives at the destination.
+    """
+
+    source: int
+    destination: int
+    box: Box
+    read: View
+    write: View
+    source_dtype: str
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written."""
+        return self.box.volume * itemsize(self.dtype)
+
+
+def canonical(item: Transfer) -> tuple[object, ...]:
+    """Sorts transfers by tensor, box, destination and place."""
+    box, write = item.box, item.write
+    return box.tensor, box.start, box.stop, item.destination, write.storage, write.offset, item.source
