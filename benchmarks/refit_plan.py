@@ -43,6 +43,7 @@ from megatron_patches.refit.parties.messages import (
 from megatron_patches.refit.parties.registry import Registry, registered
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
 from megatron_patches.refit.planning.layouts import Holder, holder_of, layout_of, unfold_tensors
+from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.requests import check_requests, transfers_of
 from megatron_patches.refit.planning.transfers import Transfer, canonical
 from megatron_patches.refit.proof import prove, prove_with
@@ -238,7 +239,7 @@ class _Others:
         parts = [encode(Asked({}, "", 0))] * self.trainer.size
         for rank in range(self.engine.size):
             wanted = self.wanted_by(rank)
-            plan, asked = plan_for(tensors, self.overlap(wanted, clock), wanted, DEFAULT_OPTIONS)
+            plan, asked = plan_for(tensors, SourceIndex(self.overlap(wanted, clock)), wanted, DEFAULT_OPTIONS)
             parts.append(encode(Asked({source: list(found) for source, found in asked.items()}, "", plan.nbytes)))
         with clock.phase("prove"):
             answers = self.tell(PLANNING, parts)
@@ -253,7 +254,7 @@ def _destination(setting: Setting, clock: _Clock) -> Plan:
         layout_of(wanted)
     holders = others.overlap(wanted, _Clock())
     with clock.phase("plan"):
-        plan, _ = plan_for(tensors, holders, wanted, DEFAULT_OPTIONS)
+        plan, _ = plan_for(tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
         _ = plan.digest
     with clock.phase("prove"):
         prove_with(plan, holders, [wanted])

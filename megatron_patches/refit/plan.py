@@ -16,8 +16,8 @@ from typing import Literal
 from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.planning.layouts import Holder, holder_of, layout_of
-from megatron_patches.refit.planning.local import plan_destination
+from megatron_patches.refit.planning.layouts import holder_of, layout_of
+from megatron_patches.refit.planning.local import SourceIndex, plan_destination
 from megatron_patches.refit.planning.requests import Request, transfers_of
 from megatron_patches.refit.planning.transfers import Transfer, canonical
 
@@ -148,8 +148,8 @@ def make_plan(
     Raises:
         CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
     """
-    holders = [holder_of(manifest) for manifest in sources]
-    transfers = [item for wanted in destinations for item in _transfers(holders, wanted, options)]
+    index = index_of(sources)
+    transfers = [item for wanted in destinations for item in plan_for((), index, wanted, options)[0].transfers]
     return Plan(
         tuple(sorted(tensors)), tuple(sorted(transfers, key=canonical)), conversions=conversions_of(destinations)
     )
@@ -177,17 +177,26 @@ def make_part(
         whole = make_plan(tensors, sources, destinations, options)
         return Plan(whole.tensors, tuple(item for item in whole.transfers if item.source == of.rank), of)
     (wanted,) = (manifest for manifest in destinations if manifest.rank == of.rank)
-    return plan_for(tensors, [holder_of(manifest) for manifest in sources], wanted, options)[0]
+    return plan_for(tensors, index_of(sources), wanted, options)[0]
+
+
+def index_of(sources: Sequence[Manifest]) -> SourceIndex:
+    """What all destinations of a cluster plan from.
+
+    Raises:
+        ProofError: if a storage of a source has a rule: only destinations convert.
+    """
+    return SourceIndex([holder_of(manifest) for manifest in sources])
 
 
 def plan_for(
-    tensors: Sequence[TensorSpec], holders: Sequence[Holder], wanted: Manifest, options: PlanOptions
+    tensors: Sequence[TensorSpec], sources: SourceIndex, wanted: Manifest, options: PlanOptions
 ) -> tuple[Plan, Mapping[int, Sequence[Request]]]:
     """Plans for one destination.
 
     Args:
         tensors: all tensors of the model.
-        holders: sources; those that hold nothing of what is wanted may be left out.
+        sources: what sources hold; those that hold nothing of what is wanted may be left out.
         wanted: what the destination wants.
         options: how to plan.
 
@@ -197,12 +206,11 @@ def plan_for(
     Raises:
         CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
     """
-    asked = plan_destination(wanted.rank, wanted.host, layout_of(wanted), holders, options.split_bytes)
-    layouts = {holder.rank: holder.layout for holder in holders}
+    asked = plan_destination(wanted.rank, wanted.host, layout_of(wanted), sources, options.split_bytes)
     found = [
         item
         for source, requests in asked.items()
-        for item in transfers_of(requests, layouts[source], source, wanted.rank)
+        for item in transfers_of(requests, sources.layouts[source], source, wanted.rank)
     ]
     of = PartOf("destination", wanted.rank)
     return Plan(tuple(sorted(tensors)), tuple(sorted(found, key=canonical)), of, wanted.conversions), asked
@@ -212,7 +220,3 @@ def conversions_of(destinations: Sequence[Manifest]) -> tuple[Conversion, ...]:
     """The rules of all destinations, by rank, whatever the order of the manifests."""
     ordered = sorted(destinations, key=lambda manifest: manifest.rank)
     return tuple(item for manifest in ordered for item in manifest.conversions)
-
-
-def _transfers(holders: Sequence[Holder], wanted: Manifest, options: PlanOptions) -> Sequence[Transfer]:
-    return plan_for((), holders, wanted, options)[0].transfers

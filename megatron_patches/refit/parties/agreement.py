@@ -24,6 +24,7 @@ from megatron_patches.refit.parties.messages import (
 from megatron_patches.refit.parties.registry import registered
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, plan_for
 from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of, unfold_tensors
+from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.requests import check_requests, transfers_of
 from megatron_patches.refit.planning.transfers import Transfer, canonical
 from megatron_patches.refit.proof import prove_with
@@ -105,7 +106,9 @@ def agree_as_destination(assembly: Assembly, wanted: Callable[[Model], Manifest]
         options = PlanOptions(allow_narrowing=told.allow_narrowing)
         holders = [Holder(rank, host, overlap.layouts[number]) for rank, host, number in overlap.holders]
         names = {placement.box.tensor for placement in manifests[0].placements}
-        own, asked = plan_for([spec for spec in tensors if spec.name in names], holders, manifests[0], options)
+        own, asked = plan_for(
+            [spec for spec in tensors if spec.name in names], SourceIndex(holders), manifests[0], options
+        )
         prove_with(own, holders, manifests, options)
         plans.append(own)
         requests = {source: list(of_source) for source, of_source in asked.items()}

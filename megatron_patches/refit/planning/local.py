@@ -41,6 +41,36 @@ _Corners = tuple[tuple[int, ...], tuple[int, ...]]
 _Held = tuple[Holder, Template]
 
 
+class SourceIndex:
+    """Regions of sources, each once, with all who hold it; one serves any number of destinations.
+
+    Args:
+        holders: sources, in any order.
+
+    Attributes:
+        layouts: by rank, what each source holds.
+        holders: all who hold a region, by pattern, numbers and corners.
+    """
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self.layouts: Mapping[int, Layout] = {holder.rank: holder.layout for holder in holders}
+        self.holders: dict[str, dict[Axes, dict[_Corners, list[_Held]]]] = {}
+        self._refined: dict[frozenset[_Corners], bool] = {}
+        for holder in sorted(holders, key=lambda item: item.rank):
+            for template in holder.layout.templates:
+                region = template.region
+                grids = self.holders.setdefault(region.tensor, {})
+                corners = grids.setdefault(region.axes, {})
+                corners.setdefault((region.start, region.stop), []).append((holder, template))
+
+    def must_refine(self, corners: frozenset[_Corners]) -> bool:
+        """Whether some of these boxes overlap."""
+        if corners not in self._refined:
+            boxes = [Box("", *ends) for ends in sorted(corners)]
+            self._refined[corners] = overlapping_pair(boxes) is not None
+        return self._refined[corners]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """Boxes of one size that the same sources hold."""
@@ -53,7 +83,7 @@ class _Part:
 
 
 def plan_destination(
-    rank: int, host: str, wanted: Layout, holders: Sequence[Holder], split_bytes: int
+    rank: int, host: str, wanted: Layout, sources: SourceIndex, split_bytes: int
 ) -> dict[int, list[Request]]:
     """Plans what a destination asks of which source.
 
@@ -61,7 +91,7 @@ def plan_destination(
         rank: its rank; with ``host``, what the choice of replicas goes by.
         host: name of its machine.
         wanted: what it wants.
-        holders: sources, in any order; those that hold nothing of it may be left out.
+        sources: what sources hold; those that hold nothing of it may be left out.
         split_bytes: no part is cut into parts of fewer bytes.
 
     Returns:
@@ -70,8 +100,7 @@ def plan_destination(
     Raises:
         CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
     """
-    held = _Index(holders)
-    parts = [part for template in wanted.templates for part in _parts_of(template, wanted, held, rank, split_bytes)]
+    parts = [part for template in wanted.templates for part in _parts_of(template, wanted, sources, rank, split_bytes)]
     chosen = _choose(parts, rank, host)
     found: dict[int, list[Request]] = defaultdict(list)
     for (source, _, _), (template, asked, tensors) in chosen.items():
@@ -103,28 +132,7 @@ def _request(held: Template, asked: Template, axes: Axes, box: Box, dtype: str) 
     )
 
 
-class _Index:
-    """Regions of sources, each once, with all who hold it."""
-
-    def __init__(self, holders: Sequence[Holder]) -> None:
-        self.holders: dict[str, dict[Axes, dict[_Corners, list[_Held]]]] = {}
-        self._refined: dict[frozenset[_Corners], bool] = {}
-        for holder in sorted(holders, key=lambda item: item.rank):
-            for template in holder.layout.templates:
-                region = template.region
-                grids = self.holders.setdefault(region.tensor, {})
-                corners = grids.setdefault(region.axes, {})
-                corners.setdefault((region.start, region.stop), []).append((holder, template))
-
-    def must_refine(self, corners: frozenset[_Corners]) -> bool:
-        """Whether some of these boxes overlap."""
-        if corners not in self._refined:
-            boxes = [Box("", *ends) for ends in sorted(corners)]
-            self._refined[corners] = overlapping_pair(boxes) is not None
-        return self._refined[corners]
-
-
-def _parts_of(asked: Template, wanted: Layout, held: _Index, rank: int, split_bytes: int) -> Iterator[_Part]:
+def _parts_of(asked: Template, wanted: Layout, held: SourceIndex, rank: int, split_bytes: int) -> Iterator[_Part]:
     """The parts of one wanted template."""
     region, width = asked.region, itemsize(wanted.kind(asked).dtype)
     known: dict[frozenset[_Corners], list[tuple[Box, tuple[Box, ...]]]] = {}
@@ -154,7 +162,7 @@ def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) ->
     return cell.split(count, next((dim for dim, extent in enumerate(cell.shape) if extent > 1), 0))
 
 
-def _blocks(region: Region, held: _Index) -> Iterator[tuple[list[Numbers], dict[_Corners, list[_Held]]]]:
+def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], dict[_Corners, list[_Held]]]]:
     """Cuts a grid where other sources begin; each block with the boxes that are held of all of its tensors."""
     grids = {axes: corners for axes, corners in held.holders.get(region.tensor, {}).items() if meet(region.axes, axes)}
     by_axis: list[dict[frozenset[Axis], list[int]]] = []
@@ -173,7 +181,7 @@ def _blocks(region: Region, held: _Index) -> Iterator[tuple[list[Numbers], dict[
 
 
 def _cells(
-    wanted: Box, boxes: Sequence[Box], held: _Index, corners: frozenset[_Corners]
+    wanted: Box, boxes: Sequence[Box], held: SourceIndex, corners: frozenset[_Corners]
 ) -> list[tuple[Box, tuple[Box, ...]]]:
     """Disjoint pieces of ``wanted``, each with all held boxes that contain it."""
     near = [(box, common) for box in boxes if (common := box.intersect(wanted)) is not None]

@@ -33,6 +33,7 @@ from megatron_patches.refit.planning.layouts import (
     placements_of,
     unfold_tensors,
 )
+from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, transfers_of
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case, random_options
@@ -97,7 +98,7 @@ def test_both_ends_make_the_same_of_requests(seed: int) -> None:
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
         tensors = {placement.box.tensor for placement in wanted.placements}
-        plan, asked = plan_for(case.tensors, holders, wanted, options)
+        plan, asked = plan_for(case.tensors, SourceIndex(holders), wanted, options)
         assert {item.box.tensor for item in plan.transfers} == tensors
         for holder in holders:
             requests = msgspec.msgpack.decode(msgspec.msgpack.encode(asked.get(holder.rank, [])), type=list[Request])
@@ -137,7 +138,9 @@ def test_a_destination_asks_each_source_for_a_grid() -> None:
         for stage in range(2)
         for part in range(4)
     ]
-    plan, asked = plan_for(SPECS, holders, experts(0, range(12), range(16), columns=(2, 5)), DEFAULT_OPTIONS)
+    plan, asked = plan_for(
+        SPECS, SourceIndex(holders), experts(0, range(12), range(16), columns=(2, 5)), DEFAULT_OPTIONS
+    )
     assert sorted(asked) == list(range(8))
     assert all(len(requests) == 1 for requests in asked.values())
     assert len(plan.transfers) == 12 * 16
@@ -183,7 +186,7 @@ def test_replicas_of_the_own_host_are_preferred_and_shared() -> None:
 def test_a_source_refuses_what_it_does_not_hold(change: dict[str, object], message: str) -> None:
     holder = holder_of(experts(1, range(2), range(4)))
     wanted = experts(3, range(2), range(4))
-    (request,) = plan_for(SPECS, [holder], wanted, DEFAULT_OPTIONS)[1][1]
+    (request,) = plan_for(SPECS, SourceIndex([holder]), wanted, DEFAULT_OPTIONS)[1][1]
     check_requests([request], holder.layout, 1, 3)
     with pytest.raises(PlanMismatchError, match=message):
         check_requests([msgspec.structs.replace(request, **change)], holder.layout, 1, 3)
@@ -191,7 +194,7 @@ def test_a_source_refuses_what_it_does_not_hold(change: dict[str, object], messa
 
 def test_a_source_refuses_to_send_the_same_without_end() -> None:
     holder = holder_of(experts(1, range(2), range(4)))
-    (request,) = plan_for(SPECS, [holder], experts(3, range(2), range(4)), DEFAULT_OPTIONS)[1][1]
+    (request,) = plan_for(SPECS, SourceIndex([holder]), experts(3, range(2), range(4)), DEFAULT_OPTIONS)[1][1]
     check_requests([request] * MOST_COPIES, holder.layout, 1, 3)
     with pytest.raises(PlanMismatchError, match=r"destination rank 3 asks source rank 1 .* more than 16 times"):
         check_requests([request] * (MOST_COPIES + 1), holder.layout, 1, 3)
@@ -215,7 +218,9 @@ def test_the_order_of_sources_does_not_matter() -> None:
     case = random_case(11)
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
-        plans = [plan_for(case.tensors, order, wanted, DEFAULT_OPTIONS)[0] for order in (holders, holders[::-1])]
+        plans = [
+            plan_for(case.tensors, SourceIndex(order), wanted, DEFAULT_OPTIONS)[0] for order in (holders, holders[::-1])
+        ]
         assert plans[0].digest == plans[1].digest
         assert size_of(()) == 1
         assert replace(plans[0]).transfers == plans[1].transfers
