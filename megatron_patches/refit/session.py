@@ -21,6 +21,7 @@ from megatron_patches.refit.exchange import default_exchange, describe_error, on
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Held, Moved
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
@@ -392,7 +393,10 @@ class RefitSession:
                 raise of_engines(failures)
             check_different_servers(self._engines)
             self._rendezvous = Rendezvous(
-                self.exchange.size + sum(sizes.values()), self._options.timeout_s, self._options.host
+                self.exchange.size + sum(sizes.values()),
+                self._options.timeout_s,
+                self._options.host,
+                Registry(self.exchange.size).answer,
             )
         except Exception as error:
             engines = error.engines if isinstance(error, PartyFailedError) else ()
