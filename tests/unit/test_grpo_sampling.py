@@ -24,6 +24,7 @@ class Fake(ThreadingHTTPServer):
     """A server that answers each prompt with itself: ``7=`` with ``7``; notes what it is asked."""
 
     daemon_threads = True
+    request_queue_size = 128  # as many as ask at a time: of more, the kernel resets some
 
     def __init__(self, version: str | None = "3", status: int = 200) -> None:
         self.version, self.status, self.asked = version, status, list[dict[str, Any]]()
