@@ -35,10 +35,10 @@ pytestmark = [
 ]
 
 CASE = Case(TrainerMesh(etp=2), (), LLAMA)
-OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 256}
+OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 512}
 PROMPT = PROMPTS[0]
 LEASE_S = 4.0
-LENGTH = 200
+LENGTH = 450
 
 
 def body(
@@ -222,7 +222,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("server")
-    with vllm_server(OF_LONG_TEXTS, folder, "--max-model-len", "256") as server:
+    with vllm_server(OF_LONG_TEXTS, folder, "--max-model-len", "512") as server:
         yield Served(server, itertools.count(1))
 
 
