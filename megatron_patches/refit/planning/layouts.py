@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import ProofError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.planning.grids import (
     Axes,
     Linear,
@@ -26,7 +26,6 @@ from megatron_patches.refit.planning.grids import (
     numbers_of,
     split_name,
     value_at,
-    values_over,
 )
 
 
@@ -223,18 +222,6 @@ def _is_sound(template: Template, kinds: int) -> bool:
     names = fits(region.tensor, len(region.axes)) and fits(template.storage, len(template.numbers))
     grid = all(step >= 1 and count >= 1 for _, step, count in region.axes)
     return corners and functions and names and grid and 0 <= template.kind < kinds
-
-
-def placements_of(layout: Layout) -> Iterator[Placement]:
-    """Every box of a layout and where it lies."""
-    for template in layout.templates:
-        region, shape = template.region, template.region.box.shape
-        inside = [list(values_over(one, region.axes)) for one in template.numbers]
-        offsets = values_over(template.offset, region.axes)
-        for index, (numbers, offset) in enumerate(zip(numbers_of(region.axes), offsets, strict=True)):
-            name = join_name(template.storage, [values[index] for values in inside])
-            box = Box(join_name(region.tensor, numbers), region.start, region.stop)
-            yield Placement(box, View(name, offset, shape, template.strides))
 
 
 class TensorGrid(msgspec.Struct, frozen=True, array_like=True):

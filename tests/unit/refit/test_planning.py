@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -30,7 +31,6 @@ from megatron_patches.refit.planning.layouts import (
     fold_tensors,
     holder_of,
     layout_of,
-    placements_of,
     unfold_tensors,
 )
 from megatron_patches.refit.planning.local import SourceIndex
@@ -75,6 +75,18 @@ def test_what_is_within_a_grid() -> None:
     assert not is_within(((5, 3, 2), (0, 1, 1)), grid)
     assert not is_within(((5, 2, 5), (0, 1, 1)), grid)
     assert not is_within(((5, 2, 2),), grid)
+
+
+def placements_of(layout: Layout) -> Iterator[Placement]:
+    """Every box of a layout and where it lies."""
+    for template in layout.templates:
+        region, shape = template.region, template.region.box.shape
+        inside = [list(values_over(one, region.axes)) for one in template.numbers]
+        offsets = values_over(template.offset, region.axes)
+        for index, (numbers, offset) in enumerate(zip(numbers_of(region.axes), offsets, strict=True)):
+            name = join_name(template.storage, [values[index] for values in inside])
+            box = Box(join_name(region.tensor, numbers), region.start, region.stop)
+            yield Placement(box, View(name, offset, shape, template.strides))
 
 
 @settings(RANDOM, max_examples=examples(500))
