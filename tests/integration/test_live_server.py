@@ -27,7 +27,7 @@ from tests.integration.tiny_models import LLAMA
 from tests.support.completion import Completion
 from tests.support.launch import RanksFailedError, run_megatron
 from tests.support.live_models import Case
-from tests.support.vllm_server import VllmServer, complete, vllm_server
+from tests.support.vllm_server import PACED, VllmServer, complete, vllm_server
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -35,10 +35,10 @@ pytestmark = [
 ]
 
 CASE = Case(TrainerMesh(etp=2), (), LLAMA)
-OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 512}
+OF_LONG_TEXTS = LLAMA | {"max_position_embeddings": 128}
 PROMPT = PROMPTS[0]
 LEASE_S = 4.0
-LENGTH = 450
+LENGTH, PACE_S = 100, 0.1  # of a request that is paused under way: it takes 10 s
 
 
 def body(
@@ -110,7 +110,7 @@ class Busy(HttpEngine):
         """Ask first, and wait for the first tokens."""
         if self.is_asked:
             begun, pool = threading.Event(), ThreadPoolExecutor(max_workers=1)
-            self.answer = pool.submit(complete, self.name, PROMPT, LENGTH, begun)
+            self.answer = pool.submit(complete, self.name, PROMPT, LENGTH, begun, pace_s=PACE_S)
             pool.shutdown(wait=False)
             assert begun.wait(60), "the server did not begin to answer"
         super().pause(mode)
@@ -222,7 +222,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("server")
-    with vllm_server(OF_LONG_TEXTS, folder, "--max-model-len", "512") as server:
+    with vllm_server(OF_LONG_TEXTS, folder, "--max-model-len", "128", *PACED) as server:
         yield Served(server, itertools.count(1))
 
 

@@ -17,6 +17,8 @@ from tests.support.completion import Completion
 from tests.support.prepared import engine_python
 
 MODEL = "under-test"
+PACED = ("--logits-processors", "tests.support.vllm_paced:Paced")
+"""Arguments of a server that :func:`complete` can ask to be slow."""
 _SOME = 4
 
 
@@ -86,6 +88,7 @@ def complete(
     begun: threading.Event | None = None,
     *,
     salt: str = "",
+    pace_s: float | None = None,
     timeout_s: float = 120.0,
 ) -> Completion:
     """What a server adds to a prompt; it may read its prefix cache, which it does not for probabilities of a prompt.
@@ -96,13 +99,16 @@ def complete(
         length: how many tokens to ask for.
         begun: is set once some tokens have come.
         salt: of the cache; nothing is read from it that was cached with another.
+        pace_s: how much longer each token takes, of a server with :data:`PACED`.
         timeout_s: how long to wait for the next tokens.
     """
     asked = {"model": MODEL, "prompt": list(prompt), "max_tokens": length, "temperature": 0.0, "logprobs": 1}
     how = {"ignore_eos": True, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
-    salted = {"cache_salt": salt} if salt else {}
+    more: dict[str, object] = {"cache_salt": salt} if salt else {}
+    if pace_s is not None:
+        more["vllm_xargs"] = {"pace_s": pace_s}
     request = urllib.request.Request(  # noqa: S310 - this machine's own server
-        f"{url}/v1/completions", json.dumps(asked | how | salted).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/completions", json.dumps(asked | how | more).encode(), {"Content-Type": "application/json"}
     )
     tokens: list[int] = []
     log_probabilities: list[float] = []
