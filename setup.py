@@ -31,6 +31,7 @@ setup(
         "torch>=2.11",
         "msgspec",
         "numpy",
+        "pyzmq",
         "rich",
         "safetensors",
     ],

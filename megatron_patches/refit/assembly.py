@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.rendezvous_messages import (
-    FOREVER_S,
     TICK_S,
     Alert,
     Beat,
@@ -23,12 +22,15 @@ from megatron_patches.refit.rendezvous_messages import (
     Join,
     Notice,
     Outcome,
+    Refusal,
     Results,
     decode_of_server,
     encode,
+    endpoint,
 )
 
 _GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
+_LEAVING_S = 1.0  # for the rendezvous to take what this party said last
 _REFUSED_S = 2.0  # for a way to the rendezvous, which listens before anybody is invited, to come up
 _TOPICS = 16  # on which notices are kept for whoever collects them
 
@@ -62,11 +64,25 @@ class Assembly:
         self.next_step = 0
         self.most_silence_s: float | None = None
         self._heard = time.monotonic()
-        self._sending = threading.Lock()
-        self._connection = frames.prepare(_connect(invitation))
-        self.local_host: str = self._connection.getsockname()[0]
-        self._send(Join(invitation.token, party, name))
-        threading.Thread(target=self._listen, name="refit-assembly", daemon=True).start()
+        self.local_host, server = _reach(invitation)
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.linger = round(_LEAVING_S * 1000)
+        self._dealer.sndhwm = 0
+        self._dealer.reconnect_ivl = -1  # another connection would be another party's
+        self._dealer.ipv6 = ":" in server
+        self._dealer.curve_serverkey = bytes.fromhex(invitation.token)
+        self._dealer.curve_publickey, self._dealer.curve_secretkey = zmq.curve_keypair()
+        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        # What other threads say goes through a socket of theirs to the one thread that uses the others.
+        self._said = self._context.socket(zmq.PULL)
+        self._said.bind("inproc://said")
+        self._saying, self._sending = self._context.socket(zmq.PUSH), threading.Lock()
+        self._saying.connect("inproc://said")
+        self._dealer.connect(endpoint(server, invitation.port))
+        self._dealer.send(encode(Join(party, name)))
+        self._thread = threading.Thread(target=self._run, name="refit-assembly", daemon=True)
+        self._thread.start()
 
     def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
         """Does this party's part of the next step and waits for all others.
@@ -185,15 +201,16 @@ class Assembly:
 
     def close(self) -> None:
         """Leaves the rendezvous. Steps of other parties fail, and so do waits of other threads of this party."""
-        frames.end(self._connection)
-
-    def _send(self, message: Join | Outcome | Notice) -> None:
         with self._sending:
-            try:
-                frames.send(self._connection, encode(message), Patience(self.timeout_s, "the rendezvous"))
-            except BaseException:
-                frames.end(self._connection)  # after a part of a message the rendezvous could read nothing more
-                raise
+            if not self._saying.closed:
+                self._saying.send(b"")
+        self._thread.join()
+
+    def _send(self, message: Outcome | Notice) -> None:
+        with self._sending:
+            if self._saying.closed:
+                raise PartyFailedError(f"{self.name} lost the rendezvous: {self._lost}")
+            self._saying.send(encode(message))
 
     def _answer(self, step: int, what: str) -> Results | Failure:
         deadline = time.monotonic() + self.timeout_s + _GRACE_S
@@ -211,24 +228,53 @@ class Assembly:
                     del kept[old]
             return answer
 
-    def _listen(self) -> None:
+    def _run(self) -> None:
+        """Moves messages both ways until it is over."""
+        poller = zmq.Poller()
+        for each in (self._dealer, self._monitor, self._said):
+            poller.register(each, zmq.POLLIN)
+        lost: str | None = None
         try:
-            while True:
-                patience = Patience(FOREVER_S, "the rendezvous")
-                message = decode_of_server(frames.receive(self._connection, patience))
-                self._heard = time.monotonic()
-                with self._condition:
-                    if isinstance(message, Alert):
-                        self._alerts.setdefault(message.step, message.reason)
-                    elif isinstance(message, Notice):
-                        self._note(message)
-                    elif not isinstance(message, Beat):
-                        self._answers[message.step] = message
-                    self._condition.notify_all()
+            while lost is None:
+                poller.poll()
+                lost = self._pass_on()
         except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens any more
-            with self._condition:
-                self._lost = describe_error(error)
-                self._condition.notify_all()
+            lost = describe_error(error)
+        with self._sending:
+            self._saying.close()
+        with self._condition:
+            self._lost = lost
+            self._condition.notify_all()
+        self._context.destroy()
+
+    def _pass_on(self) -> str | None:
+        """What has come, either way; why it is over, if it is."""
+        lost: str | None = None
+        if self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            lost = "the connection has ended, or was refused"
+        while self._dealer.poll(0):  # what was said before the end counts
+            message = decode_of_server(self._dealer.recv())
+            if isinstance(message, Refusal):
+                return message.reason
+            self._note(message)
+        while lost is None and self._said.poll(0):
+            said = self._said.recv()
+            if not said:
+                return f"{self.name} has left it"
+            self._dealer.send(said, zmq.NOBLOCK)
+        return lost
+
+    def _note(self, message: Results | Failure | Alert | Notice | Beat) -> None:
+        self._heard = time.monotonic()
+        with self._condition:
+            if isinstance(message, Alert):
+                self._alerts.setdefault(message.step, message.reason)
+            elif isinstance(message, Notice):
+                self._keep(message)
+            elif not isinstance(message, Beat):
+                self._answers[message.step] = message
+            self._condition.notify_all()
 
     def _check_heard(self) -> None:
         silence_s = time.monotonic() - self._heard
@@ -238,7 +284,7 @@ class Assembly:
                 "it was at"
             )
 
-    def _note(self, notice: Notice) -> None:
+    def _keep(self, notice: Notice) -> None:
         """Keeps a notice for :meth:`collect`, which most parties never call."""
         if notice.topic not in self._notices:
             topics = [topic for topic in self._notices if topic]
@@ -247,8 +293,10 @@ class Assembly:
         self._notices.setdefault(notice.topic, {})[notice.party] = notice.reason
 
 
-def _connect(invitation: Invitation) -> socket.socket:
-    """Connects to the rendezvous. Whoever asks may be an engine, which answers no request meanwhile.
+def _reach(invitation: Invitation) -> tuple[str, str]:
+    """The addresses of this machine and of the other one, on the way to the rendezvous.
+
+    Whoever asks may be an engine, which answers no request meanwhile; and zmq does not tell why it cannot connect.
 
     Raises:
         PartyFailedError: if it cannot be reached within the time-out; soon where nobody listens, as after its end.
@@ -256,7 +304,8 @@ def _connect(invitation: Invitation) -> socket.socket:
     began = time.monotonic()
     while True:
         try:
-            return socket.create_connection((invitation.host, invitation.port), timeout=5.0)
+            with socket.create_connection((invitation.host, invitation.port), timeout=5.0) as connection:
+                return connection.getsockname()[0], connection.getpeername()[0]
         except OSError as error:
             most_s = invitation.timeout_s
             if isinstance(error, ConnectionRefusedError):

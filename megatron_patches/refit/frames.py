@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import secrets
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Buffer, Callable
 from contextlib import suppress
+from typing import cast
 
 from megatron_patches.refit.errors import PartyFailedError
 
 _LENGTH = struct.Struct("<Q")
 _LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
-_INTRODUCTION_S = 10.0  # from a connection to the first message on it
+_MOST_STRANGERS = 128  # whose connections are open at a time
+SECRET_BYTES = 16
+"""Of what is said first on a connection that anybody may make."""
 
 
 class Patience:
@@ -81,13 +86,8 @@ def send(connection: socket.socket, message: Buffer, patience: Patience) -> None
     Raises:
         PartyFailedError: at the deadline, or if the peer has closed the connection.
     """
-    send_length(connection, memoryview(message).nbytes, patience)
+    send_all(connection, _LENGTH.pack(memoryview(message).nbytes), patience)
     send_all(connection, message, patience)
-
-
-def send_length(connection: socket.socket, nbytes: int, patience: Patience) -> None:
-    """Begins a message of so many bytes, which are to be sent next; raises as :func:`send` does."""
-    send_all(connection, _LENGTH.pack(nbytes), patience)
 
 
 def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> None:
@@ -102,39 +102,18 @@ def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> 
             raise patience.lost(str(error)) from error
 
 
-def receive(connection: socket.socket, patience: Patience, *, most_bytes: int | None = None) -> bytearray:
-    """The next message.
+def receive(connection: socket.socket, patience: Patience) -> bytearray:
+    """The next message of a peer that is known.
 
     Args:
         connection: from :func:`prepare`.
         patience: how long to wait.
-        most_bytes: the longest message to take, from whoever is not known yet; None for any.
 
     Raises:
-        PartyFailedError: at the deadline, if the peer has closed the connection, or if the message is longer.
+        PartyFailedError: at the deadline, or if the peer has closed the connection.
     """
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size, patience))
-    if most_bytes is not None and length > most_bytes:
-        raise patience.lost(f"the peer announces a message of {length} bytes")
     return receive_exactly(connection, length, patience)
-
-
-def receive_first(connection: socket.socket, patience: Patience, most_bytes: int) -> bytearray | None:
-    """The first message on a connection that anybody may have made, or None for a stranger's.
-
-    Args:
-        connection: from :func:`prepare`.
-        patience: of the wait for whoever is expected, of which a stranger takes a little.
-        most_bytes: the longest message of whoever is expected.
-
-    Raises:
-        PartyFailedError: when ``patience`` ends.
-    """
-    try:
-        return receive(connection, Patience(_INTRODUCTION_S, "an introduction", patience.tick), most_bytes=most_bytes)
-    except PartyFailedError:
-        patience.tick()
-        return None
 
 
 def receive_exactly(connection: socket.socket, length: int, patience: Patience) -> bytearray:
@@ -157,3 +136,75 @@ def receive_into(connection: socket.socket, buffer: memoryview, patience: Patien
         if not count:
             raise patience.lost("the peer closed it")
         buffer = buffer[count:]
+
+
+class Callers:
+    """Connections made at a listener by whoever knows a secret of :data:`SECRET_BYTES` bytes, and says it first.
+
+    Others are closed once they have said something else. While they say nothing they hold up nobody, and there are
+    never more than some of them.
+
+    Args:
+        listener: stays open.
+        secret: what they must say.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._said: dict[socket.socket, bytearray] = {}
+
+    def next(self, patience: Patience) -> socket.socket:
+        """The next one, as of :func:`prepare`.
+
+        Raises:
+            PartyFailedError: when ``patience`` ends.
+        """
+        while True:
+            for key, _ in self._selector.select(_LOOK_AROUND_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif self._is_invited(connection := cast(socket.socket, key.fileobj)):
+                    return connection
+            patience.tick()
+
+    def close(self) -> None:
+        """Closes the connections of all who have not said it."""
+        for connection in list(self._said):
+            self._drop(connection)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection = prepare(self._listener.accept()[0])
+        except OSError:  # too many files are open, or it has gone; both may be over the next time
+            return
+        if len(self._said) == _MOST_STRANGERS:
+            self._drop(next(iter(self._said)))
+        self._said[connection] = bytearray()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _is_invited(self, connection: socket.socket) -> bool:
+        """Takes what it says; whether it has said the secret, and is no longer kept here."""
+        said = self._said[connection]
+        try:
+            more = connection.recv(SECRET_BYTES - len(said))
+        except OSError:
+            more = b""
+        said += more
+        if more and len(said) < SECRET_BYTES:
+            return False
+        if not secrets.compare_digest(said, self._secret):
+            self._drop(connection)
+            return False
+        self._forget(connection)
+        return True
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._said[connection]

@@ -5,28 +5,28 @@ the step fails for all, with every reason; a party whose part depends on another
 (:meth:`megatron_patches.refit.assembly.Assembly.check`). A party that ends, or does not answer in time, has failed. So
 a step either succeeds for all or raises for all, and none waits for ever.
 
-A common token keeps out who was not invited; it is not encryption.
+Messages travel through zmq, encrypted by CURVE (RFC 26 of ZeroMQ). The server's key is made for one session and told in
+its invitation alone; who has not got it gets past no handshake, which is libzmq's, and so can neither read nor say a
+word.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import decode as raw_key
 
-from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.outbox import Outbox
 from megatron_patches.refit.rendezvous_messages import (
     BEAT_S,
-    FOREVER_S,
     TICK_S,
     Alert,
     Beat,
@@ -35,18 +35,29 @@ from megatron_patches.refit.rendezvous_messages import (
     Join,
     Notice,
     Outcome,
+    Refusal,
     Results,
     decode_of_party,
     encode,
+    endpoint,
 )
 
 logger = logging.getLogger(__name__)
 
 _AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step has failed
 _REMEMBERED = 4  # steps that are kept for a party that is late
-_TELLING_S = 30.0  # for a party to take a mebibyte of what it is told
 _CLOSING_S = 5.0  # for all parties to take what they have been told before the end
-_INTRODUCTION_BYTES = 1 << 16  # the most that somebody may send who has not shown the token
+_HANDSHAKE_S = 5.0  # for whoever connects to show that he was invited
+_MOST_BYTES = 1 << 30  # of what a party says at a time
+_ENDED = "has ended or closed its connection"
+
+
+class _Member(NamedTuple):
+    """A party that has joined: its name, how zmq addresses it, and the descriptor of its connection."""
+
+    name: str
+    address: bytes
+    connection: int
 
 
 class Rendezvous:
@@ -71,23 +82,33 @@ class Rendezvous:
     ) -> None:
         self._answer = answer
         self._lock = threading.Lock()
-        self._names: dict[int, str] = {}
-        self._outboxes: dict[int, Outbox] = {}
+        self._members: dict[int, _Member] = {}
         self._gone: dict[int, str] = {}
         self._culprits: set[int] = set()
         self._steps: dict[int, _Step] = {}
+        self._open: set[int] = set()  # descriptors of connections
         self._closed = False
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = round(_CLOSING_S * 1000)
+        self._router.handshake_ivl = round(_HANDSHAKE_S * 1000)
+        self._router.maxmsgsize = _MOST_BYTES
+        # Without a limit, as one machine sends hundreds of parties gigabytes, and what is beyond a limit is dropped.
+        self._router.sndhwm = 0
+        public, self._router.curve_secretkey = zmq.curve_keypair()
+        self._router.curve_server = True
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
-            self._listener = frames.listen(host)
-        except OSError as error:
+            port = _listen(self._router, host)
+        except (OSError, zmq.ZMQError) as error:
+            self._context.destroy(linger=0)
             raise PartyFailedError(
                 f"cannot listen on {host} ({error.strerror or error}); host must be an address of this machine that "
                 "engines reach"
             ) from error
-        self._listener.settimeout(TICK_S)
-        self.invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16), parties, timeout_s)
-        for target in (self._accept, self._watch):
-            threading.Thread(target=target, name=f"refit-rendezvous-{target.__name__}", daemon=True).start()
+        self.invitation = Invitation(host, port, raw_key(public).hex(), parties, timeout_s)
+        self._thread = threading.Thread(target=self._serve, name="refit-rendezvous", daemon=True)
+        self._thread.start()
 
     @property
     def culprits(self) -> frozenset[int]:
@@ -106,7 +127,7 @@ class Rendezvous:
             RefitError: naming the address that they must reach.
         """
         with self._lock:
-            absent = [party for party in parties if party not in self._names]
+            absent = [party for party in parties if party not in self._members]
         if absent:
             raise RefitError(
                 f"{len(absent)} of the workers of {who} did not join; they must reach {self.invitation.host}:"
@@ -116,91 +137,86 @@ class Rendezvous:
 
     def close(self) -> None:
         """Ends it, once parties have what they were told, or have had time to; those that still wait are told so."""
-        with self._lock:
-            self._closed = True
-            outboxes = list(self._outboxes.values())
-        for outbox in outboxes:
-            outbox.finish()
-        deadline = time.monotonic() + _CLOSING_S
-        for outbox in outboxes:
-            outbox.close(deadline)
-        frames.end(self._listener)
+        self._closed = True
+        self._thread.join()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if not self._closed:  # such as too many open files, which may pass
-                    logger.warning("refit: cannot accept a connection: %s", error)
-                    time.sleep(TICK_S)
-                continue
-            frames.prepare(connection)
-            threading.Thread(target=self._serve, args=(connection, peer), name="refit-party", daemon=True).start()
-
-    def _serve(self, connection: socket.socket, peer: object) -> None:
-        """One party, from its introduction to its end."""
-        party: int | None = None
+    def _serve(self) -> None:
+        """Until the end. This thread alone uses the sockets."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        said = time.monotonic()
         try:
-            joined = self._introduced(connection)
-            if joined is None:
-                logger.warning("refit: refused a connection from %s, which did not show the token", peer)
-                return
-            with self._lock:
-                if self._closed:
-                    return
-                if joined.party in self._outboxes or not 0 <= joined.party < self.invitation.parties:
-                    logger.warning("refit: refused %s: there is no free place %d", joined.name, joined.party)
-                    return
-                party = joined.party
-                self._names[party] = joined.name
-                self._outboxes[party] = Outbox(connection, joined.name, _TELLING_S)
-                self._catch_up(party)
-            while True:
-                message = decode_of_party(frames.receive(connection, Patience(FOREVER_S, "a step")))
+            while not self._closed:
+                poller.poll(round(TICK_S * 1000))
                 with self._lock:
-                    if isinstance(message, Outcome):
-                        self._report(party, message)
-                    elif isinstance(message, Notice):
-                        self._tell_all(message)
-        except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens to this party any more
-            if party is not None:
-                with self._lock:
-                    self._leave(party, error)
+                    self._take_what_came()
+                    self._end_late_steps()
+                    if time.monotonic() - said > BEAT_S:
+                        said = time.monotonic()
+                        self._tell_all(Beat())
         finally:
-            if party is not None:
-                self._outboxes[party].finish()
-            connection.close()
+            self._context.destroy()  # once all is sent, or the time for it has passed
 
-    def _introduced(self, connection: socket.socket) -> Join | None:
-        """The party's introduction; None if it does not know the token."""
-        patience = Patience(30, "a party's introduction")
-        try:
-            joined = decode_of_party(frames.receive(connection, patience, most_bytes=_INTRODUCTION_BYTES))
-        except (PartyFailedError, msgspec.MsgspecError):
-            return None
-        if not isinstance(joined, Join):
-            return None
-        known = hmac.compare_digest(joined.token.encode(), self.invitation.token.encode())
-        return joined if known else None
+    def _take_what_came(self) -> None:
+        """Messages, then ends: what a party said before its connection ended counts."""
+        closed = self._closed_connections()
+        ended = {party: _ENDED for party, member in self._members.items() if member.connection in closed}
+        while self._router.poll(0):
+            address, *frames = self._router.recv_multipart(copy=False)
+            party = next((party for party, member in self._members.items() if member.address == address.bytes), None)
+            try:
+                message = decode_of_party(frames[-1].buffer)
+            except msgspec.MsgspecError as error:
+                if party is not None:
+                    ended[party] = f"said what is no message ({error}); do all run the same version of this package?"
+                continue
+            if isinstance(message, Join):
+                connection = frames[-1].get(zmq.SRCFD)
+                self._admit(message, address.bytes, connection)
+                if connection in closed - self._open:
+                    ended[message.party] = _ENDED
+            elif party is not None and isinstance(message, Outcome):
+                self._report(party, message)
+            elif party is not None:
+                self._tell_all(message)
+        for party, how in ended.items():
+            if party in self._members and party not in self._gone:
+                self._leave(party, how)
+
+    def _closed_connections(self) -> set[int]:
+        """Those that have ended since the last call. Their numbers may be used again."""
+        closed: set[int] = set()
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._open.add(event["value"])
+            else:
+                self._open.discard(event["value"])
+                closed.add(event["value"])
+        return closed
+
+    def _admit(self, joined: Join, address: bytes, connection: int) -> None:
+        if joined.party in self._members or not 0 <= joined.party < self.invitation.parties:
+            logger.warning("refit: refused %s: there is no free place %d", joined.name, joined.party)
+            self._router.send_multipart([address, encode(Refusal(f"there is no free place {joined.party}"))])
+            return
+        self._members[joined.party] = _Member(joined.name, address, connection)
+        self._catch_up(joined.party)
 
     def _catch_up(self, party: int) -> None:
         """Sends a new party the verdicts and alerts from before it joined."""
         for number, step in self._steps.items():
             if step.verdicts:
-                self._outboxes[party].put(encode(step.verdict_of(party)))
+                self._tell(party, step.verdict_of(party))
             elif step.failed:
                 reason = next(item.reason for item in step.outcomes.values() if item.reason is not None)
-                self._outboxes[party].put(encode(Alert(number, reason)))
+                self._tell(party, Alert(number, reason))
 
-    def _leave(self, party: int, error: Exception) -> None:
-        if self._closed:
-            return
-        self._gone[party] = f"{self._names[party]} has ended or closed its connection"
+    def _leave(self, party: int, how: str) -> None:
+        self._gone[party] = f"{self._members[party].name} {how}"
         self._culprits.add(party)
-        logger.debug("refit: %s (%s)", self._gone[party], error)
+        logger.debug("refit: %s", self._gone[party])
         self._tell_all(Notice("", party, self._gone[party]))
         for number, step in list(self._steps.items()):
             if party not in step.outcomes:
@@ -219,7 +235,7 @@ class Rendezvous:
         # Who fails a step by another name, such as an engine that could not be asked to take part, says why it fails.
         if step.what != outcome.what and outcome.reason is None and not step.failed:
             outcome.reason = (
-                f"{self._names[party]} is at step {outcome.what!r} while others are at {step.what!r}; "
+                f"{self._members[party].name} is at step {outcome.what!r} while others are at {step.what!r}; "
                 "do all run the same version of this package?"
             )
         before = step.outcomes.get(party)
@@ -250,33 +266,25 @@ class Rendezvous:
         if len(step.verdicts) == 1:
             self._tell_all(step.verdicts[0])
         else:
-            for party, outbox in self._outboxes.items():
-                if party not in self._gone:
-                    outbox.put(encode(step.verdict_of(party)))
+            for party in self._members:
+                self._tell(party, step.verdict_of(party))
         self._steps.pop(number - _REMEMBERED, None)
 
-    def _watch(self) -> None:
-        """Ends steps that some party never answered, and lets all know that this process is there."""
-        said = time.monotonic()
-        while not self._closed:
-            time.sleep(TICK_S)
-            with self._lock:
-                if time.monotonic() - said > BEAT_S:
-                    said = time.monotonic()
-                    self._tell_all(Beat())
-                for number, step in list(self._steps.items()):
-                    if not step.verdicts and time.monotonic() > step.deadline:
-                        for party in set(range(self.invitation.parties)) - set(step.outcomes):
-                            reason = self._silence(party, step.what)
-                            # After a failure elsewhere, a party that is still working is not a cause.
-                            known = reason if not step.failed else None
-                            self._culprits |= {party} if known is not None else set()
-                            step.outcomes[party] = Outcome(number, step.what, reason=known)
-                        self._settle(number)
+    def _end_late_steps(self) -> None:
+        """Ends steps that some party has not answered in time."""
+        for number, step in list(self._steps.items()):
+            if not step.verdicts and time.monotonic() > step.deadline:
+                for party in set(range(self.invitation.parties)) - set(step.outcomes):
+                    reason = self._silence(party, step.what)
+                    # After a failure elsewhere, a party that is still working is not a cause.
+                    known = reason if not step.failed else None
+                    self._culprits |= {party} if known is not None else set()
+                    step.outcomes[party] = Outcome(number, step.what, reason=known)
+                self._settle(number)
 
     def _silence(self, party: int, what: str) -> str:
-        if party in self._names:
-            return f"{self._names[party]} gave no answer to {what!r} in time"
+        if party in self._members:
+            return f"{self._members[party].name} gave no answer to {what!r} in time"
         here = f"{self.invitation.host}:{self.invitation.port}"
         return (
             f"party {party}, which never joined, gave no answer to {what!r} in time; it must reach {here}, and its log "
@@ -285,9 +293,15 @@ class Rendezvous:
 
     def _tell_all(self, message: Results | Failure | Alert | Notice | Beat) -> None:
         encoded = encode(message)
-        for party, outbox in self._outboxes.items():
-            if party not in self._gone:
-                outbox.put(encoded)
+        for party in self._members:
+            self._send(party, encoded)
+
+    def _tell(self, party: int, message: Results | Failure | Alert) -> None:
+        self._send(party, encode(message))
+
+    def _send(self, party: int, encoded: bytes) -> None:
+        if party not in self._gone:
+            self._router.send_multipart([self._members[party].address, encoded], copy=False)
 
 
 class _Step:
@@ -307,3 +321,15 @@ class _Step:
         """Marks the step as failed and shortens the wait for the other parties."""
         self.failed = True
         self.deadline = min(self.deadline, time.monotonic() + _AFTER_FAILURE_S)
+
+
+def _listen(server: zmq.Socket[bytes], host: str) -> int:
+    """Listens on a free port of an address of this machine, of whichever IP version; the port.
+
+    Raises:
+        OSError: if it is none; or ZMQError.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    server.ipv6 = family is socket.AF_INET6
+    server.bind(endpoint(str(address[0]), "*"))
+    return int(server.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""Messages between a rendezvous and its parties: msgpack over TCP."""
+"""Messages between a rendezvous and its parties: msgpack in messages of zmq."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import msgspec
 class Join(msgspec.Struct, tag=True):
     """A party introduces itself."""
 
-    token: str
     party: int
     name: str
 
@@ -53,6 +52,12 @@ class Notice(msgspec.Struct, tag=True):
     reason: str | None = None
 
 
+class Refusal(msgspec.Struct, tag=True):
+    """Who wanted to join may not."""
+
+    reason: str
+
+
 class Beat(msgspec.Struct, tag=True):
     """The rendezvous is there."""
 
@@ -63,11 +68,9 @@ BEAT_S = 1.0
 """How often it says so."""
 TICK_S = 0.2
 """How often a wait on either side looks around."""
-FOREVER_S = 10.0 * 365 * 86400
-"""How long either side listens."""
 
 decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
-decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Beat).decode
+decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Refusal | Beat).decode
 encode = msgspec.msgpack.encode
 
 
@@ -78,7 +81,7 @@ class Invitation:
     Attributes:
         host: address that the server listens on.
         port: its port.
-        token: secret that all parties share.
+        token: the server's public key as 64 hexadecimal digits, secret all the same: who has it is invited.
         parties: how many there are.
         timeout_s: seconds that a step may take after its first party has finished.
     """
@@ -88,3 +91,8 @@ class Invitation:
     token: str
     parties: int
     timeout_s: float
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """What zmq calls a port of an address, which may be of either IP version."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

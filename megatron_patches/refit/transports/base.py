@@ -61,6 +61,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         address: where its control connections are dialled; empty for a source.
+        secret: what is said there first.
         slot_bytes: the largest slots that it can have.
         memory: kind of memory that its storages are in: ``cpu`` or ``cuda``.
         reach: what may travel directly, as far as it is concerned; a number of :class:`Reach`.
@@ -74,6 +75,7 @@ class Offer(msgspec.Struct, frozen=True):
     reach: int
     hidden: tuple[str, ...] = ()
     details: bytes = b""
+    secret: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_patches.refit import frames
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load, Reach
@@ -83,7 +84,7 @@ class C10dTransport:
         """Where the store is; the first party opens it."""
         port = 0
         if self._place.party == 0:
-            self._store = self._open_store(0, master=True)
+            self._store = self._open_store(self._place.host)
             port = self._store.port
         gpu = "" if self._place.memory == "cpu" else str(torch.cuda.get_device_properties(self._place.device).uuid)
         details = _Details(self._place.host, port, self._place.device, gpu, str(torch.__version__))
@@ -133,18 +134,22 @@ class C10dTransport:
             raise PartyFailedError("the transport c10d has made no group; connect() has not succeeded")
         return self._group
 
-    def _open_store(self, port: int, *, master: bool, host: str | None = None) -> dist.TCPStore:
+    def _open_store(self, host: str, port: int = 0) -> dist.TCPStore:
+        """The first party's, at ``host`` and ``port``; without a port, this party's own, which listens there alone."""
+        listener = None if port else frames.listen(host)  # the store's own would listen on all addresses
+        port = listener.getsockname()[1] if listener is not None else port
         return dist.TCPStore(
-            host or self._place.host,
+            host,
             port,
-            is_master=master,
+            is_master=listener is not None,
             timeout=timedelta(seconds=self._place.timeout_s),
             wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
         )
 
     def _open_group(self, details: Sequence[_Details]) -> Group:
         if self._store is None:
-            self._store = self._open_store(details[0].port, master=False, host=details[0].host)
+            self._store = self._open_store(details[0].host, details[0].port)
         devices = [item.device for item in details]
         place = self._place
         return self._make_group(self._store, place.party, devices, place.host, place.timeout_s)

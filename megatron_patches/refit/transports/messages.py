@@ -12,7 +12,7 @@ import msgspec
 
 
 class Hello(msgspec.Struct):
-    """The first message on a link.
+    """The first message on a link, behind the secret.
 
     Attributes:
         source: rank of the source.
@@ -65,5 +65,4 @@ decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_message = msgspec.msgpack.Decoder(Told | Head).decode
 encode = msgspec.msgpack.Encoder().encode
 SLOT = struct.Struct("<B")
-MOST_HELLO_BYTES = 1024
 NO_SLOT = 255  # of a direct load

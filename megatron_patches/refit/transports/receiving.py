@@ -9,15 +9,15 @@ import secrets
 import selectors
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
 
 from megatron_patches.refit import frames
-from megatron_patches.refit.errors import PlanMismatchError, TransferError
+from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
 from megatron_patches.refit.packets import Packet, PlannedParts
@@ -72,6 +72,7 @@ class ReceivingEnd:
         self._place, self._transport = place, transport
         self._links: dict[int, tuple[socket.socket, IncomingWire]] = {}
         self._selector = selectors.DefaultSelector()
+        self._secret = secrets.token_bytes(frames.SECRET_BYTES)
         self._stopped = False
         self._arriving: deque[_Arriving] = deque()
         if transport.one_host:
@@ -93,6 +94,7 @@ class ReceivingEnd:
             memory=self._place.memory,
             reach=self._transport.reach,
             details=self._transport.details(),
+            secret=self._secret,
         )
 
     def connect(
@@ -102,36 +104,51 @@ class ReceivingEnd:
 
         Raises:
             PlanMismatchError: if one follows another plan.
-            PartyFailedError: if one does not come in time.
+            PartyFailedError: if one does not come in time, or does not say hello.
         """
         self._transport.connect(offers, check)
         waiting = set(slots)
-        while waiting:
-            patience = Patience(self._place.timeout_s, f"links from source ranks {sorted(waiting)[:8]}", check)
-            connection = self._accept(patience)
-            try:
-                hello = self._introduced(connection, patience)
-                if hello is None:
+        with closing(frames.Callers(self._listener, self._secret)) as callers:
+            while waiting:
+                patience = Patience(self._place.timeout_s, f"links from source ranks {sorted(waiting)[:8]}", check)
+                connection = callers.next(patience)
+                try:
+                    source, wire = self._link(connection, waiting, slots, digests, patience)
+                except BaseException:
                     connection.close()
-                    continue
-                agreed = digests.get(hello.source, "")
-                if hello.plan_digest != agreed or hello.source not in waiting:
-                    raise PlanMismatchError(
-                        f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {agreed[:12]}, or has "
-                        "a link already"
-                    )
-                size = slots[hello.source]
-                if hello.slot_bytes != size:
-                    raise PlanMismatchError(
-                        f"source rank {hello.source} has slots of {hello.slot_bytes} bytes for this link, not {size}"
-                    )
-                end = LinkEnd(connection=connection, peer=hello.source, slot_bytes=size, patience=patience)
-                self._links[hello.source] = connection, self._transport.incoming(end)
-            except BaseException:
-                connection.close()
-                raise
-            self._selector.register(connection, selectors.EVENT_READ, hello.source)
-            waiting.remove(hello.source)
+                    raise
+                self._links[source] = connection, wire
+                self._selector.register(connection, selectors.EVENT_READ, source)
+                waiting.remove(source)
+
+    def _link(
+        self,
+        connection: socket.socket,
+        waiting: Collection[int],
+        slots: Mapping[int, int],
+        digests: Mapping[int, str],
+        patience: Patience,
+    ) -> tuple[int, IncomingWire]:
+        """The source that has called, and its wire."""
+        try:
+            hello = messages.decode_hello(frames.receive(connection, patience))
+        except msgspec.MsgspecError as error:
+            raise PartyFailedError(
+                f"a source says {error} instead of hello; do all run the same version of this package?"
+            ) from error
+        agreed = digests.get(hello.source, "")
+        if hello.plan_digest != agreed or hello.source not in waiting:
+            raise PlanMismatchError(
+                f"source rank {hello.source} follows plan {hello.plan_digest[:12]}, not {agreed[:12]}, or has a link "
+                "already"
+            )
+        size = slots[hello.source]
+        if hello.slot_bytes != size:
+            raise PlanMismatchError(
+                f"source rank {hello.source} has slots of {hello.slot_bytes} bytes for this link, not {size}"
+            )
+        end = LinkEnd(connection=connection, peer=hello.source, slot_bytes=size, patience=patience)
+        return hello.source, self._transport.incoming(end)
 
     def receive(self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float) -> Incoming | None:
         """The next packet of any source.
@@ -191,11 +208,11 @@ class ReceivingEnd:
         """Ends all links, even where one fails to."""
         self._listener.close()
         self._selector.close()
-        with ExitStack() as closing:
-            closing.callback(self._transport.close)
+        with ExitStack() as stack:
+            stack.callback(self._transport.close)
             for connection, wire in self._links.values():
-                closing.callback(connection.close)
-                closing.callback(wire.close)
+                stack.callback(connection.close)
+                stack.callback(wire.close)
             self._links.clear()
             self._arriving.clear()
             self.stop()
@@ -228,19 +245,3 @@ class ReceivingEnd:
             wire.fetch_direct(load, places_of(load)) if load.direct else wire.fetch(head.slot, head.nbytes)
         )
         return _Arriving(source, replace(packet, parts=parts), head.slot, payload)
-
-    def _introduced(self, connection: socket.socket, patience: Patience) -> messages.Hello | None:
-        """What a source says first; None for whoever is none."""
-        first = frames.receive_first(connection, patience, messages.MOST_HELLO_BYTES)
-        try:
-            return None if first is None else messages.decode_hello(first)
-        except msgspec.MsgspecError:
-            return None
-
-    def _accept(self, patience: Patience) -> socket.socket:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-                return frames.prepare(connection)
-            except TimeoutError:
-                patience.tick()

@@ -150,6 +150,7 @@ class SendingEnd:
             patience = Patience(self._place.timeout_s, f"a link to destination rank {destination}", check)
             connection = _dial(offers[peer].address, patience, local=self._transport.one_host)
             try:
+                frames.send_all(connection, offers[peer].secret, patience)
                 hello = messages.Hello(self._place.party, digests[destination], size)
                 frames.send(connection, messages.encode(hello), patience)
                 end = LinkEnd(connection=connection, peer=peer, slot_bytes=size, patience=patience)

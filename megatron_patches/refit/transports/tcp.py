@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -69,26 +70,18 @@ class TcpTransport:
             connection = frames.prepare(socket.create_connection((address.host, address.port), timeout=30.0))
         except OSError as error:
             raise PartyFailedError(f"cannot reach {address.host}:{address.port}: {error}") from error
-        frames.send(connection, address.secret, end.patience)
+        frames.send_all(connection, address.secret, end.patience)
         return TcpOutgoing(connection, end, self._place)
 
     def incoming(self, end: LinkEnd) -> TcpIncoming:
         """Waits for the payload's connection."""
         with frames.listen(self._place.host) as listener:
             frames.prepare(listener)
-            secret = secrets.token_bytes(16)
+            secret = secrets.token_bytes(frames.SECRET_BYTES)
             address = _Address(self._place.host, listener.getsockname()[1], secret)
             frames.send(end.connection, msgspec.msgpack.encode(address), end.patience)
-            while True:
-                try:
-                    connection = frames.prepare(listener.accept()[0])
-                except TimeoutError:
-                    end.patience.tick()
-                    continue
-                said = frames.receive_first(connection, end.patience, len(secret))
-                if said is not None and secrets.compare_digest(bytes(said), secret):
-                    return TcpIncoming(connection, end, self._place)
-                connection.close()
+            with closing(frames.Callers(listener, secret)) as callers:
+                return TcpIncoming(callers.next(end.patience), end, self._place)
 
     def stop(self) -> None:
         """Each wire ends what is under way."""

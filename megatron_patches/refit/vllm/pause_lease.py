@@ -35,7 +35,7 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
         seconds: how long to wait for the next request; 0 to give the lease back.
     """
 
-    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     seconds: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)]
 
 

@@ -41,7 +41,7 @@ class RefitCall(WeightTransferInitInfo):
     call: Annotated[str, Meta(max_length=256)]
     host: Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:%_-]{0,255}\Z")] = ""
     port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
-    token: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    token: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     parties: Count = 0
     timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     lease_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0

@@ -27,7 +27,7 @@ from megatron_patches.refit.vllm import pause_lease
 from megatron_patches.refit.vllm.guard import RefitGuard
 from tests.support.launch import RanksFailedError, run_distributed
 
-TOKEN, ANOTHER = "1" * 32, "2" * 32
+TOKEN, ANOTHER = "1" * 64, "2" * 64
 LEASE_S = 1.5
 SLEEP = "sleep?level=0&mode=wait"
 HELP = ["leave", EMPTY_CACHES, RESUME]

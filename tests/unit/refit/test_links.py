@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import struct
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -92,7 +91,7 @@ def test_where_nothing_comes_what_is_done_meanwhile_is_done_all_the_same() -> No
     receiver.close()
 
 
-LONG, RUBBISH = struct.pack("<Q", 1 << 40), struct.pack("<Q", 5) + b"hello"
+RUBBISH = b"hello, I am a source of weights"
 
 
 dial = socket.create_connection
@@ -105,26 +104,27 @@ def strange(address: tuple[str, int], says: bytes) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("says", [LONG, RUBBISH, b""], ids=["long", "rubbish", "nothing"])
+@pytest.mark.parametrize("says", [RUBBISH, RUBBISH[:5], b""], ids=["rubbish", "little", "nothing"])
 def test_strangers_keep_no_link_from_being_made(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who dials a destination's control connection, nor who dials that of the payload."""
-    monkeypatch.setattr(frames, "_INTRODUCTION_S", 0.3)
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
     offers = [sender.offer(512, {}), receiver.offer(512)]
     host, _, port = offers[1].address.rpartition(":")
-    strangers = [strange((host, int(port)), says)]
+    strangers = [strange((host, int(port)), says) for _ in range(100)]
 
     def dial_second(address: tuple[str, int], *args: Any, **kwargs: Any) -> socket.socket:
         strangers.append(strange(address, says))
         return dial(address, *args, **kwargs)
 
     monkeypatch.setattr(socket, "create_connection", dial_second)
+    began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         linked = pool.submit(sender.connect, offers, {0: 512}, {0: "d" * 64}, check)
         receiver.connect(offers, {0: 512}, {0: "d" * 64}, check)
         linked.result(20)
-    assert len(strangers) == 3
+    assert time.monotonic() - began < 5
+    assert len(strangers) == 102
     assert list(receiver._links) == [0]
     for end in (sender, receiver):
         end.close()
@@ -132,10 +132,51 @@ def test_strangers_keep_no_link_from_being_made(says: bytes, monkeypatch: pytest
         stranger.close()
 
 
-def test_a_first_message_is_waited_for_no_longer_than_the_link() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(PartyFailedError, match="waited 0 s for the link"):
-        frames.receive_first(frames.prepare(ours), Patience(0.0, "the link"), 8)
+@contextmanager
+def listening() -> Iterator[tuple[frames.Callers, tuple[str, int]]]:
+    with frames.listen("127.0.0.1") as listener:
+        frames.prepare(listener)
+        with closing(frames.Callers(listener, SECRET)) as callers:
+            yield callers, listener.getsockname()
+
+
+SECRET = bytes(range(frames.SECRET_BYTES))
+
+
+def test_who_says_the_secret_in_parts_is_heard_and_what_follows_is_kept() -> None:
+    with listening() as (callers, address), dial(address) as caller, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(callers.next, Patience(20.0, "a caller"))
+        for part in (SECRET[:1], SECRET[1:7], SECRET[7:] + b"and more"):
+            caller.sendall(part)
+            time.sleep(0.05)
+        with found.result(20) as connection:
+            assert frames.receive_exactly(connection, 8, Patience(5.0, "more")) == b"and more"
+
+
+def test_strangers_are_only_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_MOST_STRANGERS", 3)
+    with listening() as (callers, address):
+        strangers = [dial(address, timeout=5.0) for _ in range(5)]
+        with pytest.raises(PartyFailedError, match="waited 1 s for a caller"):
+            callers.next(Patience(1.0, "a caller"))
+        assert [stranger.recv(1) for stranger in strangers[:2]] == [b"", b""]
+        for stranger in strangers[2:]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)
+        strangers[4].settimeout(5.0)
+        strangers[4].sendall(SECRET[:-1] + b"?")
+        strangers[3].settimeout(5.0)
+        strangers[3].sendall(SECRET)
+        callers.next(Patience(5.0, "a caller")).close()
+        assert strangers[4].recv(1) == b""
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_caller_is_waited_for_no_longer_than_the_link() -> None:
+    with listening() as (callers, _), pytest.raises(PartyFailedError, match="waited 0 s for the link"):
+        callers.next(Patience(0.0, "the link"))
 
 
 class Agent:

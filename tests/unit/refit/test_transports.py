@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -22,7 +23,9 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.rendezvous_messages import Invitation
-from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.transports.base import Place, TransportName
+from megatron_patches.refit.transports.c10d import C10dTransport, _decode_details
 from tests.support.launch import RanksFailedError, run_distributed
 from tests.unit.refit.transport_cases import usable
 
@@ -144,3 +147,13 @@ def test_when_a_process_is_killed_all_others_raise_soon(transport: TransportName
         run(transport, victim, 60.0)
     failures = raised.value.failures
     assert [(failure.rank, failure.kind) for failure in failures] == [(victim, "exit")]
+
+
+def test_the_store_of_c10d_listens_on_the_given_address_alone() -> None:
+    place = Place(party=0, sources=1, host="127.0.0.1", device="cpu", pool=StagingPool(1 << 20), timeout_s=10.0)
+    transport = C10dTransport(place)
+    port = _decode_details(transport.details()).port
+    socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5.0)
+    transport.close()

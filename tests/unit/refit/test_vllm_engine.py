@@ -25,7 +25,7 @@ from megatron_patches.refit.vllm.joining import join
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
-FIRST, SECOND = "1" * 32, "2" * 32
+FIRST, SECOND = "1" * 64, "2" * 64
 JOIN = {"host": "10.0.0.5", "port": 1, "parties": 2, "timeout_s": 1.0, "sources": 1}
 
 
@@ -72,9 +72,9 @@ def test_a_call_of_another_version_of_the_package_is_refused(
     [
         ("token", "secret"),
         ("token", "0" * 31 + "\n"),
-        ("token", "0" * 32 + "\n"),
+        ("token", "0" * 64 + "\n"),
         ("token", "0" * 16 + "\r\nx-other: 1"),
-        ("token", "A" * 32),
+        ("token", "A" * 64),
         ("host", "10.0.0.5\r\n"),
         ("host", "a b"),
         ("port", 0),
