@@ -48,6 +48,7 @@ _AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step ha
 _REMEMBERED = 4  # steps that are kept for a party that is late
 _CLOSING_S = 5.0  # for all parties to take what they have been told before the end
 _HANDSHAKE_S = 5.0  # for whoever connects to show that he was invited
+_ARRIVING_S = 3.0  # for what a party said when it joined to be read here
 _MOST_BYTES = 1 << 30  # of what a party says at a time
 _ENDED = "has ended or closed its connection"
 
@@ -120,14 +121,17 @@ class Rendezvous:
         """Raises unless all of ``parties`` have joined, whatever has become of them since.
 
         Args:
-            parties: their numbers.
+            parties: their numbers. They have all said so; it may take a moment until that is here.
             who: they are, for the message.
 
         Raises:
             RefitError: naming the address that they must reach.
         """
-        with self._lock:
-            absent = [party for party in parties if party not in self._members]
+        deadline, absent = time.monotonic() + _ARRIVING_S, set(parties)
+        while absent and not self._closed and time.monotonic() < deadline:
+            with self._lock:
+                absent -= self._members.keys()
+            time.sleep(TICK_S if absent else 0)
         if absent:
             raise RefitError(
                 f"{len(absent)} of the workers of {who} did not join; they must reach {self.invitation.host}:"

@@ -20,7 +20,7 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error, on_all, on_first
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import Held, Moved
+from megatron_patches.refit.parties.messages import DESCRIBING, RECORDING, Held, Moved
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -122,11 +122,17 @@ class RefitSession:
         self._assembly = Assembly(invitation, rank, f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}")
         device = str(next(self._chunks[0].parameters()).device)
         self._party = SourceParty(self._assembly, self._link_options(), device)
-        self._calls = calls = EngineCalls(self._assembly, "describing the trainer's weights")
+        self._calls = calls = EngineCalls(self._assembly, DESCRIBING)
         for engine, parties in self._parties():
             call = {"call": "join", **asdict(invitation), "first_party": parties.start, **self._joining()}
             calls.start(engine, call, self._check_joined(engine, parties))
-        self._party.prepare(self._describe)
+        self._party.prepare(self._describe, partial(self._have_recorded, self._assembly))
+
+    def _have_recorded(self, assembly: Assembly) -> None:
+        """Has the engines' workers look at their models, for which alone requests wait."""
+        self._calls = calls = EngineCalls(assembly, RECORDING)
+        for engine, _ in self._parties():
+            calls.start(engine, {"call": "record"})
 
     def _parties(self) -> Iterator[tuple[EngineClient, range]]:
         """On the first rank, the engines with the numbers of their workers among the parties."""

@@ -20,6 +20,7 @@ import pytest
 from megatron_patches.refit import packets
 from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.mesh import TrainerMesh
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING, fill, kill_in, start
@@ -183,6 +184,30 @@ def interrupting_body(
     return found, answers
 
 
+def late_body(rank: int, world_size: int, url: str, version: int, late_s: float) -> tuple[float, float]:
+    """Prepares a push for which the last rank is late with the description of its weights. When, on the first rank."""
+    chunks = start(CASE)
+    fill(CASE, chunks, 1)
+    engines = [HttpEngine(url)] if rank == 0 else []
+    options = RefitOptions(staging_bytes=STAGING, timeout_s=60.0)
+    with contextlib.closing(RefitSession(chunks, engines, vocab_size=37, options=options)) as session:
+        if rank == world_size - 1:
+            describe = session._describe
+
+            def describe_late() -> Held:
+                time.sleep(late_s)
+                return describe()
+
+            session._describe = describe_late  # type: ignore[method-assign]
+        began = time.monotonic()
+        session.prepare()
+        ended = time.monotonic()
+        session.push(version)
+    for engine in engines:
+        engine.close()
+    return began, ended
+
+
 def slow_down(owner: Any, name: str) -> None:
     """Lets each call of a method take a quarter of a second more."""
     original = getattr(owner, name)
@@ -323,6 +348,28 @@ def test_requests_are_answered_while_a_version_arrives_beside(served: Served) ->
     meanwhile = [answer for asked, answered, answer in answers if began < asked and answered < sent]
     assert meanwhile
     assert all(answer == before for answer in meanwhile)
+
+
+def test_requests_are_answered_while_the_parties_prepare(served: Served) -> None:
+    """However long a trainer rank takes; they wait only while workers look at their models."""
+    served.push(2, MemoryMode.BESIDE)
+    before, late_s = served.answers(), 6.0
+    answered: list[tuple[float, float, list[list[float]]]] = []
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        preparing = pool.submit(
+            run_megatron, late_body, 2, args=(served.server.url, served.take_versions(1), late_s), timeout_s=120
+        )
+        while not preparing.done():
+            asked = time.monotonic()
+            answer = served.answers()
+            answered.append((asked, time.monotonic(), answer))
+    began, ended = preparing.result()[0]
+    assert ended - began > late_s
+    meanwhile = [(asked, done, answer) for asked, done, answer in answered if began < asked and done < ended]
+    assert max(done - asked for asked, done, _ in meanwhile) < late_s / 2
+    assert len(meanwhile) > 3
+    assert all(answer == before for *_, answer in meanwhile)
+    assert served.answers() != before
 
 
 def test_every_replica_of_a_server_gets_the_weights(served: Served, tmp_path: Path) -> None:

@@ -45,12 +45,13 @@ class Agreed:
     nbytes: int
 
 
-def agree_as_source(assembly: Assembly, held: Callable[[], Held]) -> Agreed:
+def agree_as_source(assembly: Assembly, held: Callable[[], Held], told: Callable[[], None] = lambda: None) -> Agreed:
     """A source's part: it registers what it holds and checks what destinations ask of it.
 
     Args:
         assembly: this party's place among all, which take these steps together.
         held: describes what this party holds.
+        told: called once destinations know the model, and are next to say what they want of it.
 
     Raises:
         RefitError: on all parties, if any failed.
@@ -63,6 +64,7 @@ def agree_as_source(assembly: Assembly, held: Callable[[], Held]) -> Agreed:
         return Registration(registered(described, found[0]))
 
     model = assembly.exchange(DESCRIBING, ModelAnswer, describe)
+    told()
     assembly.exchange(RECORDING, Overlap, lambda: Wanted(()))
     orders = assembly.exchange(PLANNING, Orders, lambda: Asked({}, "", 0))
     plans: list[Plan] = []

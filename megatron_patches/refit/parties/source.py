@@ -29,16 +29,17 @@ class SourceParty(Party[SendingEnd]):
         super().__init__(assembly, options, device)
         self._sender: Sender | None = None
 
-    def prepare(self, held: Callable[[], Held]) -> None:
+    def prepare(self, held: Callable[[], Held], told: Callable[[], None] = lambda: None) -> None:
         """Agrees on a plan with all parties.
 
         Args:
             held: describes what this rank holds.
+            told: called once destinations know the model, and are next to say what they want of it.
 
         Raises:
             RefitError: on all parties, if any failed.
         """
-        self._follow(agree_as_source(self._assembly, held))
+        self._follow(agree_as_source(self._assembly, held, told))
 
     def push(self, version: int, look_up: Callable[[], Memory]) -> Moved:
         """Sends one version; when this returns, every destination has verified it.

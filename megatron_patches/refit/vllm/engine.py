@@ -1,13 +1,13 @@
 """vLLM's side of a refit: a ``WeightTransferEngine`` in every worker.
 
 [Note: calls] Everything comes through ``init_weight_transfer_engine``, with a ``call``: ``admit`` by the server's own
-guard, ``join`` once a session, then for each version ``receive`` and ``commit``, or ``abandon``; ``leave`` by the
-server itself, where it hears no more of the trainer. vLLM's other calls are not used, for two reasons. Its worker notes
-that an update was started and refuses the next one until it was finished, which a trainer that was killed never does.
-And where an engine has several workers, an exception in one call leaves the answers of the others unread
-(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an earlier one. For the
-same reason no call raises: how it went is told at the trainer's rendezvous, and in the log. One thing does raise, as
-the engine must not go on then: old weights that cannot be put back.
+guard, ``join`` and ``record`` once a session, then for each version ``receive`` and ``commit``, or ``abandon``;
+``leave`` by the server itself, where it hears no more of the trainer. vLLM's other calls are not used, for two reasons.
+Its worker notes that an update was started and refuses the next one until it was finished, which a trainer that was
+killed never does. And where an engine has several workers, an exception in one call leaves the answers of the others
+unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an earlier one. For
+the same reason no call raises: how it went is told at the trainer's rendezvous, and in the log. One thing does raise,
+as the engine must not go on then: old weights that cannot be put back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
-from megatron_patches.refit.vllm.joining import join
+from megatron_patches.refit.vllm.joining import Joining
 from megatron_patches.refit.vllm.refit_call import RefitCall, read_call
 from megatron_patches.refit.vllm.releases import installed
 from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSession
@@ -64,6 +64,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)
         self._admitted = self._settings.unguarded
+        self._joining: Joining | None = None
         self._session: WorkerSession | None = None
         self._token = ""  # of the session
         self._trainer = ""  # address of the session's
@@ -92,6 +93,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         calls: dict[str, Callable[[RefitCall], None]] = {
             "admit": self._admit,
             "join": self._join,
+            "record": self._record,
             "receive": self._receive,
             "commit": self._commit,
             "abandon": self._abandon,
@@ -121,9 +123,11 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def shutdown(self) -> None:
         """Leaves the trainer's session."""
+        if self._joining is not None:
+            self._joining.end()
         if self._session is not None:
             self._session.close()
-            self._session = None
+        self._joining, self._session = None, None
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
@@ -139,18 +143,41 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._admitted = True
 
     def _join(self, call: RefitCall) -> None:
-        """Joins a session. Ends an earlier one.
+        """Begins to join a session. Ends an earlier one.
 
         Raises:
             RefitError: if the trainer is not allowed here; nothing has been sent to it then.
         """
         self._check_allowed(call)
-        if self._session is not None:
-            self._session.end()
-            self._session = None
-        self._session = join(call, ServingModel(self.model, self.vllm_config, self.device), self.version)
+        self._end()
+        self._joining = Joining(call, ServingModel(self.model, self.vllm_config, self.device), self.version)
         self._token, self._trainer = call.token, f"{call.host}:{call.port}"
-        logger.log(self._level, "refit: the trainer at %s pushes into this engine from now on", self._trainer)
+
+    def _record(self, call: RefitCall) -> None:
+        if self._joining is None or call.token != self._token:
+            raise RefitError(f"asked to record the layout, but {self._why_not()}")
+        self._joining.record()
+
+    def _joined(self, call: RefitCall) -> WorkerSession | None:
+        """The session that a call is of; None if it is of another one, or there is none."""
+        if call.token != self._token:
+            return None
+        if self._joining is not None:
+            joining, self._joining = self._joining, None
+            self._session = joining.finish()
+            logger.log(self._level, "refit: the trainer at %s pushes into this engine from now on", self._trainer)
+        return self._session
+
+    def _why_not(self) -> str:
+        """Why a call is of no session."""
+        return "this engine has joined no session" if self._joining is None and self._session is None else _ANOTHER
+
+    def _end(self) -> None:
+        """Leaves the trainer, if there is one; if that fails, the session knows of the weights that are lost."""
+        for under_way in (self._joining, self._session):
+            if under_way is not None:
+                under_way.end()
+        self._joining, self._session, self._token = None, None, ""
 
     @property
     def _level(self) -> int:
@@ -167,21 +194,20 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._settings.check_trainer(call.host, call.port)
 
     def _receive(self, call: RefitCall) -> None:
-        if self._session is None:
-            raise RefitError("this engine has joined no session; call init_weight_transfer_engine first")
-        if call.token != self._token:
-            raise RefitError(f"asked to receive version {call.version}, but {_ANOTHER}")
-        self._session.receive(call.version, call.step, call.linked)
+        session = self._joined(call)
+        if session is None:
+            raise RefitError(f"asked to receive version {call.version}, but {self._why_not()}")
+        session.receive(call.version, call.step, call.linked)
 
     def _commit(self, call: RefitCall) -> None:
-        if self._session is None or call.token != self._token:
+        session = self._session if call.token == self._token else None
+        if session is None:
             AllOrNone(call.version, self.version, _VOTE_S).decline()
-            why = "this engine has joined no session" if self._session is None else _ANOTHER
-            raise TransferError(f"asked to commit version {call.version}, but {why}")
+            raise TransferError(f"asked to commit version {call.version}, but {self._why_not()}")
         try:
-            self._session.commit(call.version)
+            session.commit(call.version)
         finally:
-            self.version = self._session.version
+            self.version = session.version
         logger.log(self._level, "refit: version %d of the trainer at %s serves", call.version, self._trainer)
 
     def _abandon(self, call: RefitCall) -> None:
@@ -190,7 +216,6 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def _leave(self, call: RefitCall) -> None:
         """Ends the session of a trainer that was not heard of."""
-        if self._session is not None and call.token == self._token:
-            self._session.end()  # if it fails, the session knows of the weights that are lost
-            self._session, self._token = None, ""
+        if call.token == self._token and (self._joining is not None or self._session is not None):
+            self._end()
             logger.log(self._level, "refit: left the trainer at %s; version %d serves", self._trainer, self.version)

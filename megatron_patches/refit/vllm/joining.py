@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import Future, wait
 
 from torch import nn
 
 from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.rendezvous_messages import Invitation
+from megatron_patches.refit.rendezvous_messages import TICK_S, Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName, named_transport
+from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,
     check_awake,
@@ -29,11 +33,13 @@ from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
-from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
+from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, ServingModel, WorkerSession
 
 
-def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
-    """Joins; all parties do so together.
+class Joining:
+    """A worker on its way into a session. It meets the others in a thread of its own, while requests are answered.
+
+    Only what needs the model waits for the engine: :meth:`record`.
 
     Args:
         call: which session.
@@ -41,45 +47,106 @@ def join(call: RefitCall, serving: ServingModel, version: int) -> WorkerSession:
         version: number of its weights.
 
     Raises:
-        RefitError: on all parties, if any failed.
+        RefitError: if the rendezvous cannot be reached.
+        ValueError: if the call asks for what this worker does not know.
     """
-    parallel = serving.config.parallel_config
-    worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-    name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
-    memory = MemoryMode(call.memory)
-    options = LinkOptions(
-        transport=named_transport(call.transport),
-        staging_bytes=call.staging_bytes,
-        sources=call.sources,
-        memory=memory,
-    )
-    # Who has joined must answer, so whatever the call may ask for in vain comes first.
-    invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
-    assembly = Assembly(invitation, call.first_party + worker, name)
-    party = DestinationParty(assembly, options, str(serving.device))
-    found: list[Layout] = []
 
-    def want(model: Model) -> Manifest:
-        layout = describe_layout(model, serving, party.rank, memory)
-        if memory is MemoryMode.BESIDE:
-            make_ready(serving.device)  # here, so that all parties hear why where it cannot be done
+    def __init__(self, call: RefitCall, serving: ServingModel, version: int) -> None:
+        self._call, self._serving, self._version = call, serving, version
+        self._memory = MemoryMode(call.memory)
+        options = LinkOptions(
+            transport=named_transport(call.transport),
+            staging_bytes=call.staging_bytes,
+            sources=call.sources,
+            memory=self._memory,
+        )
+        parallel = serving.config.parallel_config
+        worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
+        # Who has joined must answer, so whatever the call may ask for in vain comes first.
+        invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
+        self._assembly = Assembly(invitation, call.first_party + worker, name)
+        self._party = DestinationParty(self._assembly, options, str(serving.device))
+        self._model: Future[Model] = Future()  # from the others
+        self._layout: Future[Layout] = Future()  # from record()
+        self._failure: Exception | None = None
+        self._aside = Aside(serving.device)
+        self._aside.start("join", self._meet)
+
+    def record(self) -> None:
+        """Finds out what this worker wants of the trainer's model. If it cannot take that, all parties are told why.
+
+        Raises:
+            RefitError: if there is no model, as joining has failed.
+        """
+        try:
+            model = self._model.result(self._call.timeout_s)
+        except TimeoutError as error:
+            raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
+        try:
+            layout = describe_layout(model, self._serving, self._party.rank, self._memory)
+            if self._memory is MemoryMode.BESIDE:
+                make_ready(self._serving.device)  # here, so that all parties hear why where it cannot be done
+        except Exception as error:  # noqa: BLE001 - raised where the others are told
+            self._layout.set_exception(error)
+        else:
+            self._layout.set_result(layout)
+
+    def finish(self) -> WorkerSession:
+        """The session, once all have agreed on a plan.
+
+        Raises:
+            RefitError: on all parties, if any failed.
+        """
+        self._aside.finish(self._call.timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        nccl = self._party.transport is TransportName.C10D and self._serving.device.type != "cpu"
+        return WorkerSession(
+            self._party,
+            self._serving,
+            self._layout.result(0),
+            version=self._version,
+            may_go_on=self._memory is MemoryMode.BESIDE and not nccl,
+            timeout_s=self._call.timeout_s,
+        )
+
+    def end(self) -> None:
+        """Gives up.
+
+        Raises:
+            RefitError: if the thread does not end.
+        """
+        self._party.leave()
+        self._aside.finish(LEAVING_S)
+        self._party.close()
+
+    def _meet(self) -> None:
+        try:
+            self._party.prepare(self._want)
+            self._assembly.most_silence_s = self._call.lease_s  # before, long messages may keep others waiting
+            in_place = self._layout.result(0).in_place
+            if in_place is not None:
+                in_place.backup.start()
+        except Exception as error:
+            self._failure = error
+            if not self._model.done():
+                self._model.set_exception(error)
+            self._party.close()
+            raise
+
+    def _want(self, model: Model) -> Manifest:
+        self._model.set_result(model)
+        patience = Patience(
+            self._call.timeout_s, "the engine to let this worker look at its model", self._assembly.check
+        )
+        while not self._layout.done():
+            patience.tick()
+            wait([self._layout], TICK_S)
+        layout = self._layout.result(0)
         if layout.in_place is not None:
-            party.backup_bytes = layout.in_place.backup.nbytes
-        found.append(layout)
+            self._party.backup_bytes = layout.in_place.backup.nbytes
         return layout.manifest
-
-    try:
-        party.prepare(want)
-        (layout,) = found
-        assembly.most_silence_s = call.lease_s  # before, long messages may keep others waiting
-        if layout.in_place is not None:
-            layout.in_place.backup.start()
-    except BaseException:
-        party.close()
-        raise
-    nccl = party.transport is TransportName.C10D and serving.device.type != "cpu"
-    may_go_on = memory is MemoryMode.BESIDE and not nccl
-    return WorkerSession(party, serving, layout, version=version, may_go_on=may_go_on, timeout_s=call.timeout_s)
 
 
 def describe_layout(model: Model, serving: ServingModel, rank: int, memory: MemoryMode) -> Layout:

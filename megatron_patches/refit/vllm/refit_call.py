@@ -21,7 +21,7 @@ class RefitCall(WeightTransferInitInfo):
     """One call, from JSON.
 
     Attributes:
-        call: ``admit``, ``join``, ``receive``, ``commit``, ``abandon`` or ``leave``.
+        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon`` or ``leave``.
         host: to join: address of the rendezvous.
         port: to join: its port.
         token: secret that all parties of a session share.

@@ -45,7 +45,8 @@ from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
 
 logger = logging.getLogger(__name__)
 
-_LEAVING_S = 30.0  # for a thread to notice that the session has ended
+LEAVING_S = 30.0
+"""For a thread to notice that the session has ended."""
 _VOTE_S = 60.0  # for workers that have received a version to put it together
 
 
@@ -178,7 +179,7 @@ class WorkerSession:
             RefitError: if a version that is on its way does not end.
         """
         self._party.leave()  # so that a version that is on its way ends, in its own thread
-        self._aside.finish(_LEAVING_S)
+        self._aside.finish(LEAVING_S)
         self._party.close()
         self._staged = None
 

@@ -21,7 +21,7 @@ if importlib.util.find_spec("vllm") is None:
 from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
-from megatron_patches.refit.vllm.joining import join
+from megatron_patches.refit.vllm.joining import Joining
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
@@ -39,7 +39,7 @@ def engine(workers: int, settings: dict[str, Any] | None = None) -> EtpWeightTra
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"call": "fly"}, "call is 'fly'; it must be one of admit, join, receive, commit, abandon, leave"),
+        ({"call": "fly"}, "call is 'fly'; it must be one of admit, join, record, receive, commit, abandon, leave"),
         ({"call": "receive", "version": 1}, "this engine has joined no session"),
         ({"call": "commit", "version": 1}, "asked to commit version 1, but this engine has joined no session"),
     ],
@@ -104,7 +104,7 @@ def joins(under_test: EtpWeightTransferEngine, monkeypatch: pytest.MonkeyPatch, 
     def note(call: RefitCall, *_: object) -> None:
         joined.append(call)
 
-    monkeypatch.setattr(engine_module, "join", note)
+    monkeypatch.setattr(engine_module, "Joining", note)
     content = {"call": "join", "token": FIRST, **JOIN, **call}
     under_test.init_transfer_engine(under_test.parse_init_info(content))
     return bool(joined)
@@ -178,7 +178,7 @@ def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: s
         config = SimpleNamespace(parallel_config=parallel)
         serving = ServingModel(nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
         with pytest.raises(ValueError, match=value):
-            join(RefitCall(**cast(Any, call)), serving, 0)
+            Joining(RefitCall(**cast(Any, call)), serving, 0)
         with pytest.raises(RefitError, match="1 of the workers of it did not join"):
             rendezvous.check_joined([0], "it")
     finally:
@@ -186,12 +186,19 @@ def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: s
 
 
 class Session:
-    """Notes what it is asked."""
+    """Notes what it is asked, while it is joined and afterwards."""
 
     version = 0
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+
+    def record(self) -> None:
+        self.asked.append("record")
+
+    def finish(self) -> Session:
+        self.asked.append("finish")
+        return self
 
     def receive(self, version: int, *_: object) -> None:
         self.asked.append(f"receive {version}")
@@ -213,7 +220,7 @@ def test_what_another_trainer_asks_disturbs_no_session(
     sessions = [Session(), Session()]
     left = iter(sessions)
     monkeypatch.setattr(all_or_none, "get_world_group", lambda: SimpleNamespace(world_size=1))
-    monkeypatch.setattr(engine_module, "join", lambda *_: next(left))
+    monkeypatch.setattr(engine_module, "Joining", lambda *_: next(left))
     under_test = engine(1)
 
     def ask(call: str, token: str = "") -> None:
@@ -225,20 +232,20 @@ def test_what_another_trainer_asks_disturbs_no_session(
     ask("join", SECOND)
     assert sessions[0].asked == ["end"]
     with caplog.at_level(logging.ERROR):
-        for call in ("receive", "commit", "abandon"):
+        for call in ("record", "receive", "commit", "abandon"):
             ask(call, FIRST)
     assert sessions[1].asked == []
-    for call in ("receive", "commit"):
-        assert f"asked to {call} version 7, but by another session than the one that this engine" in caplog.text
-    for call in ("receive", "commit", "abandon"):
+    for call in ("record the layout", "receive version 7", "commit version 7"):
+        assert f"asked to {call}, but by another session than the one that this engine" in caplog.text
+    for call in ("record", "receive", "commit", "abandon"):
         ask(call, SECOND)
     ask("leave", FIRST)
-    assert sessions[1].asked == ["receive 7", "commit 7", "abandon"]
+    assert sessions[1].asked == ["record", "finish", "receive 7", "commit 7", "abandon"]
     ask("leave", SECOND)
-    assert sessions[1].asked[3:] == ["end"]
-    for call in ("receive", "commit", "abandon", "leave"):
+    assert sessions[1].asked[5:] == ["end"]
+    for call in ("record", "receive", "commit", "abandon", "leave"):
         ask(call, SECOND)
-    assert len(sessions[1].asked) == 4
+    assert len(sessions[1].asked) == 6
     assert "asked to commit version 7, but this engine has joined no session" in caplog.text
 
 
