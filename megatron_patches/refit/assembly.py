@@ -32,6 +32,7 @@ from megatron_patches.refit.rendezvous_messages import (
 _GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
 _LEAVING_S = 1.0  # for the rendezvous to take what this party said last
 _REFUSED_S = 2.0  # for a way to the rendezvous, which listens before anybody is invited, to come up
+_UNREACHABLE_S = 10.0  # the same where nobody refuses
 _TOPICS = 16  # on which notices are kept for whoever collects them
 
 
@@ -50,7 +51,7 @@ class Assembly:
         name: for messages: "trainer rank 3 on host a".
 
     Raises:
-        PartyFailedError: if the server cannot be reached within the time-out, or nobody listens there.
+        PartyFailedError: if the server cannot be reached within seconds, or nobody listens there.
     """
 
     def __init__(self, invitation: Invitation, party: int, name: str) -> None:
@@ -299,7 +300,7 @@ def _reach(invitation: Invitation) -> tuple[str, str]:
     Whoever asks may be an engine, which answers no request meanwhile; and zmq does not tell why it cannot connect.
 
     Raises:
-        PartyFailedError: if it cannot be reached within the time-out; soon where nobody listens, as after its end.
+        PartyFailedError: if it cannot be reached within seconds; sooner where nobody listens, as after its end.
     """
     began = time.monotonic()
     while True:
@@ -307,9 +308,8 @@ def _reach(invitation: Invitation) -> tuple[str, str]:
             with socket.create_connection((invitation.host, invitation.port), timeout=5.0) as connection:
                 return connection.getsockname()[0], connection.getpeername()[0]
         except OSError as error:
-            most_s = invitation.timeout_s
-            if isinstance(error, ConnectionRefusedError):
-                most_s = min(most_s, _REFUSED_S)
+            refused = isinstance(error, ConnectionRefusedError)
+            most_s = min(invitation.timeout_s, _REFUSED_S if refused else _UNREACHABLE_S)
             if time.monotonic() - began > most_s:
                 raise PartyFailedError(
                     f"cannot reach the rendezvous at {invitation.host}:{invitation.port} within "
