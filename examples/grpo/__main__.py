@@ -30,6 +30,7 @@ from examples.vllm_process import ON_A_CPU, RunningServer, ServerError, running_
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1234
+GRPO_SEED = 2  # of which prompts a step asks, and of the samples
 VOCABULARY, END = 256, ord("\n")
 SHEET_LENGTH, LENGTH = 64, 16  # tokens that are read at a time, and of a prompt with its answer
 PRETRAINING = 500
@@ -145,8 +146,9 @@ def train(
     task = progress.add_task(name, total=options.steps, note=f"starting {options.ranks} processes")
     flags = (
         f"--seq-length {LENGTH} --micro-batch-size {batch // options.ranks} --global-batch-size {batch} --lr 1e-3 "
-        f"--lr-decay-style constant --calculate-per-token-loss --dataloader-type external --finetune "
-        f"--load {folder / 'checkpoint'} --grpo-prompts {folder / 'train.jsonl'} --grpo-samples {SAMPLES} "
+        f"--min-lr 1e-4 --lr-decay-style linear --seed {GRPO_SEED} --calculate-per-token-loss "
+        f"--dataloader-type external --finetune --load {folder / 'checkpoint'} "
+        f"--grpo-prompts {folder / 'train.jsonl'} --grpo-samples {SAMPLES} "
         f"--grpo-held-out {folder / 'held_out.jsonl'} --grpo-tokens 6 --grpo-log {log} "
         f"--grpo-lag {int(options.asynchronous)} --refit-wait --refit-pause {options.pause} "
         f"--refit-interval {options.steps + 1 if stale else 1} --refit-engines {' '.join(urls)} {options.flags}"
