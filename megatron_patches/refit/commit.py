@@ -184,10 +184,11 @@ class Commit:
         """
         self._thread.join(self._timeout_s * (1 + len(self._engines)))
         if self.under_way:
+            late = [engine.name for engine in self._engines if id(engine) not in self._done]
             raise PartyFailedError(
-                f"committing version {self.version} failed: the engines did not commit within {self._timeout_s:.0f} s "
-                "each",
-                [engine.name for engine in self._engines if id(engine) not in self._done],
+                f"committing version {self.version} failed: {', '.join(late) or 'the engines'} did not say within "
+                f"{self._timeout_s:.0f} s each that it serves",
+                late,
             )
         if self._failure is not None:
             raise self._failure

@@ -29,13 +29,17 @@ class VllmServer:
         url: its base.
         log: where its output goes.
         headers: of requests for inference.
+        process: number of the process that answers requests; its engines are children of it.
 
     Attributes:
         url: its base.
+        process: as given.
     """
 
-    def __init__(self, url: str, log: Path, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.url, self._log, self._headers = url, log, headers
+    def __init__(
+        self, url: str, log: Path, headers: Mapping[str, str] = MappingProxyType({}), process: int = 0
+    ) -> None:
+        self.url, self._log, self._headers, self.process = url, log, headers, process
 
     def log_probabilities(
         self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0, replica: int = 0
@@ -150,4 +154,5 @@ def vllm_server(config: Mapping[str, object], folder: Path, *arguments: str, api
     if api_key:
         variables = {**variables, "VLLM_API_KEY": api_key}
     with running_server(folder, MODEL, "etp", more, variables, log, engine_python()) as server:
-        yield VllmServer(server.url, log, {"Authorization": f"Bearer {api_key}"} if api_key else {})
+        shown = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        yield VllmServer(server.url, log, shown, server.process.pid)
