@@ -46,8 +46,7 @@ def _symmetric_bytes(chunks: list[Any]) -> int:
     from etp.wrap import runtimes_of
 
     transports = {id(t): t for chunk in chunks for runtime in runtimes_of(chunk) for t in runtime.transports.values()}
-    sizes = (transport.nbytes() for transport in transports.values() if hasattr(transport, "nbytes"))
-    return sum(sum(by_purpose.values()) for by_purpose in sizes)
+    return sum(sum(transport.nbytes().values()) for transport in transports.values())
 
 
 class Recorder:

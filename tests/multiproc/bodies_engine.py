@@ -57,10 +57,10 @@ def train_once(model: nn.Module, rank: int, step: int = 0) -> None:
 # Order of events ---------------------------------------------------------------------------------------------
 
 
-class _Recorded:
+class _Recorded(InFlight):
     def __init__(self, inner: InFlight, log: list[str], event: str) -> None:
+        super().__init__(*inner.beside)
         self._inner, self._log, self._event = inner, log, event
-        self.beside = inner.beside
 
     def join(self) -> None:
         self._inner.join()

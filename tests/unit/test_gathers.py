@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import etp
+from etp.collectives.base import Transport
 from etp.group import WeightGroup
 from etp.reductions import Reductions
 from etp.runtime import EtpRuntime
 from etp.shard_grad import plain
 from etp.stack import Stack
-from etp.streams import Enqueued, Lane
+from etp.streams import InFlight, Lane
 
 SIDE = 16
 
@@ -121,14 +122,14 @@ class Device:
         self._fresh.add(reference)
 
 
-class Copies:
+class Copies(Transport):
     """A transport for one process that writes half of a weight beside the calling stream, as ``copy_engine`` does."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._beside = Stream()
 
-    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> Enqueued:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         calling, end = self._device.current_stream(), Event()
         self._beside.wait_stream(calling)
         for output, shard in zip(outputs, shards, strict=True):
@@ -136,23 +137,22 @@ class Copies:
             self._device.writes(output, [calling, self._beside], label)
             self._device.gathers += 1
         end.record(self._beside)
-        return Enqueued(end)
+        return InFlight(end)
 
-    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> Enqueued:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         del divisor
         for wgrad, sink in zip(wgrads, sinks, strict=True):
             self._device.reads(wgrad, label)
             self._device.reductions += 1
             self._device.writes(sink, [self._device.current_stream()], f"the sum of {label}")
             (sink.add_ if accumulate else sink.copy_)(wgrad)
-        return Enqueued()
+        return InFlight()
 
 
 class Publishes(Copies):
-    """One to which weights are published."""
+    """One to which weights are published; there is nothing to copy."""
 
-    def publish(self, groups: Sequence[Stack]) -> None:
-        """Nothing to copy."""
+    publishes = True
 
 
 @pytest.fixture

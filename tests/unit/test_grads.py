@@ -14,7 +14,7 @@ from etp.grads import Destinations, PendingReduction, WgradPool, padded_wgrads
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.stack import Stack
-from etp.streams import Enqueued, Ready
+from etp.streams import InFlight, Ready
 from tests.support.fake_group import fake_group
 from tests.unit.test_group import FakeShard
 
@@ -201,7 +201,7 @@ def test_a_ranks_own_part_takes_its_place_in_the_order(rank: int) -> None:
     assert torch.equal(whole[0], split[0])
 
 
-class Event(Enqueued):
+class Event(InFlight):
     """A started reduction that notes when it is waited for."""
 
     def __init__(self, log: list[str], *, lost: bool = False) -> None:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache
+from etp.collectives.base import Transport
 from etp.errors import EtpStateError, StaleWeightError
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
 from etp.stack import Stack
-from etp.streams import Enqueued, InFlight, Lane
+from etp.streams import InFlight, Lane
 from tests.support.fake_group import fake_group
 
 RANKS = 4
@@ -56,7 +57,7 @@ class FakeShard:
         """Nobody waits here."""
 
 
-class Done(Enqueued):
+class Done(InFlight):
     """A collective that is done."""
 
     def __init__(self, joined: list[str], label: str) -> None:
@@ -67,7 +68,7 @@ class Done(Enqueued):
         self._joined.append(self._label)
 
 
-class Copies:
+class Copies(Transport):
     """A transport for one process: every rank's shard is this one."""
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class Fails(Copies):
         return super().all_gather(outputs, shards, label)
 
 
-class Lost(Enqueued):
+class Lost(InFlight):
     """A collective that will not be done."""
 
     def join(self) -> None:

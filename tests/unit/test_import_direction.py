@@ -54,6 +54,12 @@ def test_importing_refit_loads_neither_megatron_nor_transformer_engine(sources: 
             assert not roots & {"megatron", "transformer_engine"}, name
 
 
+def test_the_engine_outside_of_collectives_names_no_transport(sources: dict[str, str]) -> None:
+    named = re.compile(r"collectives\.(c10d|copy_engine)|C10dTransport|CopyEngineTransport")
+    others = {n: text for n, text in sources.items() if n.split(".")[0] == "etp" and "collectives" not in n}
+    assert [name for name, text in others.items() if named.search(text)] == []
+
+
 def test_no_global_and_no_assert_statements(sources: dict[str, str]) -> None:
     assert statement_violations(sources) == []
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
+from etp.collectives.base import Transport
 from etp.stack import Stack
-from etp.streams import Enqueued
+from etp.streams import InFlight
 
 SIDE, LAYERS = 16, 5
 
 
-class RunsOut:
+class RunsOut(Transport):
     """A transport for one process. Memory lacks once for a collective of the kind that ``lacking`` names."""
 
     def __init__(self) -> None:
@@ -29,31 +30,31 @@ class RunsOut:
             self.lacking = ""
             raise torch.OutOfMemoryError
 
-    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> Enqueued:
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         del label
         self._needs_memory("gather")
         for output, shard in zip(outputs, shards, strict=True):
             output.copy_(shard)
-        return Enqueued()
+        return InFlight()
 
-    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> Enqueued:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         del divisor, label
         self._needs_memory("reduction")
         for wgrad, sink in zip(wgrads, sinks, strict=True):
             (sink.add_ if accumulate else sink.copy_)(wgrad)
-        return Enqueued()
+        return InFlight()
 
 
 class Overlaps(RunsOut):
     """A transport whose reductions, as on a GPU, read and write their sink some time between start and end."""
 
-    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> Enqueued:
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         del divisor, label
         sums = [w + sink if accumulate else w.clone() for w, sink in zip(wgrads, sinks, strict=True)]
         return _Written(sums, sinks)
 
 
-class _Written(Enqueued):
+class _Written(InFlight):
     def __init__(self, sums: Sequence[torch.Tensor], sinks: Stack) -> None:
         super().__init__()
         self._sums, self._sinks = sums, sinks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from etp.streams import Enqueued, Lane
+from etp.streams import InFlight, Lane
 
 CURRENT, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -53,7 +53,7 @@ def test_work_is_waited_for_on_its_own_device(monkeypatch: pytest.MonkeyPatch, d
     devices = Devices()
     monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
     lane, beside = Lane(device), Event()
-    ready = lane.start(lambda: Enqueued(beside))
+    ready = lane.start(lambda: InFlight(beside))
     ready.wait()
     assert devices.streams[device].waited == [lane.tail, beside]
     ready.wait()

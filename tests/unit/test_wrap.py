@@ -12,14 +12,16 @@ import etp
 from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from tests.support.fake_group import fake_group
+from tests.unit.test_group import Copies
 
 ROWS, COLUMNS, RANKS = 40, 6, 4
 
 
-class Elsewhere:
+class Elsewhere(Copies):
     """A transport that holds memory which PyTorch's allocator does not know of."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
         self._sizes = sizes
 
     def nbytes(self) -> dict[str, int]:
@@ -31,7 +33,7 @@ class Elsewhere:
     [
         (Elsewhere({"shards_in_place": 960, "arena": 0, "receive_ring": 720}), 720),
         (Elsewhere({"shards_in_place": 0, "arena": 512, "receive_ring": 720}), 1232),
-        (object(), 0),
+        (Copies(), 0),
     ],
 )
 def test_memory_of_transports_counts_once(transport: Any, besides: int) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from etp.cache import Slot
 from etp.chain import Timeline
-from etp.collectives.c10d import C10dTransport
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
 from etp.graphs import GraphModes
@@ -100,7 +99,7 @@ class Gathers:
         return weights
 
     def _require_observer(self, group: WeightGroup, route: Route) -> None:
-        if route.publisher is not None and not self._passes.has_root:
+        if route.transport.publishes and not self._passes.has_root:
             raise EtpStateError(
                 f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
                 "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "
@@ -170,7 +169,7 @@ class Gathers:
         full = local.new_empty(layout.padded_shape)
         # Not by the group's own transport: it may move shards as they were last published, and full weights may be
         # requested before the shards are on the device on which they are trained.
-        transport = C10dTransport(group.process_group, fp32_accumulation=True, timeout_s=self._config.timeout_s)
+        transport = self._routes.direct(group)
         transport.all_gather(Stack([full]), Stack([local]), f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 

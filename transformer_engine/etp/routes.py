@@ -10,16 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from etp.collectives import select_transport
-from etp.collectives.base import (
-    GraphableTransport,
-    InPlaceTransport,
-    OrderedTransport,
-    PairingTransport,
-    PublishingTransport,
-    Transport,
-    WatchedTransport,
-)
+from etp.collectives import direct_transport, select_transport
+from etp.collectives.base import Transport
 from etp.collectives.order import ORDER_LABEL
 from etp.config import EtpConfig
 from etp.group import WeightGroup
@@ -34,14 +26,12 @@ class Route:
 
     Attributes:
         transport: moves their shards.
-        publisher: the same object if its gathers read published copies; None if they read the shards themselves.
         gather: where gathers run.
         reduce: where reductions run.
         device: where their weights are.
     """
 
     transport: Transport
-    publisher: PublishingTransport | None
     gather: Lane
     reduce: Lane
     device: torch.device
@@ -80,9 +70,7 @@ class Routes:
         return route or self._new_route(group.process_group, self._transport(group, device), device)
 
     def _new_route(self, process_group: dist.ProcessGroup, transport: Transport, device: torch.device) -> Route:
-        publisher = transport if isinstance(transport, PublishingTransport) else None
-        route = Route(transport, publisher, Lane(device), Lane(device), device)
-        self._routes[process_group, device] = route
+        route = self._routes[process_group, device] = Route(transport, Lane(device), Lane(device), device)
         return route
 
     def _transport(self, group: WeightGroup, device: torch.device) -> Transport:
@@ -95,9 +83,13 @@ class Routes:
             self.transports[process_group], self._kinds[process_group] = transport, device.type
         return transport
 
-    def _graphable(self) -> list[GraphableTransport]:
-        distinct = {id(route.transport): route.transport for route in self._routes.values()}
-        return [transport for transport in distinct.values() if isinstance(transport, GraphableTransport)]
+    def direct(self, group: WeightGroup) -> Transport:
+        """What reads the group's shards themselves, also before they are on the device where they are trained."""
+        return direct_transport(self._config, group.process_group)
+
+    def _routed_transports(self) -> list[Transport]:
+        """Each once: it may serve several devices."""
+        return list(dict.fromkeys(route.transport for route in self._routes.values()))
 
     def take_over(self, former: Routes) -> None:
         """Use the transports of a runtime that needs them no more, where options and process group are the same.
@@ -123,26 +115,25 @@ class Routes:
         Returns:
             ``[numel]`` elements of ``dtype``, zero.
         """
-        transport = self.of(group).transport
-        return transport.symmetric_memory(numel, dtype) if isinstance(transport, InPlaceTransport) else None
+        return self.of(group).transport.symmetric_memory(numel, dtype)
 
     def change_mode(self, *, capturing: bool) -> None:
         """A capture into a CUDA graph begins, with the device idle, or has ended."""
         for route in self._routes.values():
             route.gather.change_mode()
             route.reduce.change_mode()
-        for transport in self._graphable():
+        for transport in self._routed_transports():
             transport.change_mode(capturing=capturing)
 
     def watch_replays(self) -> None:
         """Expect the replays so far of graphs in which ranks wait for each other to end in time."""
-        for transport in self._graphable():
+        for transport in self._routed_transports():
             transport.watch_replays()
 
     def note(self, process_group: dist.ProcessGroup, label: str) -> None:
         """Record a collective over ``process_group`` outside of its transport, for :meth:`compare_orders`."""
         transport = self.transports.get(process_group)
-        if isinstance(transport, OrderedTransport):
+        if transport is not None:
             transport.record(label)
 
     def pair(self, process_group: dist.ProcessGroup, device: torch.device, label: str, members: Sequence[str]) -> None:
@@ -155,7 +146,7 @@ class Routes:
             members: the names of what it combines, in order.
         """
         transport = self.transports.get(process_group)
-        if isinstance(transport, PairingTransport):
+        if transport is not None and transport.pairs:
             route = self._routes.get((process_group, device)) or self._new_route(process_group, transport, device)
             # Where reductions wait for peers, so that all of it follows one order.
             route.reduce.start(partial(transport.pair, label, members), label=f"pairing of {label}").wait()
@@ -163,7 +154,7 @@ class Routes:
     def watch(self, process_group: dist.ProcessGroup, label: str) -> None:
         """Expect a collective over ``process_group`` outside of its transport, enqueued just now, to end in time."""
         transport = self.transports.get(process_group)
-        if isinstance(transport, WatchedTransport):
+        if transport is not None:
             transport.watch(label)
 
     def compare_orders(self) -> None:
@@ -174,7 +165,7 @@ class Routes:
         """
         for route in self._routes.values():
             transport = route.transport
-            if isinstance(transport, OrderedTransport) and transport.has_order_to_compare:
+            if transport.has_order_to_compare:
                 transport.verify_order()
                 # Behind earlier reductions, and beside compute.
                 route.reduce.start(transport.exchange_order, waits=(), label=ORDER_LABEL)
@@ -182,7 +173,7 @@ class Routes:
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""
         for route in self._routes.values():
-            if isinstance(route.transport, InPlaceTransport) and route.transport.reads_in_place:
+            if route.transport.reads_in_place:
                 route.gather.start(enqueue(route.transport.finish_reading), label="wait for peers' gathers").wait()
 
 

@@ -17,7 +17,7 @@ reading an attribute, because a call at each visit would cost more than the ques
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -26,15 +26,18 @@ RANGE = "etp: {}"
 """Names of the engine's ranges in a profile."""
 
 
-class InFlight(Protocol):
-    """Work that a transport has started.
+class InFlight:
+    """Work that a transport has started. This one is enqueued on the calling stream already and waits for no peer.
 
-    Attributes:
+    Args:
         beside: events of parts of the work that run on other streams. The stream that the work was started on need not
             wait for them; readers of the result must.
     """
 
-    beside: Sequence[Any]
+    beside: Sequence[Any] = ()
+
+    def __init__(self, *beside: Any) -> None:
+        self.beside = beside
 
     def join(self) -> None:
         """Order the calling stream after the work, or block until it is done where there are no streams."""
@@ -43,29 +46,12 @@ class InFlight(Protocol):
         """Watch for lost peers: the event ``end``, after all of the work, should happen within the timeout."""
 
 
-class Enqueued:
-    """Work that is already enqueued on the calling stream, except for parts marked by events, and waits for no peer.
-
-    Args:
-        beside: see :class:`InFlight`.
-    """
-
-    def __init__(self, *beside: Any) -> None:
-        self.beside: Sequence[Any] = beside
-
-    def join(self) -> None:
-        """Nothing to wait for: the caller is ordered by its stream."""
-
-    def expect(self, end: Any) -> None:
-        """Nothing to watch."""
-
-
-def enqueue(work: Callable[[], None]) -> Callable[[], Enqueued]:
+def enqueue(work: Callable[[], None]) -> Callable[[], InFlight]:
     """Work that only enqueues, in the form that :meth:`Lane.start` takes."""
 
-    def start() -> Enqueued:
+    def start() -> InFlight:
         work()
-        return Enqueued()
+        return InFlight()
 
     return start
 

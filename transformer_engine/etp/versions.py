@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from etp.collectives.base import PublishingTransport
 from etp.errors import StaleWeightError
 from etp.group import WeightGroup
 from etp.routes import Route
@@ -62,7 +61,7 @@ class WeightVersions:
 
     def is_observed(self, group: WeightGroup, route: Route) -> bool:
         """Whether ``group`` may be gathered ahead of its visit."""
-        return route.publisher is None or self._observed.get(group) == self._version(group)
+        return not route.transport.publishes or self._observed.get(group) == self._version(group)
 
     def forget(self, group: WeightGroup) -> None:
         """Another runtime drives ``group`` from now on."""
@@ -80,21 +79,21 @@ class WeightVersions:
         Raises:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
         """
-        device, publisher = route.device, route.publisher
+        device, publishes = route.device, route.transport.publishes
         if not in_backward and device not in self._final:
             self._final[device] = route.gather.mark()
-            if publisher is None:
+            if not publishes:
                 self._note([group for group in self._groups if group.spec.device == device], pass_number)
-        if publisher is None or self._observed.get(group) == self._version(group):
+        if not publishes or self._observed.get(group) == self._version(group):
             return
         if in_backward and group in self._observed:
             raise StaleWeightError(
                 f"{group.name} changed between its forward and its backward pass, and its peers were not told; change "
                 "weights after the backward pass"
             )
-        self._publish(group, route, publisher, pass_number)
+        self._publish(group, route, pass_number)
 
-    def _publish(self, group: WeightGroup, route: Route, publisher: PublishingTransport, pass_number: int) -> None:
+    def _publish(self, group: WeightGroup, route: Route, pass_number: int) -> None:
         members = [other for other in self._groups if other.process_group == group.process_group]
         for member in members:
             for hook in member.before_gather:
@@ -104,7 +103,7 @@ class WeightVersions:
         shards = [member.local_shards() for member in members]
         route.order_publication()
         label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
-        route.gather.start(enqueue(lambda: publisher.publish(shards)), label=label)
+        route.gather.start(enqueue(lambda: route.transport.publish(shards)), label=label)
 
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
@@ -114,14 +113,14 @@ class WeightVersions:
     def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
         """Events that a gather into the group's slot must wait for; see :meth:`etp.streams.Lane.start`."""
         slot = group.slot
-        if route.publisher is None:
+        if not route.transport.publishes:
             for hook in group.before_gather:
                 hook()
         if not slot.reads:
             # New memory, which the allocator may have taken from compute enqueued so far.
             return None
         reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
-        if route.publisher is not None:
+        if route.transport.publishes:
             # The publication is earlier on the same lane.
             return reads
         final = self._final.get(route.device)

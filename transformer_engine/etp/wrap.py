@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -355,14 +354,6 @@ def wait_async_comms(module: nn.Module) -> None:
         runtime.wait()
 
 
-@runtime_checkable
-class _HoldsMemory(Protocol):
-    """A transport that allocates memory."""
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes by purpose; those of ``shards_in_place`` are the shards themselves."""
-
-
 def resident_nbytes(module: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for ``module``'s sharded weights, by purpose.
 
@@ -381,8 +372,7 @@ def resident_nbytes(module: nn.Module) -> dict[str, int]:
         totals["gather_slots"] += sum(buffers.cache.nbytes() for buffers in runtime.buffers)
         totals["gradient_buffers"] += sum(buffers.pool.nbytes() for buffers in runtime.buffers)
         for transport in runtime.transports.values():
-            if isinstance(transport, _HoldsMemory):
-                totals["transports"] += sum(n for what, n in transport.nbytes().items() if what != "shards_in_place")
+            totals["transports"] += sum(n for what, n in transport.nbytes().items() if what != "shards_in_place")
     return totals
 
 

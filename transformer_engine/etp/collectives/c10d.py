@@ -14,13 +14,13 @@ the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from etp.collectives.base import Transport
 from etp.collectives.driver import CudaDriver
 from etp.collectives.failures import explained
 from etp.collectives.order import ORDER_LABEL, CollectiveOrder
@@ -29,14 +29,14 @@ from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, free_bytes
 from etp.stack import Stack
-from etp.streams import Enqueued, InFlight
+from etp.streams import InFlight
 
 # How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. NCCL's own, if it
 # comes first, takes another minute to end the process.
 _NCCL_MARGIN_S = 30.0
 
 
-class C10dTransport:
+class C10dTransport(Transport):
     """See the module's docstring.
 
     Args:
@@ -136,24 +136,24 @@ class C10dTransport:
             self._watchdog.expect(end, f"{label} {self._who}")
 
     def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.WatchedTransport`. NCCL watches where there is no timeout of our own."""
+        """See :class:`etp.collectives.base.Transport`. NCCL watches where there is no timeout of our own."""
         if self._watchdog is not None and self._gpu is not None:
             self._watchdog.expect_stream(self._gpu, f"{label} {self._who}")
 
     # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
 
     def record(self, label: str) -> None:
-        """See :class:`etp.collectives.base.OrderedTransport`."""
+        """See :class:`etp.collectives.base.Transport`."""
         if self._order is not None:
             self._order.record(label)
 
     @property
     def has_order_to_compare(self) -> bool:
-        """See :class:`etp.collectives.base.OrderedTransport`."""
+        """See :class:`etp.collectives.base.Transport`."""
         return self._order is not None and self._order.has_news
 
     def exchange_order(self) -> InFlight:
-        """See :class:`etp.collectives.base.OrderedTransport`."""
+        """See :class:`etp.collectives.base.Transport`."""
         if self._order is not None:
             self._order.exchange()
             if self._order.is_answered:
@@ -161,7 +161,7 @@ class C10dTransport:
         return _Exchange(self)
 
     def verify_order(self) -> None:
-        """See :class:`etp.collectives.base.OrderedTransport`."""
+        """See :class:`etp.collectives.base.Transport`."""
         if self._order is not None:
             self._order.verify()
 
@@ -186,19 +186,16 @@ def _new_watchdog(timeout_s: float) -> Watchdog:
     return Watchdog(timeout_s, CudaDriver().allow_calls_during_capture)
 
 
-class _Exchange(Enqueued):
+class _Exchange(InFlight):
     def __init__(self, transport: C10dTransport) -> None:
-        super().__init__()
         self._transport = transport
 
     def expect(self, end: Any) -> None:
         self._transport.expect(end, ORDER_LABEL)
 
 
-class _Collective:
+class _Collective(InFlight):
     """A collective under way; ``work`` is None where the calling stream is ordered after it already."""
-
-    beside: Sequence[Any] = ()
 
     def __init__(self, transport: C10dTransport, work: dist.Work | None, label: str) -> None:
         self._transport = transport

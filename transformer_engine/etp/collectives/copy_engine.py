@@ -44,13 +44,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from etp.collectives.base import Transport
 from etp.collectives.driver import CudaDriver
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import PitchedCopy, Run, Stack, pitched_copies
-from etp.streams import Enqueued, InFlight
+from etp.streams import InFlight
 
 _PLACES = 2
 # Copies are fastest between addresses that are multiples of this.
@@ -94,11 +95,10 @@ class _Channel(IntEnum):
 _CHANNELS = _Channel.PLACE_FREE + _PLACES
 
 
-class _Reduction(Enqueued):
+class _Reduction(InFlight):
     """A reduction in flight, which waits for the peers' parts."""
 
     def __init__(self, transport: CopyEngineTransport, label: str) -> None:
-        super().__init__()
         self._transport = transport
         self._label = label
 
@@ -107,7 +107,7 @@ class _Reduction(Enqueued):
         self._transport.expect(end, self._label)
 
 
-class CopyEngineTransport:
+class CopyEngineTransport(Transport):
     """See the module's docstring. Constructed collectively, by ranks that can access each other's memory.
 
     Args:
@@ -115,6 +115,8 @@ class CopyEngineTransport:
         device: this rank's CUDA device.
         timeout_s: end the process if a peer's signal takes longer, in seconds; None uses the process group's timeout.
     """
+
+    publishes = pairs = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float | None = None) -> None:
         self._group = group
@@ -260,7 +262,7 @@ class CopyEngineTransport:
         self._copy(copies.own, self._local.cuda_stream)
         end.record(self._local)
         self._gathered, self._local_end = True, end
-        return Enqueued(end)
+        return InFlight(end)
 
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> tuple[PitchedCopy, ...]:
@@ -294,7 +296,7 @@ class CopyEngineTransport:
         return pitched_copies([Run(row, len(wgrads), chunk)], sources, chunk)
 
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
-        """See :class:`etp.collectives.base.PairingTransport`. Ranks that differ wait until their timeout."""
+        """See :class:`etp.collectives.base.Transport`. Ranks that differ wait until their timeout."""
         _, _, number = self._place_for(0)
         stream, purpose = self._stream(), _purpose("\n".join((label, *members)))
         self._signals.receive(_Channel.PLACE_FREE + number, stream)
@@ -334,7 +336,7 @@ class CopyEngineTransport:
         return stream
 
     def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.WatchedTransport`."""
+        """See :class:`etp.collectives.base.Transport`."""
         self._watchdog.expect_stream(self._device, f"{label} {self._who}")
 
     def expect(self, end: Any, label: str) -> None:
