@@ -16,7 +16,7 @@ from etp.layout import ShardLayout
 from etp.stack import Stack
 from etp.streams import InFlight, Ready
 from tests.support.fake_group import fake_group
-from tests.unit.test_group import FakeShard
+from tests.unit.test_group import shard_named
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -218,7 +218,7 @@ class Event(InFlight):
 def pending(
     world: dist.ProcessGroup, pool: WgradPool, log: list[str], *, fails: bool = False, lost: bool = False
 ) -> PendingReduction:
-    group = WeightGroup([FakeShard("w")], world)
+    group = WeightGroup([shard_named("w")], world)
     group.begin_reduction(2 * 8 * 3 * 4)
 
     def publish(run_hooks: bool) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache
 from etp.collectives.base import Transport
 from etp.errors import EtpStateError, StaleWeightError
-from etp.group import WeightGroup
+from etp.group import Shard, WeightGroup
 from etp.layout import ShardLayout
 from etp.stack import Stack
 from etp.streams import InFlight, Lane
@@ -21,40 +20,12 @@ from tests.support.fake_group import fake_group
 RANKS = 4
 
 
-class FakeShard:
-    """A shard of (10, 3) over four ranks, padded to (16, 3)."""
-
-    def __init__(self, name: str, *, requires_grad: bool = True) -> None:
-        self.fqn = name
-        self.requires_grad = requires_grad
-        self.has_reduce_hooks = False
-        self._former_versions = 0
-        self._data: torch.Tensor | None = None
-        self.layout = ShardLayout((10, 3), RANKS, 1)
-        self.data = torch.randn(self.layout.shard_shape)
-        self.joined: list[tuple[WeightGroup, int]] = []
-
-    def local_shard(self) -> torch.Tensor:
-        return self.data
-
-    @property
-    def _version(self) -> int:
-        return self.data._version
-
-    def data_ptr(self) -> int:
-        return self.data.data_ptr()
-
-    def join_group(self, group: WeightGroup, index: int) -> None:
-        self.joined.append((group, index))
-
-    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
-        raise NotImplementedError
-
-    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
-        raise NotImplementedError
-
-    def run_reduce_hooks(self) -> None:
-        """Nobody waits here."""
+def shard_named(name: str, *, requires_grad: bool = True) -> Shard:
+    """This rank's shard of a new weight, (10, 3); over four ranks, of (3, 3)."""
+    layout = ShardLayout((10, 3), dist.get_world_size(), 1)
+    shard = Shard(torch.randn(layout.shard_shape), layout, dist.group.WORLD, requires_grad)
+    shard.fqn = name
+    return shard
 
 
 class Done(InFlight):
@@ -126,7 +97,7 @@ def gather(group: WeightGroup, transport: Copies, *, pass_number: int = 0, epoch
 
 
 def test_a_second_reduction_waits_for_the_end_of_the_first(world: dist.ProcessGroup) -> None:
-    group = WeightGroup([FakeShard("layers.7.weight")], world)
+    group = WeightGroup([shard_named("layers.7.weight")], world)
     for _ in range(2):
         group.begin_reduction(8)
         assert group.reducing
@@ -138,7 +109,7 @@ def test_a_second_reduction_waits_for_the_end_of_the_first(world: dist.ProcessGr
 
 
 def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dist.ProcessGroup) -> None:
-    shards = [FakeShard("a"), FakeShard("b", requires_grad=False)]
+    shards = [shard_named("a"), shard_named("b", requires_grad=False)]
     group, transport = WeightGroup(shards, world), Copies()
     group.attach(BufferCache(1, 0))
     assert (group.name, group.size, group.nbytes) == ("a (+1)", RANKS, 2 * 12 * 3 * 4)
@@ -150,15 +121,15 @@ def test_a_gather_goes_through_its_states_and_hands_out_logical_views(world: dis
     assert transport.joined == ["all-gather of a (+1)"]
     for weight, shard, buffer in zip(weights, shards, group.slot.buffers, strict=True):
         assert tuple(weight.shape) == (10, 3)
-        assert torch.equal(weight, shard.data.repeat(RANKS, 1)[:10])
+        assert torch.equal(weight, shard.local_shard().repeat(RANKS, 1)[:10])
         assert weight.data_ptr() == buffer.data_ptr()
         assert weight.requires_grad == shard.requires_grad
         assert not buffer.requires_grad
-    assert [shard.joined for shard in shards] == [[(group, 0)], [(group, 1)]]
+    assert [(shard.weight_group, shard._group_index) for shard in shards] == [(group, 0), (group, 1)]
 
 
 def test_gathering_twice_without_taking_is_refused(world: dist.ProcessGroup) -> None:
-    group, transport = WeightGroup([FakeShard("w")], world), Copies()
+    group, transport = WeightGroup([shard_named("w")], world), Copies()
     group.attach(BufferCache(1, 0))
     gather(group, transport)
     with pytest.raises(EtpStateError, match="w is being gathered already"):
@@ -166,7 +137,7 @@ def test_gathering_twice_without_taking_is_refused(world: dist.ProcessGroup) -> 
 
 
 def test_a_group_without_a_buffer_says_so(world: dist.ProcessGroup) -> None:
-    group = WeightGroup([FakeShard("w")], world)
+    group = WeightGroup([shard_named("w")], world)
     assert not group.holds(0, gathered_in=None)
     with pytest.raises(EtpStateError, match="w has no gather buffer yet"):
         _ = group.slot
@@ -174,7 +145,7 @@ def test_a_group_without_a_buffer_says_so(world: dist.ProcessGroup) -> None:
 
 def test_taking_what_another_group_overwrote_names_both(world: dist.ProcessGroup) -> None:
     cache, transport = BufferCache(1, 0), Copies()
-    first, second = WeightGroup([FakeShard("first")], world), WeightGroup([FakeShard("second")], world)
+    first, second = WeightGroup([shard_named("first")], world), WeightGroup([shard_named("second")], world)
     for group in (first, second):
         group.attach(cache)
         gather(group, transport)
@@ -185,15 +156,15 @@ def test_taking_what_another_group_overwrote_names_both(world: dist.ProcessGroup
 
 def test_a_slot_holds_a_weight_until_it_changes_or_is_overwritten(world: dist.ProcessGroup) -> None:
     cache, transport = BufferCache(1, 0), Copies()
-    shard = FakeShard("w")
-    group, other = WeightGroup([shard], world), WeightGroup([FakeShard("v")], world)
+    shard = shard_named("w")
+    group, other = WeightGroup([shard], world), WeightGroup([shard_named("v")], world)
     for each in (group, other):
         each.attach(cache)
     gather(group, transport)
     group.take(LANE)
     assert group.holds(0, gathered_in=None)
     assert not group.holds(1, gathered_in=None), "an announced change"
-    shard.data.add_(1.0)
+    shard.local_shard().add_(1.0)
     group.read_shards(0)
     assert not group.holds(0, gathered_in=None), "a counted change"
     gather(group, transport)
@@ -209,7 +180,7 @@ def test_a_slot_holds_a_weight_until_it_changes_or_is_overwritten(world: dist.Pr
 
 
 def test_an_abandoned_gather_is_waited_for_and_frees_its_slot(world: dist.ProcessGroup) -> None:
-    group, transport = WeightGroup([FakeShard("w")], world), Copies()
+    group, transport = WeightGroup([shard_named("w")], world), Copies()
     group.attach(BufferCache(1, 0))
     gather(group, transport)
     assert group.slot.owner is group
@@ -227,7 +198,7 @@ def test_what_a_failed_gather_left_is_taken_for_no_weight(
     world: dist.ProcessGroup, where: str, then: Callable[..., object]
 ) -> None:
     cache, transport = BufferCache(1, 0), Fails(where)
-    group, other = WeightGroup([FakeShard("w")], world), WeightGroup([FakeShard("v")], world)
+    group, other = WeightGroup([shard_named("w")], world), WeightGroup([shard_named("v")], world)
     for each in (other, group):
         each.attach(cache)
     gather(other, Copies())
@@ -248,7 +219,7 @@ def test_what_a_failed_gather_left_is_taken_for_no_weight(
 def test_a_slot_without_memory_leaves_its_group_as_it_was(
     world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = WeightGroup([FakeShard("w")], world)
+    group = WeightGroup([shard_named("w")], world)
     group.attach(BufferCache(1, 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", _out_of_memory)
@@ -265,7 +236,7 @@ def _out_of_memory(*_: object, **__: object) -> torch.Tensor:
 
 
 def test_a_new_dtype_takes_a_new_ticket_and_returns_the_old_one(world: dist.ProcessGroup) -> None:
-    cache, shard = BufferCache(1, 0), FakeShard("w")
+    cache, shard = BufferCache(1, 0), shard_named("w")
     group = WeightGroup([shard], world)
     group.attach(cache)
     old = group.slot

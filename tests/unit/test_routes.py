@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ import etp
 from etp import routes
 from etp.group import WeightGroup
 from etp.traffic import TrafficCounters
-from tests.unit.test_group import FakeShard
+from tests.unit.test_group import shard_named
 
 
 def test_full_weights_need_no_transport(world: dist.ProcessGroup) -> None:
@@ -45,15 +46,12 @@ class Made:
 def test_a_transport_serves_one_kind_of_device(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "Lane", Made)
     monkeypatch.setattr(routes, "select_transport", lambda *arguments: Made(arguments[-1]))
-    shards = [FakeShard("a"), FakeShard("b")]
-    groups = [WeightGroup([shard], world) for shard in shards]
+    groups = [WeightGroup([shard_named(name)], world) for name in ("a", "b")]
     found = routes.Routes(etp.EtpConfig())
 
     def transports(device: str) -> list[Any]:
-        for shard, group in zip(shards, groups, strict=True):
-            shard.data = torch.empty(4, 3, device=device)
-            group.read_shards(0)
-            vars(group).pop("spec", None)
+        for group in groups:
+            group.spec = replace(group.spec, device=torch.device(device))
         return [found.of(group).transport for group in groups]
 
     cpu = transports("cpu")
@@ -72,11 +70,11 @@ def test_a_transport_that_was_put_there_is_used(world: dist.ProcessGroup, monkey
     found, given = routes.Routes(etp.EtpConfig()), cast("Any", object())
     found.transports[world] = given
     for name in ("a", "b"):
-        assert found.of(WeightGroup([FakeShard(name)], world)).transport is given
+        assert found.of(WeightGroup([shard_named(name)], world)).transport is given
 
 
 def test_groups_of_one_name_are_counted_together(world: dist.ProcessGroup) -> None:
-    groups = [WeightGroup([FakeShard(name)], world) for name in ("Linear.weight", "Linear.weight", "other")]
+    groups = [WeightGroup([shard_named(name)], world) for name in ("Linear.weight", "Linear.weight", "other")]
     counters = TrafficCounters(groups)
     for group in groups:
         group.gathers, group.gathered_bytes = 1, group.nbytes

@@ -48,7 +48,10 @@ class BufferSpec:
 
 
 class Owner(Protocol):
-    """What a slot needs from the group that gathers into it (:class:`etp.group.WeightGroup`)."""
+    """What a slot needs from the group that gathers into it (:class:`etp.group.WeightGroup`).
+
+    A protocol, because the group imports the cache that it gathers into.
+    """
 
     @property
     def name(self) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
+from etp.group import Shard
 from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
 from etp.shard_copy import COPIES, CUT, Cut, ShardCopy
 
@@ -40,25 +41,10 @@ _REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
 _RESHAPES = named_functions("view view_as reshape reshape_as flatten ravel", torch, torch.Tensor)
 
 
-class DrivenShard(Protocol):
-    """What this file needs from a shard (:class:`etp.param.ETPShardedParam`) that a runtime drives."""
-
-    @property
-    def driver(self) -> Any:
-        """The runtime; its ``in_forward`` tells whether the model computes."""
-
-    @property
-    def cut(self) -> Cut:
-        """Which shard it is."""
-
-    shape: torch.Size
-    knows_copies: bool
-
-
 class _OfShard(OneOfMany, torch.Tensor):
     """A tensor that knows a shard, and whose copies know only which one: the shard cannot be copied with it."""
 
-    _source: DrivenShard
+    _source: Shard
 
     @property
     def etp_cut(self) -> Cut | None:
@@ -120,7 +106,7 @@ class ShardData(_OfShard):
     """
 
     @classmethod
-    def of(cls, data: torch.Tensor, source: DrivenShard) -> Self:
+    def of(cls, data: torch.Tensor, source: Shard) -> Self:
         """``data`` as that of the shard ``source``: the same memory and version counter."""
         # As detach() makes it; as_subclass would make a view, which data never is.
         made = torch.Tensor._make_subclass(cls, data)
@@ -146,7 +132,7 @@ class ShardData(_OfShard):
         return ShardCopy.of(result, source.cut)
 
 
-def mark_result(func: Any, result: Any, source: DrivenShard, operands: Sequence[Any]) -> Any:
+def mark_result(func: Any, result: Any, source: Shard, operands: Sequence[Any]) -> Any:
     """The ``result`` of ``func``: a :class:`ShardDerived` where it could pass for a weight; copies know.
 
     Args:

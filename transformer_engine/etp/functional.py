@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.layout import ShardLayout
-
-
-class ShardedWeight(Protocol):
-    """What these operations need from a weight (:class:`etp.param.ETPShardedParam`)."""
-
-    fqn: str
-    requires_grad: bool
-    weight_group: Any
-    """The :class:`etp.group.WeightGroup` that it is gathered and reduced with."""
-    driver: Any
-    """An :class:`etp.param.ShardDriver`."""
-
-    @property
-    def _version(self) -> int:
-        """Autograd's version counter."""
-
-    @property
-    def layout(self) -> ShardLayout:
-        """How the weight is sharded."""
+from etp.group import Shard
 
 
 def _require_group(weights: Sequence[Any]) -> None:
@@ -54,11 +35,11 @@ def _require_group(weights: Sequence[Any]) -> None:
         )
 
 
-def _names(weights: Sequence[ShardedWeight]) -> str:
+def _names(weights: Sequence[Shard]) -> str:
     return ", ".join(weight.fqn for weight in weights)
 
 
-def _remember(ctx: Any, weights: Sequence[ShardedWeight], first_input: int) -> None:
+def _remember(ctx: Any, weights: Sequence[Shard], first_input: int) -> None:
     # Not save_for_backward: under hooks on saved tensors, as activation checkpointing has, it returns plain tensors.
     ctx.weights = weights
     with torch._C.DisableTorchFunctionSubclass():
@@ -135,7 +116,7 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: ShardedWeight, bias: torch.Tensor | None, cast: torch.dtype | None
+        ctx: Any, x: torch.Tensor, weight: Shard, bias: torch.Tensor | None, cast: torch.dtype | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         _remember(ctx, [weight], first_input=1)
@@ -177,7 +158,7 @@ def _input_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: ShardedWeight, indices: torch.Tensor, padding_idx: int, scale_grad_by_freq: bool
+        ctx: Any, weight: Shard, indices: torch.Tensor, padding_idx: int, scale_grad_by_freq: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(indices)
         _remember(ctx, [weight], first_input=0)
@@ -204,7 +185,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, m_splits: list[int], num_gemms: int, cast: torch.dtype | None, *params: Any
     ) -> torch.Tensor:
-        weights: Sequence[ShardedWeight] = params[:num_gemms]
+        weights: Sequence[Shard] = params[:num_gemms]
         biases: Sequence[torch.Tensor] = params[num_gemms:]
         ctx.save_for_backward(x)
         _remember(ctx, weights, first_input=1)

@@ -1,4 +1,4 @@
-"""The unit of gathering and reducing: one weight, or the experts of one grouped layer together.
+"""The unit of gathering and reducing: one weight, or the experts of one grouped layer together; and their shards.
 
 [Note: one at a time] A group has at most one gather that was not handed out yet (:attr:`WeightGroup.pending`) and one
 reduction in flight (:attr:`WeightGroup.reducing`); a second one is refused. A gathered weight stays in its slot after
@@ -9,10 +9,12 @@ shard has not changed: see :meth:`WeightGroup.holds`. A gather that fails to sta
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from etp.cache import BufferCache, BufferSpec, Slot, Ticket
 from etp.collectives.base import Transport
 from etp.errors import EtpStateError
 from etp.layout import ShardLayout
+from etp.refusals import OneOfMany
+from etp.shard_copy import Cut
 from etp.stack import Stack
 from etp.streams import Lane, Ready
 
@@ -33,51 +37,241 @@ _ADDRESS = methodcaller("data_ptr")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class Shard(Protocol):
-    """What a group needs from its parameters (:class:`etp.param.ETPShardedParam`).
+class _SetLater[T]:
+    """An attribute that is set once the object is part of a model; until then, reading it raises EtpStateError.
 
-    Attributes:
-        fqn: its name in messages.
-        requires_grad: whether it is trained.
+    A property would cost a Python call at each of the many reads afterwards.
     """
 
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    @overload
+    def __get__(self, obj: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, obj: Shard, owner: type) -> T: ...
+    def __get__(self, obj: Shard | None, owner: type) -> T | Self:
+        """Found only where the object itself has no such attribute."""
+        if obj is None:
+            return self
+        raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+
+
+class ShardDriver(Protocol):
+    """Decides when the collectives of groups run (:class:`etp.runtime.EtpRuntime`).
+
+    A protocol, because the runtime imports the shards and groups that it drives.
+
+    Attributes:
+        in_forward: whether the model's forward pass is under way.
+    """
+
+    in_forward: bool
+
+    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
+        """The group's full weights, for use right now."""
+
+    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A buffer for each of the group's full gradients."""
+
+    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """One of these buffers, for a consumer that asks for them one by one."""
+
+    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
+
+    def returns_gradients(self, group: WeightGroup) -> bool:
+        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
+
+    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """One full weight, newly allocated."""
+
+    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
+        """``[ranks, n]``: what every rank has in ``own``, ``[n]``."""
+
+    def gradient_norms(
+        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
+    ) -> list[torch.Tensor]:
+        """Norms of distributed tensors; see :meth:`etp.scalars.GroupScalars.norms`. Collective."""
+
+    def spread_overflow(self, found: torch.Tensor) -> None:
+        """Set the flag on all ranks that share a shard group with a rank that set it. Collective."""
+
+    def require_complete(self, group: WeightGroup) -> None:
+        """Raise EtpStateError unless the group's gradients are complete."""
+
+    def gradient_zeroed(self, group: WeightGroup) -> None:
+        """A gradient of this group was set to zero."""
+
+
+class Shard(OneOfMany, torch.nn.Parameter):
+    """What the engine keeps of one rank's shard of a weight. Its user's side is :class:`etp.param.ETPShardedParam`.
+
+    Attributes:
+        group: the process group whose rank r holds shard r.
+        group_rank: this process's rank in ``group``, also once the group is gone.
+        weight_group: the weights that this one is gathered and reduced with.
+        driver: the runtime that runs their collectives.
+        fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
+        knows_copies: whether its copies say which shard they are (``etp/shard_copy.py``), so that states must.
+        has_reduce_hooks: whether anybody waits for its complete gradient.
+    """
+
+    group: dist.ProcessGroup
+    group_rank: int
     fqn: str
-    requires_grad: bool
+    knows_copies = True
+
+    def __new__(
+        cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
+    ) -> Self:
+        """Make a parameter of a shard.
+
+        Args:
+            shard: tensor of ``layout.shard_shape``, not copied; its padding rows must be zero.
+            layout: how the weight is sharded.
+            group: the shard group.
+            requires_grad: whether it is trained.
+
+        Raises:
+            ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
+                is complex.
+        """
+        rank = own_rank(group)
+        if shard.is_complex():
+            raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
+        size = dist.get_world_size(group)
+        if size != layout.num_shards:
+            raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")
+        if tuple(shard.shape) != layout.shard_shape:
+            raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
+        param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
+        param._layout = layout
+        param.group, param.group_rank = group, rank
+        param.fqn = f"<unnamed {layout.shape}>"
+        param._group_index = 0
+        param.has_reduce_hooks = False
+        param._reduce_hooks = []
+        param._accumulate_hooks = OrderedDict()
+        param._reference = weakref.ref(param)
+        param._data, param._former_versions = None, 0
+        param._placeholder_due = False
+        return param
+
+    weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
+    driver: ShardDriver = _SetLater["ShardDriver"]("has no runtime yet")  # type: ignore[assignment]
+
+    # Assigned in __new__; declared here for readers and type checkers.
+    _layout: ShardLayout
+    _group_index: int
     has_reduce_hooks: bool
-    """Whether anybody waits for this shard's complete gradient."""
-    _former_versions: int
-    """Writes through earlier aliases of ``data``, and assignments to it."""
+    _reduce_hooks: list[Callable[[], None]]
+    _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
+    _reference: weakref.ref[Self]
     _data: torch.Tensor | None
-    """The alias that ``data`` returns, whose writes are counted there; None if it was never asked for."""
+    _former_versions: int
+    _placeholder_due: bool
 
     @property
-    def _version(self) -> int:
-        """Autograd's version counter."""
-
-    def data_ptr(self) -> int:
-        """Where the shard lies."""
+    def layout(self) -> ShardLayout:  # type: ignore[override]
+        """How the weight is cut. Hides ``torch.Tensor.layout``, which is always strided here."""
+        return self._layout
 
     @property
-    def layout(self) -> ShardLayout:
-        """How the weight is cut."""
-
-    def local_shard(self) -> torch.Tensor:
-        """The shard as a plain contiguous tensor, sharing storage and version counter."""
+    def cut(self) -> Cut:
+        """Which shard of how many, and the rows of the weight."""
+        return self.group_rank, self._layout.num_shards, self._layout.rows
 
     def join_group(self, group: WeightGroup, index: int) -> None:
-        """Record the group that this shard is gathered with, and its index in it."""
+        """Become weight ``index`` of a group; called once, when the group is constructed."""
+        if "weight_group" in self.__dict__:
+            raise EtpStateError(f"{self.fqn} is in group {self.weight_group.name} already")
+        self.weight_group, self._group_index = group, index
+
+    def attach(self, driver: ShardDriver, fqn: str) -> None:
+        """Set the driver that runs this weight's collectives, and the weight's name."""
+        self.driver, self.fqn = driver, fqn
+        if "weight_group" in self.__dict__:
+            self.weight_group.renamed()
+
+    @property
+    def has_driver(self) -> bool:
+        """Whether a runtime drives this weight."""
+        return "driver" in self.__dict__
+
+    def local_shard(self) -> torch.Tensor:
+        """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
+        # As detach() does, which would come through __torch_function__ where dynamo has compiled this.
+        return torch.Tensor._make_subclass(torch.Tensor, self)
+
+    def _forget_data(self) -> None:
+        if self._data is not None:
+            self._former_versions += self._data._version + 1
+            self._data = None
+
+    # Its gradient ------------------------------------------------------------------------------------------
+
+    def register_reduce_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
+        self._reduce_hooks.append(hook)
+        self.has_reduce_hooks = True
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
+
+        The engine runs this hook, not autograd, which would call it before the reduction is done.
+        """
+        handle = RemovableHandle(self._accumulate_hooks)
+        self._accumulate_hooks[handle.id] = hook
+        self.has_reduce_hooks = True
+        return handle
 
     def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
-        It gets the gradient that autograd brings itself, or None, and returns what takes its place, or None.
+        Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
+        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
+        it shall add.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            handle: RemovableHandle = torch.Tensor.register_hook(self, done)
+        return handle
 
     def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
-        """Call ``done`` whenever autograd itself has accumulated a gradient of this shard."""
+        """Call ``done`` whenever autograd itself has accumulated a gradient, as it does for graphed callables."""
+
+        def accumulated(param: torch.Tensor) -> None:
+            del param
+            done()
+
+        with torch._C.DisableTorchFunctionSubclass():
+            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, accumulated)
+        return handle
 
     def run_reduce_hooks(self) -> None:
-        """Run the hooks that wait for this shard's complete gradient."""
+        """Run the hooks, those of ``register_post_accumulate_grad_hook`` included."""
+        for hook in self._reduce_hooks:
+            hook()
+        for accumulated in list(self._accumulate_hooks.values()):
+            accumulated(self)
+
+    def take_placeholder(self) -> bool:
+        """Whether autograd's gradient of this backward pass is, or contains, a placeholder; asked once in each."""
+        due, self._placeholder_due = self._placeholder_due, False
+        return due
+
+    # In C, unlike Tensor's own: a dictionary of parameters asks for it at every access.
+    __hash__ = object.__hash__
+
+
+def own_rank(group: dist.ProcessGroup) -> int:
+    """This process's rank in a shard group; ValueError if it has none."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the shard group; pass each rank the group that contains it"
+        )
+    return rank
 
 
 class WeightGroup:

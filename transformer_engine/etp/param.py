@@ -1,7 +1,7 @@
-"""A sharded weight as an ``nn.Parameter``: its identity, and its interface for consumers.
+"""A sharded weight as an ``nn.Parameter``: its interface for consumers.
 
-The parameter's data is this rank's shard. Its :class:`WeightGroup` knows what is gathered together with it, and its
-:class:`ShardDriver` (the runtime) decides when. There are three kinds of consumers:
+The parameter's data is this rank's shard. Its :class:`etp.group.WeightGroup` knows what is gathered together with it,
+and its driver (:class:`etp.runtime.EtpRuntime`) decides when. There are three kinds of consumers:
 
 - ``torch.nn.functional.linear`` and ``embedding``, by name, so any module that calls them works unchanged;
 - Transformer Engine modules, through its ``DistributedWeight`` protocol (TE PR 3005);
@@ -11,56 +11,23 @@ The parameter's data is this rank's shard. Its :class:`WeightGroup` knows what i
 from __future__ import annotations
 
 import math
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol, Self, overload
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._compile import _disable_dynamo
-from torch.utils.hooks import RemovableHandle
 
 from etp import functional
 from etp.allowed import ALLOWED, is_refused
 from etp.derived import ShardData, mark_result
 from etp.differentiate import RUNS_BACKWARD, run_backward
-from etp.errors import EtpStateError
-from etp.group import WeightGroup
+from etp.group import Shard, own_rank
 from etp.layout import ShardLayout
-from etp.refusals import OneOfMany, refusal
-from etp.shard_copy import Cut
-from etp.shard_grad import GradDriver, owned_grad
+from etp.refusals import refusal
+from etp.shard_grad import owned_grad
 from etp.te import refuse_override
-
-
-class ShardDriver(GradDriver, Protocol):
-    """Decides when a group's collectives run (:class:`etp.runtime.EtpRuntime`)."""
-
-    in_forward: bool
-
-    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
-        """The group's full weights, for use right now."""
-
-    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-        """A buffer for each of the group's full gradients."""
-
-    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of these buffers, for a consumer that asks for them one by one."""
-
-    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
-
-    def returns_gradients(self, group: WeightGroup) -> bool:
-        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
-
-    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One full weight, newly allocated."""
-
-    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-        """``[ranks, n]``: what every rank has in ``own``, ``[n]``."""
-
 
 # Functions whose sharded counterpart replaces them when a shard is the weight.
 _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -74,26 +41,6 @@ _NUMEL = frozenset({torch.numel, torch.Tensor.numel, torch.Tensor.nelement})
 _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-class _SetLater[T]:
-    """An attribute that is set once the object is part of a model; until then, reading it raises EtpStateError.
-
-    A property would cost a Python call at each of the many reads afterwards.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    @overload
-    def __get__(self, obj: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, obj: ETPShardedParam, owner: type) -> T: ...
-    def __get__(self, obj: ETPShardedParam | None, owner: type) -> T | Self:
-        """Found only where the object itself has no such attribute."""
-        if obj is None:
-            return self
-        raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
 
 
 @_disable_dynamo
@@ -111,74 +58,14 @@ def _uncompiled(
     return cls.__torch_function__(func, types, args, kwargs)
 
 
-class ETPShardedParam(OneOfMany, torch.nn.Parameter):
+class ETPShardedParam(Shard):
     """One rank's shard of a weight. Its ``grad`` is a :class:`etp.shard_grad.ShardGrad`.
 
     Attributes:
-        group: the process group whose rank r holds shard r.
-        group_rank: this process's rank in ``group``, also once the group is gone.
-        weight_group: the weights that this one is gathered and reduced with.
-        driver: the runtime that runs their collectives.
-        fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
         is_distributed_weight: marker of TE's ``DistributedWeight`` protocol.
-        knows_copies: whether its copies say which shard they are (``etp/shard_copy.py``), so that states must.
     """
 
-    group: dist.ProcessGroup
-    group_rank: int
-    fqn: str
     is_distributed_weight = True
-    knows_copies = True
-
-    def __new__(
-        cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
-    ) -> Self:
-        """Make a parameter of a shard.
-
-        Args:
-            shard: tensor of ``layout.shard_shape``, not copied; its padding rows must be zero.
-            layout: how the weight is sharded.
-            group: the shard group.
-            requires_grad: whether it is trained.
-
-        Raises:
-            ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
-                is complex.
-        """
-        rank = own_rank(group)
-        if shard.is_complex():
-            raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
-        size = dist.get_world_size(group)
-        if size != layout.num_shards:
-            raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")
-        if tuple(shard.shape) != layout.shard_shape:
-            raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
-        param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
-        param._layout = layout
-        param.group, param.group_rank = group, rank
-        param.fqn = f"<unnamed {layout.shape}>"
-        param._group_index = 0
-        param.has_reduce_hooks = False
-        param._reduce_hooks = []
-        param._accumulate_hooks = OrderedDict()
-        param._reference = weakref.ref(param)
-        param._data, param._former_versions = None, 0
-        param._placeholder_due = False
-        return param
-
-    weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
-    driver: ShardDriver = _SetLater["ShardDriver"]("has no runtime yet")  # type: ignore[assignment]
-
-    # Assigned in __new__; declared here for readers and type checkers.
-    _layout: ShardLayout
-    _group_index: int
-    has_reduce_hooks: bool
-    _reduce_hooks: list[Callable[[], None]]
-    _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
-    _reference: weakref.ref[Self]
-    _data: torch.Tensor | None
-    _former_versions: int
-    _placeholder_due: bool
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -186,16 +73,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         rank = own_rank(group)
         layout = ShardLayout(tuple(weight.shape), dist.get_world_size(group), pad_for_alignment)
         return cls(cut_shard(weight.detach(), layout, rank), layout, group, weight.requires_grad)
-
-    @property
-    def layout(self) -> ShardLayout:  # type: ignore[override]
-        """How the weight is cut. Hides ``torch.Tensor.layout``, which is always strided here."""
-        return self._layout
-
-    @property
-    def cut(self) -> Cut:
-        """Which shard of how many, and the rows of the weight."""
-        return self.group_rank, self._layout.num_shards, self._layout.rows
 
     def numel(self) -> int:
         """Elements of the whole weight, without padding: ``sum(p.numel() for p in ...)`` counts the model's.
@@ -205,28 +82,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         return math.prod(self._layout.shape)
 
     nelement = numel
-
-    def join_group(self, group: WeightGroup, index: int) -> None:
-        """Become weight ``index`` of a group; called once, when the group is constructed."""
-        if "weight_group" in self.__dict__:
-            raise EtpStateError(f"{self.fqn} is in group {self.weight_group.name} already")
-        self.weight_group, self._group_index = group, index
-
-    def attach(self, driver: ShardDriver, fqn: str) -> None:
-        """Set the driver that runs this weight's collectives, and the weight's name."""
-        self.driver, self.fqn = driver, fqn
-        if "weight_group" in self.__dict__:
-            self.weight_group.renamed()
-
-    @property
-    def has_driver(self) -> bool:
-        """Whether a runtime drives this weight."""
-        return "driver" in self.__dict__
-
-    def local_shard(self) -> torch.Tensor:
-        """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
-        # As detach() does, which would come through __torch_function__ where dynamo has compiled this.
-        return torch.Tensor._make_subclass(torch.Tensor, self)
 
     def _shared_data(self) -> torch.Tensor:
         """What ``data`` returns: one alias, so that the writes through it can be counted.
@@ -240,18 +95,9 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
                 self._data = self.data
             return ShardData.of(self._data, self)
 
-    def _forget_data(self) -> None:
-        if self._data is not None:
-            self._former_versions += self._data._version + 1
-            self._data = None
-
     def materialize(self) -> list[torch.Tensor]:
         """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
         return self.driver.materialize(self.weight_group)
-
-    def wgrad_buffers(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Buffers of the group's logical shapes to compute full gradients into; pass them to ``reduce_wgrads``."""
-        return self.driver.wgrad_buffers(self.weight_group, dtype)
 
     def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``.
@@ -265,21 +111,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         """The full weight, of logical shape, newly allocated. Collective over the shard group."""
         return self.driver.gather_full(self.weight_group, self._group_index)
 
-    def register_reduce_hook(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
-        self._reduce_hooks.append(hook)
-        self.has_reduce_hooks = True
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
-
-        The engine runs this hook, not autograd, which would call it before the reduction is done.
-        """
-        handle = RemovableHandle(self._accumulate_hooks)
-        self._accumulate_hooks[handle.id] = hook
-        self.has_reduce_hooks = True
-        return handle
-
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> NoReturn:
         """Refused: autograd never sees a sharded weight's gradient.
 
@@ -291,35 +122,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             f"a tensor hook on {self.fqn} would get None, because its gradient is reduced outside autograd; use "
             "register_post_accumulate_grad_hook and change param.grad there"
         )
-
-    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
-        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
-
-        Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
-        it shall add.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            handle: RemovableHandle = torch.Tensor.register_hook(self, done)
-        return handle
-
-    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
-        """Call ``done`` whenever autograd itself has accumulated a gradient, as it does for graphed callables."""
-
-        def accumulated(param: torch.Tensor) -> None:
-            del param
-            done()
-
-        with torch._C.DisableTorchFunctionSubclass():
-            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, accumulated)
-        return handle
-
-    def run_reduce_hooks(self) -> None:
-        """Run the hooks, those of ``register_post_accumulate_grad_hook`` included."""
-        for hook in self._reduce_hooks:
-            hook()
-        for accumulated in list(self._accumulate_hooks.values()):
-            accumulated(self)
 
     # TE's DistributedWeight protocol ------------------------------------------------------------------------
 
@@ -360,11 +162,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
         main_grad: torch.Tensor | None = getattr(self, "main_grad", None)
         dtype = self.dtype if main_grad is None else main_grad.dtype
         return self.driver.wgrad_buffer(self.weight_group, self._group_index, dtype)
-
-    def take_placeholder(self) -> bool:
-        """Whether autograd's gradient of this backward pass is, or contains, a placeholder; asked once in each."""
-        due, self._placeholder_due = self._placeholder_due, False
-        return due
 
     # Python protocols ---------------------------------------------------------------------------------------
 
@@ -408,9 +205,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
                 result = mark_result(func, result, shard, operands)
         return result
 
-    # In C, unlike Tensor's own: a dictionary of parameters asks for it at every access.
-    __hash__ = object.__hash__
-
     # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
     def __matmul__(self, other: Any) -> NoReturn:
         """A shard is not its weight."""
@@ -441,16 +235,6 @@ class ETPShardedParam(OneOfMany, torch.nn.Parameter):
             f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard "
             f"{self.group_rank} of {self.layout.num_shards}, {self.dtype}, {self.device})"
         )
-
-
-def own_rank(group: dist.ProcessGroup) -> int:
-    """This process's rank in a shard group; ValueError if it has none."""
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is no member of the shard group; pass each rank the group that contains it"
-        )
-    return rank
 
 
 def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Reductions:
         return len(self._pending)
 
     def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.shard_grad.GradDriver`.
+        """See :class:`etp.group.ShardDriver`.
 
         Raises:
             EtpStateError: if a gradient of ``group`` has not been fully reduced.
@@ -443,7 +443,7 @@ class Reductions:
         if self._config.reduce_once_per_iteration:
             for param in itertools.compress(group.shards, chosen or itertools.repeat(True)):
                 if gradient_is_absent(param):
-                    param.grad = torch.zeros_like(param.local_shard())  # type: ignore[attr-defined]
+                    param.grad = torch.zeros_like(param.local_shard())
 
     def _was_dropped(self, group: WeightGroup, chosen: Chosen) -> bool:
         """Whether ``zero_grad()`` was called after the first microbatch, so that the iteration was abandoned."""

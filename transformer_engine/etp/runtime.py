@@ -25,7 +25,7 @@ from etp.errors import EtpStateError, PeerMismatchError
 from etp.gathers import Gathers
 from etp.grads import WgradPool
 from etp.graphs import Buffers, GraphModes
-from etp.group import WeightGroup
+from etp.group import ShardDriver, WeightGroup
 from etp.optimizer_steps import after_optimizer_steps
 from etp.param import ETPShardedParam
 from etp.passes import Passes, inside_backward
@@ -38,7 +38,7 @@ from etp.traffic import TrafficCounters
 from etp.versions import WeightVersions
 
 
-class EtpRuntime:
+class EtpRuntime(ShardDriver):
     """Drives the sharded weights of one model. Made by :func:`etp.shard_module`.
 
     Args:
@@ -331,7 +331,7 @@ class EtpRuntime:
         self._weights.epoch += 1
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
-        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
+        """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
         if self._graphs.possible:
             self._sync_mode()
         timeline = self._passes.enter(group)
@@ -340,24 +340,24 @@ class EtpRuntime:
         return self._gathers.visit(group, timeline)
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks."""
+        """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
         return self._gathers.full(group, index)
 
     # Gradients -----------------------------------------------------------------------------------------------
 
     def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-        """See :class:`etp.param.ShardDriver`. Of the weights' logical shape; arbitrary content."""
+        """See :class:`etp.group.ShardDriver`. Of the weights' logical shape; arbitrary content."""
         if self._graphs.possible:
             self._sync_mode()
         return self._reductions.buffers(group, dtype)
 
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`etp.param.ShardDriver`. Of the weight's logical shape; arbitrary content."""
+        """See :class:`etp.group.ShardDriver`. Of the weight's logical shape; arbitrary content."""
         self._sync_mode()
         return self._reductions.buffer(group, index, dtype)
 
     def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """See :class:`etp.param.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`.
+        """See :class:`etp.group.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`.
 
         Raises:
             EtpStateError: if a part is captured whose gradients are only added up, outside of the graph.
@@ -368,26 +368,26 @@ class EtpRuntime:
         return self._reductions.take(group, wgrads)
 
     def returns_gradients(self, group: WeightGroup) -> bool:
-        """See :class:`etp.param.ShardDriver`, and [Note: returned gradients] in ``etp/reductions.py``."""
+        """See :class:`etp.group.ShardDriver`, and [Note: returned gradients] in ``etp/reductions.py``."""
         return bool(self._reductions.returns_gradients(group))
 
     def gradient_norms(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
     ) -> list[torch.Tensor]:
-        """See :class:`etp.shard_grad.GradDriver`. Collective over the process group."""
+        """See :class:`etp.group.ShardDriver`. Collective over the process group."""
         return self._scalars.norms(parts, process_group, norm_type)
 
     def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-        """See :class:`etp.param.ShardDriver`. Collective over the process group."""
+        """See :class:`etp.group.ShardDriver`. Collective over the process group."""
         return self._scalars.gathered(own, process_group, "all-gather of total norms")
 
     def spread_overflow(self, found: torch.Tensor) -> None:
-        """See :class:`etp.shard_grad.GradDriver`. Collective over all process groups of this runtime."""
+        """See :class:`etp.group.ShardDriver`. Collective over all process groups of this runtime."""
         # All of them, whichever weights overflowed: experts in a group of their own must not skip a step alone.
         self._scalars.spread(found, list(dict.fromkeys(group.process_group for group in self.groups)))
 
     def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.shard_grad.GradDriver`.
+        """See :class:`etp.group.ShardDriver`.
 
         Raises:
             EtpStateError: if the group's gradient is still on its way.
@@ -395,7 +395,7 @@ class EtpRuntime:
         self._reductions.require_complete(group)
 
     def gradient_zeroed(self, group: WeightGroup) -> None:
-        """See :class:`etp.shard_grad.GradDriver`."""
+        """See :class:`etp.group.ShardDriver`."""
         self._reductions.forget_sums(group)
 
     def _finish_reductions(self, *, compare: bool) -> None:

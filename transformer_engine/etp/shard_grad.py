@@ -17,67 +17,23 @@ norms of a gradient and of its weight, and both must be of the same part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from etp.errors import EtpStateError
-from etp.group import WeightGroup
-from etp.layout import ShardLayout
-
-
-class GradDriver(Protocol):
-    """Combines scalars over shard groups (:class:`etp.runtime.EtpRuntime`)."""
-
-    def gradient_norms(
-        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
-    ) -> list[torch.Tensor]:
-        """Norms of distributed tensors; see :meth:`etp.scalars.GroupScalars.norms`. Collective."""
-
-    def spread_overflow(self, found: torch.Tensor) -> None:
-        """Set the flag on all ranks that share a shard group with a rank that set it. Collective."""
-
-    def require_complete(self, group: WeightGroup) -> None:
-        """Raise EtpStateError unless the group's gradients are complete."""
-
-    def gradient_zeroed(self, group: WeightGroup) -> None:
-        """A gradient of this group was set to zero."""
-
-
-class GradOwner(Protocol):
-    """The sharded parameter that a gradient belongs to (:class:`etp.param.ETPShardedParam`)."""
-
-    fqn: str
-    group: dist.ProcessGroup
-    group_rank: int
-    grad: Any
-
-    @property
-    def layout(self) -> ShardLayout:
-        """How the weight is cut."""
-
-    @property
-    def weight_group(self) -> WeightGroup:
-        """The group that it is gathered and reduced with."""
-
-    @property
-    def has_driver(self) -> bool:
-        """Whether a runtime drives it."""
-
-    @property
-    def driver(self) -> GradDriver:
-        """The runtime that drives it."""
+from etp.group import Shard
 
 
 class ShardGrad(torch.Tensor):
     """A shard's ``grad``; see [Note: whole-gradient functions]. Operations on it return plain tensors."""
 
     # Weak: a gradient is reachable from its parameter through C++, where Python's collector sees no cycle.
-    _owner: Callable[[], GradOwner | None]
+    _owner: Callable[[], Shard | None]
 
     @classmethod
-    def of(cls, grad: torch.Tensor, owner: Callable[[], GradOwner | None]) -> Self:
+    def of(cls, grad: torch.Tensor, owner: Callable[[], Shard | None]) -> Self:
         """``grad`` as the gradient of a parameter: the same memory and version counter."""
         with torch._C.DisableTorchFunctionSubclass():
             made = grad.as_subclass(cls)
@@ -85,7 +41,7 @@ class ShardGrad(torch.Tensor):
         return made
 
     @property
-    def owner(self) -> GradOwner:
+    def owner(self) -> Shard:
         """The parameter.
 
         Raises:
@@ -96,7 +52,7 @@ class ShardGrad(torch.Tensor):
             raise EtpStateError("this gradient's sharded parameter is gone; keep the module, or clone the gradient")
         return owner
 
-    def belongs_to(self, owner: GradOwner) -> bool:
+    def belongs_to(self, owner: Shard) -> bool:
         """Whether it is the gradient of this parameter."""
         return self._owner() is owner
 
@@ -138,7 +94,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def owned_grad(owner: GradOwner, reference: Callable[[], GradOwner | None]) -> ShardGrad | None:
+def owned_grad(owner: Shard, reference: Callable[[], Shard | None]) -> ShardGrad | None:
     """``owner.grad`` as a :class:`ShardGrad`, converted in place if needed; reading it again returns the same object.
 
     Args:
