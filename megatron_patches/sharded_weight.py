@@ -1,7 +1,8 @@
 """A sharded parameter with the attributes and methods that Megatron-core 0.19.2 expects of its own.
 
 Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints reach a sharded weight through these
-attributes and methods; each forwards to the engine.
+attributes and methods; each forwards to the engine. There is no ``prev_w`` and ``next_w``, by which Megatron would look
+for the gradient in the graph of another layer: each graph finishes the gradients that it computes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 from etp import ETPShardedParam, ShardLayout
-from etp.group import WeightGroup
-from etp.runtime import EtpRuntime
 
 
 class MegatronShardedParam(ETPShardedParam):
@@ -24,7 +23,6 @@ class MegatronShardedParam(ETPShardedParam):
         is_gtp_weight_remat: Megatron's marker of a sharded weight.
         is_routed_expert: whether it is one of a grouped layer's experts.
         chain_id: Megatron's key of prefetch chains; constant here, because a runtime has one chain.
-        shows_neighbours: whether ``prev_w`` and ``next_w`` tell the order of weights.
         knows_copies: no, because Megatron's checkpoints go by rows of whole weights, and its optimizers compute with
             copies, which should be plain tensors.
     """
@@ -32,7 +30,6 @@ class MegatronShardedParam(ETPShardedParam):
     is_gtp_weight_remat = True
     is_routed_expert = False
     chain_id = "eager"
-    shows_neighbours = True
     knows_copies = False
 
     @property
@@ -52,23 +49,6 @@ class MegatronShardedParam(ETPShardedParam):
     @property
     def _weights(self) -> list[Any]:
         return list(self.weight_group.shards)
-
-    @property
-    def prev_w(self) -> Any:
-        """First weight of the group visited before this one in the last forward pass, or None."""
-        return self._neighbour("prev_of")
-
-    @property
-    def next_w(self) -> Any:
-        """First weight of the group visited after this one in the last forward pass, or None."""
-        return self._neighbour("next_of")
-
-    def _neighbour(self, direction: str) -> Any:
-        driver = self.driver
-        if not isinstance(driver, EtpRuntime) or not self.shows_neighbours:
-            return None
-        group: WeightGroup | None = getattr(driver.chain, direction)(self.weight_group)
-        return None if group is None else group.shards[0]
 
     def numel(self) -> int:
         """Elements of the shard, padding included, which Megatron's optimizers take for those in memory."""

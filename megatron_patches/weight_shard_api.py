@@ -327,15 +327,9 @@ def _no_fp8(*_: Any, **__: Any) -> None:
 
 
 def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
-    """Let Megatron capture the layers whose weights ``runtime`` drives one by one.
-
-    Each graph finishes the gradients that it computes, so Megatron must look for none of them in a neighbour's graph.
-    """
+    """Let Megatron capture the layers whose weights ``runtime`` drives one by one."""
     # Megatron calls wait_async_comms at the end of each graph.
     runtime.drained_after_parts = True
-    for group in runtime.groups:
-        for shard in group.shards:
-            shard.shows_neighbours = False  # type: ignore[attr-defined]
     _capture_leaves_on(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream, runtime)
 
 

@@ -140,15 +140,6 @@ def test_recompute_and_gradient_visits_interleave_in_the_backward_timeline() -> 
     assert chain.forward.visits == [A, B, C, D]
 
 
-def test_neighbours_come_from_the_last_complete_forward() -> None:
-    chain: Chain[Item] = Chain()
-    chain.begin_forward()
-    for item in (A, B, A, C):
-        chain.forward.visit(item)
-    assert [chain.next_of(item) for item in (A, B, C, D)] == [B, A, None, None]
-    assert [chain.prev_of(item) for item in (A, B, C, D)] == [None, A, A, None]
-
-
 items = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=12)
 
 

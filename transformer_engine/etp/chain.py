@@ -120,18 +120,3 @@ class Chain[T]:
         """Start a backward pass; before one was seen, expect the reverse of the forward pass."""
         forward = self.forward.visits or self.forward.learned
         self.backward.begin(guess=forward[::-1])
-
-    def next_of(self, item: T) -> T | None:
-        """What the last complete forward pass visited right after ``item``'s first visit."""
-        return self._neighbour(item, +1)
-
-    def prev_of(self, item: T) -> T | None:
-        """What the last complete forward pass visited right before ``item``'s first visit."""
-        return self._neighbour(item, -1)
-
-    def _neighbour(self, item: T, step: int) -> T | None:
-        order = self.forward.learned or self.forward.visits
-        for position, entry in enumerate(order):
-            if entry is item:
-                return order[position + step] if 0 <= position + step < len(order) else None
-        return None
