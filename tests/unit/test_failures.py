@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etp.collectives.failures import meaning, reported
+from etp.collectives.works import meaning, reported
 from etp.errors import EtpCommunicationError
 from tests.support.fake_group import fake_group
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from etp.collectives.failures import reported
+from etp.collectives.works import reported
 from etp.digest import tensor_digest
 
 Part = tuple[int, int]

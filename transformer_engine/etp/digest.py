@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etp.collectives.failures import reported
+from etp.collectives.works import reported
 from etp.errors import PeerMismatchError
 
 # Words of 32 bits at a time: large enough for a GPU, and some caches of a CPU hold it.

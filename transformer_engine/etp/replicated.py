@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from etp.collectives.failures import reported
 from etp.collectives.sums import divide
-from etp.collectives.works import WorkLine, free_bytes
+from etp.collectives.works import WorkLine, free_bytes, reported
 from etp.config import GradReduction
 from etp.differentiate import is_asked_for
 from etp.routes import Routes

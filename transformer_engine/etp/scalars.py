@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from etp.collectives.failures import reported
-from etp.collectives.works import WorkLine
+from etp.collectives.works import WorkLine, reported
 
 
 class GroupScalars:

@@ -22,12 +22,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from etp.collectives.base import Transport
 from etp.collectives.driver import CudaDriver
-from etp.collectives.failures import explained
 from etp.collectives.order import ORDER_LABEL, CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, free_bytes
+from etp.collectives.works import WorkLine, explained, free_bytes
 from etp.stack import Stack
 from etp.streams import InFlight
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etp.collectives.failures import reported
-from etp.collectives.works import WorkLine, free_bytes
+from etp.collectives.works import WorkLine, free_bytes, reported
 from etp.errors import PeerMismatchError
 
 logger = logging.getLogger(__name__)

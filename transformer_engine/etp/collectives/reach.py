@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from etp.collectives.failures import reported
 from etp.collectives.symmetric import DEVICES_OVERLAP_VARIABLE
+from etp.collectives.works import reported
 
 _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
 

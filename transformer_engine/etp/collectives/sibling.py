@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from etp.collectives.failures import reported
+from etp.collectives.works import reported
 
 logger = logging.getLogger(__name__)
 

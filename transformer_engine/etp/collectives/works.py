@@ -1,12 +1,21 @@
-"""Waits for work of a process group, and releases it only when no other thread can be its last owner."""
+"""Waits for collectives, and explains those that fail, from the messages of gloo and NCCL.
+
+A collective fails for one of a few reasons, each with its own remedy. Neither backend has exception types for them, so
+they are distinguished by words of the message, which is always passed on. Unknown messages are not interpreted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from etp.errors import EtpCommunicationError
 
 # One for each worker thread that a gloo process group has: each finishes one Work at a time.
 _KEPT = 2
@@ -47,3 +56,71 @@ def free_bytes(buffer: torch.Tensor) -> None:
     """Free the memory of a CPU buffer that a kept work still refers to and nobody reads again."""
     if buffer.device.type == "cpu":
         buffer.untyped_storage().resize_(0)
+
+
+_LOST = (
+    "A peer has most likely ended, or the network to it failed: the connection is gone. That rank's own output has "
+    "the cause"
+)
+_LATE = (
+    "A peer did not come in time: it is slower than the time-out allows (raise EtpConfig.timeout_s or the process "
+    "group's), or it left the common order of layers. Compare where the ranks stand"
+)
+_WRONG = (
+    "The backend refused the tensors themselves, no peer is at fault: sizes, dtypes and devices must agree with the "
+    "process group and between the ranks"
+)
+_UNKNOWN = "The backend's own message is all that is known; if other ranks failed first, their output has the cause"
+
+_MEANINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    # First: NCCL words a lost peer and a late one in one message where a watchdog ended the communicator.
+    (_LATE, re.compile(r"timed? ?out|timeout|deadline", re.IGNORECASE)),
+    (
+        _LOST,
+        re.compile(
+            r"connection (closed|reset|refused|aborted)|broken pipe|socket closed|remote process exit|network error"
+            r"|exit of a remote peer|communicator was aborted|no route to host",
+            re.IGNORECASE,
+        ),
+    ),
+    (
+        _WRONG,
+        re.compile(
+            r"invalid ?(tensor|argument|usage|value)|must (have|be)|\bexpected\b|mismatch|unsupported|not supported"
+            r"|does not (support|match)|no backend type associated",
+            re.IGNORECASE,
+        ),
+    ),
+)
+
+
+def meaning(message: str) -> str:
+    """The likely cause behind a backend's message, and the remedy: one or two sentences without a final period."""
+    return next((text for text, words in _MEANINGS if words.search(message)), _UNKNOWN)
+
+
+@contextlib.contextmanager
+def reported(label: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn a backend's failure into one error that names the collective, this rank and its peers.
+
+    Args:
+        label: name of the collective in the message.
+        group: the ranks that take part; all of them if None.
+
+    Raises:
+        EtpCommunicationError: for any RuntimeError except a lack of device memory.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise explained(error, label, group) from error
+
+
+def explained(error: RuntimeError, label: str, group: dist.ProcessGroup | None) -> EtpCommunicationError:
+    """The error that names a failed collective; :func:`reported` raises it, at the price of several calls."""
+    ranks = dist.get_process_group_ranks(group)
+    return EtpCommunicationError(
+        f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. {meaning(str(error))}"
+    )
