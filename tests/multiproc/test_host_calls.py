@@ -20,22 +20,22 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("it counts the calls o
 LIMITS = {
     "3 linears, ETP": {
         "forward": Calls(193, 18, 270),
-        "backward": Calls(355, 19, 550),
+        "backward": Calls(354, 19, 531),
         "visit": Calls(55, 14, 80),
     },
     "3 x 4 experts, ETP": {
         "forward": Calls(184, 16, 260),
-        "backward": Calls(340, 19, 461),
+        "backward": Calls(339, 19, 458),
         "visit": Calls(58, 14, 87),
     },
     "3 x 16 experts, ETP": {
         "forward": Calls(184, 16, 332),
-        "backward": Calls(376, 19, 497),
+        "backward": Calls(375, 19, 494),
         "visit": Calls(58, 14, 111),
     },
     "3 x 128 experts, ETP": {
         "forward": Calls(184, 16, 1004),
-        "backward": Calls(712, 19, 833),
+        "backward": Calls(711, 19, 830),
         "visit": Calls(58, 14, 335),
     },
 }

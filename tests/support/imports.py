@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad", "functional", "derived"}),
-    frozenset({"param", "replicated", "reductions", "graphs"}),
+    frozenset({"param", "replicated", "reductions", "grad_hooks", "graphs"}),
     frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "sites", "wrap"}),

@@ -230,7 +230,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/reductions.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
+        ``etp/grad_hooks.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
         it shall add.
         """
         with torch._C.DisableTorchFunctionSubclass():

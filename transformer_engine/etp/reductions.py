@@ -1,9 +1,6 @@
-"""The gradient half of a runtime: local sums, reductions in flight, and when hooks may run.
+"""The gradient half of a runtime: local sums and reductions in flight.
 
-[Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
-is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
-returned None. Hooks wait for that visit, so that they run once and see the whole gradient, as an unsharded parameter's
-hooks do. Several uses in one forward pass (tied weights) are added locally first and reduced once.
+Several uses of a weight in one forward pass (tied weights) are added locally first and reduced once.
 
 [Note: returned gradients] Under ``torch.autograd.grad`` a shard's gradient is returned through autograd. The same holds
 in graphed callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's
@@ -30,11 +27,11 @@ from typing import Any
 
 import torch
 from torch.autograd import profiler
-from torch.utils.hooks import RemovableHandle
 
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
+from etp.grad_hooks import Chosen, GradHooks
 from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.graphs import GraphModes
 from etp.group import WeightGroup
@@ -42,9 +39,6 @@ from etp.routes import Route, Routes
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
-
-Chosen = tuple[bool, ...] | None
-"""Which of a group's shards ``backward(inputs=...)`` names; None if it leaves out none that is trained."""
 
 
 class Reductions:
@@ -73,15 +67,8 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Where the last reduction of each group went."""
         self._largest = 0
-        # By id, since tensors do not compare to a bool.
-        self._watched: dict[int, RemovableHandle] = {}
-        self.uses_watched: dict[WeightGroup, Any] = {}
-        """The shard by which autograd tells of the uses of each group."""
-        # See [Note: once a backward].
-        self._used_further: set[WeightGroup] = set()
-        self._hooks_owed: set[WeightGroup] = set()
-        self._shards_owed: dict[int, Any] = {}
-        self._behind_autograd: dict[int, RemovableHandle] = {}
+        self.hooks = GradHooks(graphs, self._pending, self._beside)
+        """When hooks run."""
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -111,17 +98,14 @@ class Reductions:
         self._finished.clear()
         self._leased.clear()
         self._local_sums.clear()
-        self._used_further.clear()
-        self._hooks_owed.clear()
-        self._shards_owed.clear()
+        self.hooks.forget()
         self.pool = self._graphs.buffers.pool
 
     def begin_pass(self) -> None:
         """A new pass begins: mark reductions in flight as belonging to an earlier one."""
         for pending in self._pending:
             pending.belated = True
-        self._hooks_owed.clear()
-        self._shards_owed.clear()
+        self.hooks.owed.clear()
 
     # One group's gradient ------------------------------------------------------------------------------------
 
@@ -202,8 +186,8 @@ class Reductions:
             self._add_locally(group, padded, chosen)
         else:
             self._start(group, route, padded, stream, chosen=chosen)
-            if group in self.uses_watched:
-                self._used_further.add(group)
+            if group in self.hooks.watched:
+                self.hooks.used_further.add(group)
 
     def _add_returned(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Reduce the group's full gradients for autograd; see [Note: returned gradients]. Collective.
@@ -224,22 +208,9 @@ class Reductions:
             self._finish_pending()
         if self._graphs.is_part:
             for shard in trained:
-                self._run_hooks_behind_autograd(shard)
+                self.hooks.run_behind_autograd(shard)
         filled = iter(returned)
         return [next(filled) if one else None for one in is_trained]
-
-    def _run_hooks_behind_autograd(self, shard: Any) -> None:
-        """Run the hooks of ``shard`` when autograd has accumulated a gradient that a replay returned."""
-        if id(shard) in self._behind_autograd:
-            return
-
-        def accumulated() -> None:
-            if any(shard is other for pending in self._pending for other in pending.group.shards):
-                self._shards_owed[id(shard)] = shard
-            else:
-                shard.run_reduce_hooks()
-
-        self._behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)
 
     def _start(
         self,
@@ -274,7 +245,7 @@ class Reductions:
         )
         # Only now: if the start fails, for lack of memory for example, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
-        publish = _nothing_to_publish if returned else partial(self._publish, group, trained, into, chosen)
+        publish = _nothing_to_publish if returned else partial(self.hooks.complete, group, trained, into, chosen)
         started = PendingReduction(group, ready, padded, self.pool, publish, home)
         self._pending.append(started)
         self._in_flight += started.nbytes
@@ -299,52 +270,7 @@ class Reductions:
         for _ in range(oldest_holder + 1):
             self._finish_oldest()
 
-    def _publish(
-        self, group: WeightGroup, trained: Sequence[Any], into: Destinations, chosen: Chosen, run_hooks: bool
-    ) -> None:
-        into.publish()
-        for shard in trained:
-            if hasattr(shard, "grad_added_to_main_grad"):
-                shard.grad_added_to_main_grad = True
-        if self._graphs.is_part:
-            # Nothing is there before a replay.
-            for shard in trained:
-                if getattr(shard, "main_grad", None) is None:
-                    self._run_hooks_behind_autograd(shard)
-        elif not run_hooks:
-            pass
-        elif chosen is not None:
-            # Not those of the whole group, nor before the last use: autograd may visit another shard than these.
-            self._shards_owed.update((id(shard), shard) for shard in trained)
-        elif group in self._used_further:
-            self._hooks_owed.add(group)
-        else:
-            self._hooks_owed.discard(group)
-            group.run_reduce_hooks()
-
-    # Uses in one backward pass -------------------------------------------------------------------------------
-
-    def watch(self, group: WeightGroup) -> None:
-        """Register to learn from autograd when all uses of the group's shards are differentiated; at every visit.
-
-        The group's weights are used together, so one of them tells of all.
-        """
-        if group in self.uses_watched:
-            return
-        for shard, is_trained in zip(group.shards, group.trained(), strict=True):
-            if not is_trained or id(shard) in self._watched:
-                continue
-            differentiated = self._beside
-            if group not in self.uses_watched:
-                self.uses_watched[group] = shard
-                differentiated = partial(self._differentiated, group)
-            self._watched[id(shard)] = shard.watch_uses(partial(differentiated, shard))
-
-    def _differentiated(self, group: WeightGroup, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """All uses of ``group`` in the graph are differentiated, as autograd says of ``shard``."""
-        own = self._beside(shard, grad)
-        self._used_further.discard(group)
-        return own
+    # Gradients beside uses -----------------------------------------------------------------------------------
 
     def _beside(self, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         """All uses of ``shard`` in the graph are differentiated; see [Note: gradients beside uses].
@@ -376,42 +302,29 @@ class Reductions:
         """How often a gradient counts that autograd brings to ``shard``; once if it has been reduced already."""
         if self._config.grad_reduction is GradReduction.MEAN:
             return 1
-        reduced = id(shard) in self._behind_autograd or bool(_returned_by_autograd(shard))
+        reduced = id(shard) in self.hooks.behind_autograd or bool(_returned_by_autograd(shard))
         return 1 if reduced else shard.layout.num_shards
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
+        self.hooks.release(groups)
         for group in groups:
-            self.uses_watched.pop(group, None)
             self._destinations.pop(group, None)
-        for shard in (shard for group in groups for shard in group.shards):
-            for watched in (self._watched, self._behind_autograd):
-                handle = watched.pop(id(shard), None)
-                if handle is not None:
-                    handle.remove()
 
     def end_backward(self) -> None:
         """End the pass: the graph has no further uses of any weight."""
         # Including weights that autograd never visited, because their consumer hid them from it.
-        self._used_further.clear()
+        self.hooks.used_further.clear()
         if not self._config.reduce_once_per_iteration:
             self.reduce_local_sums()
         self._run_owed_hooks()
 
     def _run_owed_hooks(self) -> None:
-        """Run the deferred hooks of shards that have no reduction in flight; finishing a reduction runs the others.
-
-        The current stream is ordered after whatever is finished, on whichever stream that happened.
-        """
+        """Run the hooks that are owed; the current stream is ordered after what was finished on any stream."""
         for ready in self._finished.values():
             ready.wait()
-        pending = {reduction.group for reduction in self._pending}
-        for group in [group for group in self._hooks_owed if group not in pending]:
-            self._hooks_owed.discard(group)
-            group.run_reduce_hooks()
-        in_flight = {id(shard) for group in pending for shard in group.shards}
-        for shard_id in [key for key in self._shards_owed if key not in in_flight]:
-            self._shards_owed.pop(shard_id).run_reduce_hooks()
+        if self.hooks.owed:
+            self.hooks.run_owed()
 
     # Local sums ----------------------------------------------------------------------------------------------
 
@@ -494,9 +407,7 @@ class Reductions:
         self.pool.write_off()
         self._leased.clear()
         self._local_sums.clear()
-        self._used_further.clear()
-        self._hooks_owed.clear()
-        self._shards_owed.clear()
+        self.hooks.forget()
 
 
 def _has_main_grads(group: WeightGroup) -> bool:

@@ -335,8 +335,8 @@ class EtpRuntime(ShardDriver):
         if self._graphs.possible:
             self._sync_mode()
         timeline = self._passes.enter(group)
-        if group not in self._reductions.uses_watched:
-            self._reductions.watch(group)
+        if group not in self._reductions.hooks.watched:
+            self._reductions.hooks.watch(group)
         return self._gathers.visit(group, timeline)
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:

@@ -1,0 +1,225 @@
+"""When hooks run: on visits of the shards' nodes by a real autograd, with reductions that end when the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from etp.cache import BufferCache
+from etp.grad_hooks import Chosen, GradHooks
+from etp.grads import Destinations, PendingReduction
+from etp.graphs import GraphModes
+from etp.group import Shard, WeightGroup
+from tests.support.fake_group import fake_group
+from tests.unit.test_group import shard_named
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    with fake_group(rank=0, world_size=2) as group:
+        yield group
+
+
+class Use(torch.autograd.Function):
+    """A layer that reduces its weights' gradients itself, and so has none for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backward: Callable[[], None], *shards: Shard) -> torch.Tensor:
+        ctx.call, ctx.count = backward, len(shards)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.call()
+        return grad, None, *[None] * ctx.count
+
+
+class Pending:
+    """A reduction in flight, as far as hooks ask for it."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self.group = group
+
+
+class Case:
+    """A group of weights whose hooks are logged, with the group's own hook."""
+
+    def __init__(self, world: dist.ProcessGroup, *names: str) -> None:
+        self.ran: list[str] = []
+        self.brought: list[tuple[str, torch.Tensor | None]] = []
+        self.pending: list[Pending] = []
+        self.graphs = GraphModes(lambda: BufferCache(1, 0))
+        self.hooks = GradHooks(self.graphs, cast("list[PendingReduction]", self.pending), self._beside)
+        self.shards = [shard_named(name) for name in names]
+        for shard in self.shards:
+            shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))
+        self.group = WeightGroup(self.shards, world)
+        self.group.reduce_hooks.append(lambda: self.ran.append("group"))
+        self.hooks.watch(self.group)
+
+    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+        self.brought.append((shard.fqn, grad))
+        return grad
+
+    def start(self) -> None:
+        """A reduction is started at a use."""
+        self.hooks.used_further.add(self.group)
+
+    def end(self, *which: int, run_hooks: bool = True) -> None:
+        """A reduction of these shards ends, or of all."""
+        chosen: Chosen = tuple(index in which for index in range(len(self.shards))) if which else None
+        trained = [self.shards[index] for index in which] or self.shards
+        into = Destinations.of(trained)
+        for sink in into.sinks:
+            sink.zero_()
+        self.hooks.complete(self.group, trained, into, chosen, run_hooks)
+
+    def differentiate(self, *backwards: Callable[[], None]) -> None:
+        """A backward pass through a use for each of these, the first of them first."""
+        x = torch.ones(1, requires_grad=True)
+        for backward in reversed(backwards):
+            x = cast("torch.Tensor", Use.apply(x, backward, *self.shards))
+        x.backward()
+
+    def end_pass(self) -> list[str]:
+        """What has run when the pass has ended; forgotten by the next call."""
+        self.hooks.used_further.clear()
+        self.hooks.run_owed()
+        ran, self.ran = self.ran, []
+        return ran
+
+
+def both(*calls: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def test_hooks_run_as_soon_as_the_reduction_of_the_last_use_ends(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a", "b")
+    for _ in range(2):
+        case.differentiate(case.start)
+        assert case.ran == []
+        case.end()
+        assert case.ran == ["group", "a", "b"]
+        assert case.end_pass() == ["group", "a", "b"]
+
+
+def test_hooks_of_several_uses_run_once_when_the_pass_ends(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    case.differentiate(case.start, both(case.end, case.start), case.end)
+    assert case.ran == []
+    assert case.end_pass() == ["group", "a"]
+    assert case.end_pass() == []
+
+
+def test_a_reduction_that_ends_behind_the_last_use_pays_what_is_owed(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    case.differentiate(case.start, both(case.end, case.start))
+    assert case.ran == []
+    case.end()
+    assert case.end_pass() == ["group", "a"]
+
+
+def test_hooks_that_are_owed_wait_for_a_reduction_in_flight(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    case.differentiate(both(case.start, case.end, case.start))
+    case.pending.append(Pending(case.group))
+    assert case.end_pass() == []
+    case.pending.clear()
+    case.end()
+    assert case.end_pass() == ["group", "a"]
+
+
+def test_a_use_that_autograd_does_not_see_is_the_last_when_the_pass_ends(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    case.start()
+    case.end()
+    assert case.ran == []
+    assert case.end_pass() == ["group", "a"]
+
+
+def test_only_shards_that_were_asked_for_are_told_and_not_the_group(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a", "b", "c")
+    case.differentiate(case.start)
+    case.end(0, 2)
+    assert case.ran == []
+    assert case.end_pass() == ["a", "c"]
+
+
+@pytest.mark.parametrize("forget", [GradHooks.forget, lambda hooks: hooks.owed.clear()])
+def test_hooks_of_an_earlier_pass_do_not_run(world: dist.ProcessGroup, forget: Callable[[GradHooks], None]) -> None:
+    case = Case(world, "a", "b")
+    case.differentiate(both(case.start, case.end, lambda: case.end(1)))
+    forget(case.hooks)
+    assert case.end_pass() == []
+    case.end(run_hooks=False)
+    assert case.end_pass() == []
+
+
+def test_a_reduction_says_that_it_was_added_to_main_grad(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    shard: Any = case.shards[0]
+    shard.main_grad, shard.grad_added_to_main_grad = torch.zeros(shard.shape), False
+    case.end()
+    assert shard.grad_added_to_main_grad
+    assert shard.grad is None
+
+
+def test_in_a_part_hooks_run_behind_autograds_own_accumulation(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(world, "a")
+    (shard,) = case.shards
+    with monkeypatch.context() as patch:
+        patch.setattr(case.graphs, "is_part", True)
+        for _ in range(2):
+            case.end()
+    assert case.end_pass() == []
+    (shard * 2).sum().backward()
+    assert case.end_pass() == ["a"], "once, though two reductions were captured"
+    case.pending.append(Pending(case.group))
+    (shard * 2).sum().backward()
+    assert case.end_pass() == []
+    case.pending.clear()
+    assert case.end_pass() == ["a"]
+
+
+def test_the_first_trained_shard_tells_of_its_group_and_all_tell_what_autograd_brings(
+    world: dist.ProcessGroup,
+) -> None:
+    case = Case(world, "a", "b")
+    assert case.hooks.watched == {case.group: case.shards[0]}
+    case.start()
+    (case.shards[1] * 3).sum().backward()
+    assert case.hooks.used_further == {case.group}
+    (case.shards[0] * 3).sum().backward()
+    assert case.hooks.used_further == set()
+    assert [name for name, _ in case.brought] == ["b", "a"]
+    assert all(grad is not None and torch.equal(grad, torch.full_like(grad, 3.0)) for _, grad in case.brought)
+
+
+def test_a_frozen_shard_tells_nothing(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    group = WeightGroup([shard_named("frozen", requires_grad=False), shard_named("trained")], world)
+    case.hooks.watch(group)
+    assert case.hooks.watched[group] is group.shards[1]
+
+
+def test_what_was_released_is_watched_no_more(world: dist.ProcessGroup) -> None:
+    case = Case(world, "a")
+    case.hooks.run_behind_autograd(case.shards[0])
+    case.hooks.release([case.group])
+    case.start()
+    case.differentiate(lambda: None)
+    (case.shards[0] * 3).sum().backward()
+    assert case.hooks.used_further == {case.group}
+    assert case.hooks.watched == {}
+    assert case.brought == []
+    assert case.ran == []
