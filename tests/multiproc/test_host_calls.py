@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("it counts the calls o
 LIMITS = {
     "3 linears, ETP": {
         "forward": Calls(193, 18, 270),
-        "backward": Calls(354, 19, 531),
+        "backward": Calls(351, 19, 528),
         "visit": Calls(55, 14, 80),
     },
     "3 x 4 experts, ETP": {

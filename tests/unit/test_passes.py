@@ -48,7 +48,7 @@ class Model:
         graphs = GraphModes(lambda: BufferCache(1, 0))
         routes = Routes(config)
         self.reductions = Discards(config, routes, graphs)
-        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, lambda: False, routes)
+        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, graphs, routes)
         self.weights = WeightVersions([], reuse_across_forwards=reuse)
         self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
 

@@ -23,6 +23,7 @@ from etp.collectives.sums import divide
 from etp.collectives.works import WorkLine, free_bytes, reported
 from etp.config import GradReduction
 from etp.differentiate import is_asked_for
+from etp.graphs import GraphModes
 from etp.routes import Routes
 
 
@@ -32,8 +33,8 @@ class ReplicatedGrads:
     Args:
         reduction: mean or sum over the shard group.
         on_collect: called at each collected gradient, inside the backward pass.
-        is_captured: whether the backward pass is being captured by graphed callables. Its gradients are then left to
-            autograd, which delivers them again at every replay.
+        graphs: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
+            which delivers them again at every replay.
         routes: told of each all-reduce.
         timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
@@ -43,7 +44,7 @@ class ReplicatedGrads:
         self,
         reduction: GradReduction,
         on_collect: Callable[[], None],
-        is_captured: Callable[[], bool],
+        graphs: GraphModes,
         routes: Routes,
         *,
         timeout_s: float | None = None,
@@ -52,7 +53,7 @@ class ReplicatedGrads:
         self._reduction = reduction
         self._fp32_accumulation = fp32_accumulation
         self._on_collect = on_collect
-        self._is_captured = is_captured
+        self._graphs = graphs
         self._routes = routes
         self._timeout_s = timeout_s
         self._names: dict[nn.Parameter, str] = {}
@@ -97,7 +98,7 @@ class ReplicatedGrads:
         self._names.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        if self._is_captured():
+        if self._graphs.is_part:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(

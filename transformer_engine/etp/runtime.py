@@ -57,15 +57,15 @@ class EtpRuntime(ShardDriver):
         self.in_forward = False
         self.groups: list[WeightGroup] = []
         self._routes = Routes(self.config)
+        self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
         self.replicated = ReplicatedGrads(
             self.config.grad_reduction,
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
-            is_captured=lambda: self._graphs.is_part,
+            graphs=self._graphs,
             routes=self._routes,
             timeout_s=self.config.timeout_s,
             fp32_accumulation=self.config.fp32_accumulation,
         )
-        self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
         self.counters = TrafficCounters(self.groups)
         self._reductions = Reductions(self.config, self._routes, self._graphs)
         self._scalars = GroupScalars(self.config.timeout_s, self._routes.watch)
