@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from etp.collectives.sums import accumulate_parts
 from etp.errors import EtpCommunicationError, EtpStateError
 from etp.grads import Destinations, PendingReduction, WgradPool, padded_wgrads
-from etp.group import WeightGroup
+from etp.group import Shard, WeightGroup
 from etp.layout import ShardLayout
 from etp.stack import Stack
 from etp.streams import InFlight, Ready
@@ -130,8 +131,8 @@ def test_foreign_gradients_that_fit_are_used_as_they_are() -> None:
     assert pool.nbytes() == 0
 
 
-def test_gradients_go_to_main_grad_then_grad_then_a_new_tensor() -> None:
-    shard = _Shard()
+def test_gradients_go_to_main_grad_then_grad_then_a_new_tensor(world: dist.ProcessGroup) -> None:
+    shard = bf16_shard(world)
     fresh = Destinations.of([shard])
     assert not fresh.accumulate
     assert (tuple(fresh.sinks.shape), fresh.sinks.dtype) == ((4, 3), torch.bfloat16)
@@ -149,8 +150,8 @@ def test_gradients_go_to_main_grad_then_grad_then_a_new_tensor() -> None:
     assert Destinations.of([shard], into).sinks[0] is shard.main_grad
 
 
-def test_some_of_a_group_may_have_a_gradient_to_add_to() -> None:
-    shards = [_Shard(), _Shard(), _Shard()]
+def test_some_of_a_group_may_have_a_gradient_to_add_to(world: dist.ProcessGroup) -> None:
+    shards = [bf16_shard(world) for _ in range(3)]
     before = shards[1].grad = torch.tensor([-0.0, 1.0]).repeat(6).view(4, 3).bfloat16()
     into = Destinations.of(shards)
     assert into.accumulate
@@ -163,16 +164,10 @@ def test_some_of_a_group_may_have_a_gradient_to_add_to() -> None:
     assert shards[0].grad is not shards[2].grad
 
 
-class _Shard:
-    """A shard of (4, 3) in bf16."""
-
-    def __init__(self) -> None:
-        self.data = torch.randn(4, 3, dtype=torch.bfloat16)
-        self.grad: torch.Tensor | None = None
-        self.main_grad: torch.Tensor | None = None
-
-    def local_shard(self) -> torch.Tensor:
-        return self.data
+def bf16_shard(world: dist.ProcessGroup) -> Any:
+    """A shard of (4, 3)."""
+    layout = ShardLayout((4 * world.size(), 3), world.size(), 1)
+    return Shard(torch.randn(4, 3, dtype=torch.bfloat16), layout, world)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32, torch.float64], ids=str)

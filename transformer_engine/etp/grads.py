@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 
 from etp.errors import EtpStateError
-from etp.group import WeightGroup
+from etp.group import Shard, WeightGroup
 from etp.layout import ShardLayout
 from etp.shard_grad import ShardGrad, plain
 from etp.stack import Stack
@@ -204,7 +204,7 @@ def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: Wgr
     return padded
 
 
-def gradient_is_absent(param: Any) -> bool:
+def gradient_is_absent(param: Shard) -> bool:
     """Whether a trained shard has no gradient and no ``main_grad``."""
     return param.requires_grad and param.grad is None and getattr(param, "main_grad", None) is None
 
@@ -221,10 +221,10 @@ class Destinations:
 
     sinks: Stack
     accumulate: bool
-    fresh: Sequence[tuple[Any, torch.Tensor]] = ()
+    fresh: Sequence[tuple[Shard, torch.Tensor]] = ()
 
     @classmethod
-    def of(cls, shards: Sequence[Any], former: Self | None = None) -> Self:
+    def of(cls, shards: Sequence[Shard], former: Self | None = None) -> Self:
         """``main_grad`` of each shard if it has one, else ``grad`` or a new tensor.
 
         Args:

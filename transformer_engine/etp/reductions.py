@@ -34,7 +34,7 @@ from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks
 from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.graphs import GraphModes
-from etp.group import WeightGroup
+from etp.group import Shard, WeightGroup
 from etp.routes import Route, Routes
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
@@ -254,7 +254,7 @@ class Reductions:
         while len(self._pending) > 1 and self._in_flight > 2 * self._largest:
             self._finish_oldest()
 
-    def _destinations_of(self, group: WeightGroup, trained: Sequence[Any]) -> Destinations:
+    def _destinations_of(self, group: WeightGroup, trained: Sequence[Shard]) -> Destinations:
         into = Destinations.of(trained, self._destinations.get(group))
         if _has_main_grads(group) and not into.fresh:
             # Only where gradients stay: kept, others would not be freed by zero_grad().
@@ -272,7 +272,7 @@ class Reductions:
 
     # Gradients beside uses -----------------------------------------------------------------------------------
 
-    def _beside(self, shard: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
         """All uses of ``shard`` in the graph are differentiated; see [Note: gradients beside uses].
 
         Args:
@@ -444,7 +444,7 @@ def _is_named(node: Any) -> bool:
         return True
 
 
-def _returned_by_autograd(shard: Any) -> bool | None:
+def _returned_by_autograd(shard: Shard) -> bool | None:
     """Whether the current graph task is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
 
     Never for a shard with ``main_grad``, because its gradient goes there. None if the task leaves the shard out.
