@@ -343,11 +343,12 @@ def test_a_captured_part_returns_its_gradient_and_runs_hooks_at_the_replay(captu
         assert torch.equal(weight.grad, memory * count)
 
 
-def test_an_unreserved_ticket_of_a_pinned_cache_keeps_its_storage() -> None:
+def test_a_slot_that_a_pinned_cache_got_back_keeps_its_storage() -> None:
     cache = BufferCache(slots_per_shape=1, resident_bytes=0)
-    ticket = cache.reserve(SPEC)
-    (buffer,) = cache.get(ticket).buffers
+    slot = cache.reserve(SPEC)
+    (buffer,) = slot.buffers
     cache.pin()
-    cache.unreserve(ticket)
+    cache.unreserve(slot)
     cache.clear()
-    assert [slot.buffers[0].data_ptr() for slot in cache.slots()] == [buffer.data_ptr()]
+    assert cache.slots() == [slot]
+    assert slot.buffers[0] is buffer

@@ -1,4 +1,4 @@
-"""WeightGroup: both state machines in full, tickets, and what a slot holds for whom. Without collectives."""
+"""WeightGroup: both state machines in full, slots, and what a slot holds for whom. Without collectives."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _out_of_memory(*_: object, **__: object) -> torch.Tensor:
     raise torch.OutOfMemoryError
 
 
-def test_a_new_dtype_takes_a_new_ticket_and_returns_the_old_one(world: dist.ProcessGroup) -> None:
+def test_a_new_dtype_takes_a_new_slot_and_gives_the_old_one_back(world: dist.ProcessGroup) -> None:
     cache, shard = BufferCache(1, 0), shard_named("w")
     group = WeightGroup([shard], world)
     group.attach(cache)

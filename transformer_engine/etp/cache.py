@@ -1,11 +1,11 @@
-"""Ticketed cache of gather buffers: stable addresses, shared slots, and a check at every read.
+"""Cache of gather buffers: stable addresses, shared slots, and a check at every read.
 
-[Note: tickets and slots] A weight group reserves a *ticket* once; every gather of the group then writes to the same
-*slot*, at the same address. Groups of one shape share slots round-robin, so neighbours in the chain never use the
-same slot. A slot records its content by owner and generation. Each claim increments the generation, and a reader with
-another owner or generation gets StaleWeightError instead of another group's weight. A claim also increments
-autograd's version counter of the buffers: code outside the engine that saved a gathered weight for backward is then
-stopped by autograd's own in-place check.
+[Note: slots] A weight group reserves a *slot* once; every gather of the group then writes to it, at the same address.
+Groups of one shape share slots round-robin, so neighbours in the chain never use the same slot. A slot records its
+content by owner and generation. Each claim increments the generation, and a reader with another owner or generation
+gets StaleWeightError instead of another group's weight. A claim also increments autograd's version counter of the
+buffers: code outside the engine that saved a gathered weight for backward is then stopped by autograd's own in-place
+check.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Owner(Protocol):
 
 
 class Slot:
-    """Storage for the gathered weights of one group at a time."""
+    """Storage for the gathered weights of one group at a time. Made by :meth:`BufferCache.reserve`."""
 
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
@@ -78,7 +78,7 @@ class Slot:
         them. For each an event after its last read, None until the reader's work is known to be enqueued; see
         :meth:`etp.group.WeightGroup.read_until_here`."""
         self.sharers = 0
-        """How many tickets share it; 0 for a dedicated slot."""
+        """How many groups have reserved it; 0 for a dedicated slot, which one group has."""
         self._aliases: dict[tuple[int, tuple[bool, ...]], list[torch.Tensor]] = {}
 
     @property
@@ -146,7 +146,7 @@ class Slot:
         self.reads.clear()
 
     def drop(self) -> None:
-        """Free the storage. Tickets stay valid; the content is gone."""
+        """Free the storage, which is allocated again on demand; the content is gone."""
         if self.allocated and self.spec.device.type == "cuda":
             # The allocator returns it to the stream that it was allocated on; others may still read it.
             for stream in self.reads:
@@ -154,14 +154,6 @@ class Slot:
         self.__dict__.pop("buffers", None)
         self._aliases.clear()
         self.void()
-
-
-class Ticket:
-    """A group's claim on one slot, for the group's life. Made by :meth:`BufferCache.reserve`."""
-
-    def __init__(self, slot: Slot, dedicated: bool) -> None:
-        self.slot = slot
-        self.dedicated = dedicated
 
 
 class BufferCache:
@@ -179,61 +171,55 @@ class BufferCache:
         self._resident_left = resident_bytes
         self._shared: dict[BufferSpec, list[Slot]] = defaultdict(list)
         self._dedicated: list[Slot] = []
-        self._tickets: set[Ticket] = set()
         self._pinned = False
 
     def pin(self) -> None:
         """Never free storage from now on: a CUDA graph reads and writes it whenever it is replayed."""
         self._pinned = True
 
-    def reserve(self, spec: BufferSpec) -> Ticket:
-        """Reserve a slot for gathers of this kind: a dedicated one while the budget lasts, then a shared one."""
+    def reserve(self, spec: BufferSpec) -> Slot:
+        """A slot for gathers of this kind: a dedicated one while the budget lasts, then a shared one."""
         slot = Slot(spec)
         if slot.nbytes <= self._resident_left:
             self._resident_left -= slot.nbytes
             self._dedicated.append(slot)
-            ticket = Ticket(slot, dedicated=True)
+            return slot
+        shared = self._shared[spec]
+        if len(shared) < self.slots_per_shape:
+            shared.append(slot)
         else:
-            shared = self._shared[spec]
-            if len(shared) < self.slots_per_shape:
-                shared.append(slot)
-            else:
-                # The first slot with the fewest tickets: round-robin as long as no ticket was returned.
-                slot = min(shared, key=lambda candidate: candidate.sharers)
-            slot.sharers += 1
-            ticket = Ticket(slot, dedicated=False)
-        self._tickets.add(ticket)
-        return ticket
+            # The first slot with the fewest groups: round-robin as long as no slot was given back.
+            slot = min(shared, key=lambda candidate: candidate.sharers)
+        slot.sharers += 1
+        return slot
 
-    def get(self, ticket: Ticket) -> Slot:
-        """The ticket's slot; the same for the life of the ticket."""
-        if ticket not in self._tickets:
-            raise EtpStateError("this ticket was returned or belongs to another cache; reserve one from this cache")
-        return ticket.slot
+    def unreserve(self, slot: Slot) -> None:
+        """Give a slot back, because its group's shape, dtype or device changed.
 
-    def unreserve(self, ticket: Ticket) -> None:
-        """Give a ticket back, because its group's shape, dtype or device changed."""
-        self.get(ticket)
-        self._tickets.discard(ticket)
+        Raises:
+            EtpStateError: if nobody has reserved it from this cache.
+        """
+        if slot not in self.slots():
+            raise EtpStateError("this slot was given back or belongs to another cache")
         if self._pinned:
             return
-        if ticket.dedicated:
-            self._dedicated.remove(ticket.slot)
-            self._resident_left += ticket.slot.nbytes
-            ticket.slot.drop()
+        slot.sharers -= slot.sharers > 0
+        if slot.sharers:
             return
-        ticket.slot.sharers -= 1
-        if ticket.slot.sharers == 0:
-            self._shared[ticket.slot.spec].remove(ticket.slot)
-            ticket.slot.drop()
+        if slot in self._dedicated:
+            self._dedicated.remove(slot)
+            self._resident_left += slot.nbytes
+        else:
+            self._shared[slot.spec].remove(slot)
+        slot.drop()
 
     def void(self) -> None:
-        """Void all content; storage, tickets and the slots they name stay."""
+        """Void all content; storage and reservations stay."""
         for slot in self.slots():
             slot.void()
 
     def clear(self) -> None:
-        """Free all storage and void all content; tickets and the slots they name stay valid. Pinned storage stays."""
+        """Free all storage and void all content; reservations stay. Pinned storage stays."""
         for slot in self.slots():
             if self._pinned:
                 slot.void()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from etp.cache import BufferCache, BufferSpec, Slot, Ticket
+from etp.cache import BufferCache, BufferSpec, Slot
 from etp.collectives.base import Transport
 from etp.errors import EtpStateError
 from etp.layout import ShardLayout
@@ -315,7 +315,7 @@ class WeightGroup:
         """Called whenever a backward pass's gradients have been added to the shards."""
         self._slot: Slot | None = None
         self._cache: BufferCache | None = None
-        self._tickets: dict[BufferCache, Ticket] = {}
+        self._slots: dict[BufferCache, Slot] = {}
         self._ready: Ready | None = None
         self._generation = -1
         self._gathered_version: tuple[Any, ...] = ()
@@ -401,7 +401,7 @@ class WeightGroup:
         return self._local
 
     def attach(self, cache: BufferCache) -> Slot:
-        """Use the group's ticket of ``cache``, reserving one if there is none or if :attr:`spec` has changed.
+        """Use the group's slot of ``cache``, reserving one if there is none or if :attr:`spec` has changed.
 
         Returns:
             where the group's gathers land.
@@ -416,17 +416,17 @@ class WeightGroup:
                 self.detach()
         if self._cache is not cache or self._slot is None:
             self.abandon_gather()
-            if cache not in self._tickets:
-                self._tickets[cache] = cache.reserve(self.spec)
-            self._cache, self._slot = cache, cache.get(self._tickets[cache])
+            if cache not in self._slots:
+                self._slots[cache] = cache.reserve(self.spec)
+            self._cache, self._slot = cache, self._slots[cache]
         return self._slot
 
     def detach(self) -> None:
-        """Return all tickets."""
+        """Give all slots back."""
         self.abandon_gather()
-        for cache, ticket in self._tickets.items():
-            cache.unreserve(ticket)
-        self._tickets.clear()
+        for cache, slot in self._slots.items():
+            cache.unreserve(slot)
+        self._slots.clear()
         self._cache = self._slot = None
 
     def change_mode(self) -> None:
