@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit``: ``export`` and ``push`` (alone or under torchrun), ``plan`` and ``verify``."""
+"""``python -m megatron_patches.refit``: ``export``, ``push`` and ``check`` (alone or under torchrun), ``plan``, ``verify``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_patches.refit import checkpoint_model, plan_command, push_command
+from megatron_patches.refit import check_command, checkpoint_model, plan_command, push_command
 from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
 from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
 from megatron_patches.refit.failing import fail
@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--bos-token-id", type=int, help="token that begins a text, for the configuration")
     export.add_argument("--eos-token-id", type=int, help="token that ends a text, for the configuration")
     push_command.add_command(commands)
+    check_command.add_command(commands)
     plan_command.add_commands(commands, parse_size)
     return parser
 
@@ -104,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _silence_imports()
     if options.command == "push":
         return push_command.main(options)
+    if options.command == "check":
+        return check_command.main(options)
     try:
         with ExitStack() as stack:
             progress = stack.enter_context(TerminalProgress()) if first else Quiet()

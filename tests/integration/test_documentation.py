@@ -119,13 +119,13 @@ def test_flags_of_grpo_that_are_documented_are_the_flags() -> None:
     assert {flag for row in rows for flag in re.findall(r"--grpo-[a-z-]+", row)} == options
 
 
-@pytest.mark.parametrize("command", ["export", "push", "plan", "verify"])
+@pytest.mark.parametrize("command", ["export", "push", "check", "plan", "verify"])
 def test_flags_of_refit_commands_are_documented(command: str) -> None:
     pages = (
         ("export.md",)
         if command == "export"
         else ("refit.md",)
-        if command != "push"
+        if command not in {"push", "check"}
         else ("export.md", "live_refit.md")
     )
     text = "".join((ROOT / "docs" / page).read_text() for page in pages)

@@ -238,7 +238,9 @@ def test_while_a_commit_is_under_way_no_version_is_pushed(monkeypatch: pytest.Mo
     session._commit = stuck
     stuck.start()
     for _ in range(2):
-        with pytest.raises(RefitError, match=r"committing version 7 failed: .* did not say within 0 s each that it serves"):
+        with pytest.raises(
+            RefitError, match=r"committing version 7 failed: .* did not say within 0 s each that it serves"
+        ):
             session.push(8)
     with pytest.raises(RefitError, match="version 7 was pushed before, and committing version 7 failed: one "):
         session.prepare()
