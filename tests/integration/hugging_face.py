@@ -6,14 +6,19 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import etp
 from tests.multiproc.oracle import Twins
 from tests.support.launch import device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY, WIDTH, LAYERS = 96, 32, 2
 TEXT = {
@@ -413,4 +418,26 @@ def train(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
         except Exception as error:
             error.add_note(name)
             raise
+    return answers
+
+
+def save(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """Save models: what is answered without whole weights; with them, what is read again is the unsharded model."""
+    answers = {}
+    for name in ("Llama", "Gemma 3"):  # the latter's embedding is tied
+        made, whole = _built(MODELS[name]), _built(MODELS[name])
+        etp.shard_module(made, dist.group.WORLD)
+        model = cast("PreTrainedModel", made)
+        try:
+            model.save_pretrained(f"{folder}/{name}, {rank}")
+        except TypeError as error:
+            answers[name] = str(error)
+        full = etp.full_state_dict(model)
+        if rank == 0:
+            model.save_pretrained(f"{folder}/{name}", state_dict=full)
+        dist.barrier()
+        read = type(model).from_pretrained(f"{folder}/{name}").state_dict()
+        for key, value in whole.state_dict().items():
+            assert torch.equal(read[key], value), (name, key)
+        assert not list(Path(folder).glob(f"{name}, */*.safetensors"))
     return answers

@@ -40,6 +40,13 @@ def test_they_train_as_unsharded_and_need_the_modules_that_are_documented() -> N
             assert share > (0.1 if name in {"Falcon", "GPT-2"} else 0.2), (name, share)
 
 
+@pytest.mark.cpu_only("what a rank writes and reads is on the CPU")
+def test_save_pretrained_writes_whole_weights_or_nothing(tmp_path: Path) -> None:
+    for answers in run_distributed(hugging_face.save, 2, args=(str(tmp_path),), timeout_s=120.0, fresh=True):
+        assert answers.keys() == {"Llama", "Gemma 3"}
+        assert all("save_pretrained(folder, state_dict=...)" in answer for answer in answers.values()), answers
+
+
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "speech.py").write_text(example)

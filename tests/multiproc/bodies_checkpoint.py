@@ -271,7 +271,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
         try:
             attempt()
             answers[name] = "no error"
-        except (etp.EtpStateError, ValueError, CheckpointException) as error:
+        except (etp.EtpStateError, TypeError, ValueError, CheckpointException) as error:
             answers[name] = re.sub(r"\s+", " ", f"{error} {error.__cause__}")
     return answers
 

@@ -139,6 +139,10 @@ def _copies_of(model: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
+def _of_this_rank(param: torch.nn.Parameter) -> torch.Tensor:
+    return param.local_shard() if isinstance(param, etp.ETPShardedParam) else param.detach()
+
+
 def copied_states(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """One rank's copies, loaded on all; distributed checkpoints of copies; and what loads, bitwise."""
     torch.manual_seed(21)
@@ -164,7 +168,7 @@ def copied_states(rank: int, world_size: int, folder: str) -> dict[str, str]:
         model.load_state_dict(_read(_saved(state)))
     clones = _copies_of(model)["clones"]
     etp.load_full_state_dict(model, before)
-    files = [safetensors.torch.save(dict(model.state_dict()))]
+    files = [safetensors.torch.save({name: _of_this_rank(param) for name, param in model.named_parameters()})]
     own = safetensors.torch.load(files[0])
     dist.broadcast_object_list(files, src=0)
     attempt("safetensors", lambda: model.load_state_dict(safetensors.torch.load(files[0])))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +22,7 @@ from tests.support.launch import device, run_distributed
 pytestmark = [pytest.mark.multiproc]
 
 SIDE = 8
+WRITTEN = "would write this rank's rows as the whole weight"
 
 
 class Doubled(nn.Module):
@@ -49,6 +51,18 @@ def differentiated(model: nn.Sequential, x: torch.Tensor) -> object:
     return torch.func.grad(loss)(dict(model.named_parameters()))
 
 
+def halved(model: nn.Sequential) -> dict[str, torch.Tensor]:
+    return {name: value.bfloat16() for name, value in model.named_parameters()}
+
+
+def data_of(model: nn.Sequential) -> dict[str, torch.Tensor]:
+    return {name: param.data for name, param in model.named_parameters()}
+
+
+def copied(model: nn.Sequential) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+
 USES: dict[str, tuple[Callable[[nn.Sequential, torch.Tensor], object], str]] = {
     "copy.deepcopy": (lambda model, _: copy.deepcopy(model), "cannot be deep-copied; copy the module before"),
     "AveragedModel": (lambda model, _: AveragedModel(model), "cannot be deep-copied; copy the module before"),
@@ -63,6 +77,11 @@ USES: dict[str, tuple[Callable[[nn.Sequential, torch.Tensor], object], str]] = {
     "parametrize": (parametrized, "in its module, where it must stay"),
     "parameters_to_vector": (lambda model, _: parameters_to_vector(model.parameters()), "a shard is not its weight"),
     "torch.save": (lambda model, _: torch.save(model, os.devnull), "cannot be pickled; save module.state_dict()"),
+    "safetensors.save_file": (lambda model, _: safetensors.torch.save_file(model.state_dict(), os.devnull), WRITTEN),
+    "safetensors.save_file, copies": (lambda model, _: safetensors.torch.save_file(copied(model), os.devnull), WRITTEN),
+    "safetensors.save_file, data": (lambda model, _: safetensors.torch.save_file(data_of(model), os.devnull), WRITTEN),
+    "safetensors.save_file, cast": (lambda model, _: safetensors.torch.save_file(halved(model), os.devnull), WRITTEN),
+    "safetensors.save_model": (lambda model, _: safetensors.torch.save_model(model, os.devnull), WRITTEN),
     "vmap": (lambda model, x: torch.vmap(model)(x), "a transform of torch.func"),
     "torch.func.grad": (differentiated, "a transform of torch.func"),
     "torch.jit.trace": (torch.jit.trace, "torch.jit.trace cannot record"),

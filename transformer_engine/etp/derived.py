@@ -20,7 +20,7 @@ from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
 from etp.group import Shard
 from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
-from etp.shard_copy import COPIES, CUT, Cut, ShardCopy
+from etp.shard_copy import ASKED_BY_WRITERS, COPIES, CUT, Cut, ShardCopy, refuse_writers
 
 # The result holds none of the shard's values.
 _UNRELATED = named_functions(
@@ -59,11 +59,6 @@ class _OfShard(OneOfMany, torch.Tensor):
             setattr(plain, CUT, self.etp_cut)
         return plain
 
-    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As a copy of the shard: ``async_save`` fills it with a copy, and only then asks what to write."""
-        made = self._plain().new_empty(*args, **kwargs)
-        return ShardCopy.of(made, self._source.cut) if self._source.knows_copies else made
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copy where PyTorch copies at all."""
         copied = copy.deepcopy(self._plain(), memo)
@@ -90,6 +85,8 @@ class ShardDerived(_OfShard):
         if is_refused(func):
             # No TypeError, which Tensor's operators would turn into one without these words.
             raise EtpStateError(refusal(func, derived))
+        if func in ASKED_BY_WRITERS:
+            refuse_writers(func, derived[0].etp_cut)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return mark_result(func, result, derived[0]._source, operands) if derived else result
@@ -124,6 +121,8 @@ class ShardData(_OfShard):
         if func in INITIALISERS:
             operands = (*args, *kwargs.values())
             raise TypeError(refusal(func, [operand._source for operand in operands if isinstance(operand, cls)]))
+        if func in ASKED_BY_WRITERS:
+            refuse_writers(func, args[0].etp_cut)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         source = args[0]._source if func in COPIES and isinstance(args[0], cls) else None

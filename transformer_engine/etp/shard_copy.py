@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from torch._guards import TracingContext
 
 from etp.errors import EtpStateError
 from etp.refusals import OneOfMany, named_functions
@@ -28,6 +29,28 @@ COPIES = named_functions(
 )
 
 _AS_WEIGHT = frozenset({F.linear, F.embedding})
+
+ASKED_BY_WRITERS = named_functions("untyped_storage storage", torch.Tensor)
+"""What safetensors, and other libraries that write files of tensors, ask each tensor first, to find shared memory."""
+
+
+def refuse_writers(func: Any, cut: Cut | None) -> None:
+    """Raise TypeError if ``cut`` is that of a shard of several: a file of it would not say which one it is.
+
+    Args:
+        func: one of ``ASKED_BY_WRITERS``.
+        cut: which shard it was called with; None if it is none.
+    """
+    # Dynamo asks as well, and writes nothing.
+    if cut is not None and cut[1] > 1 and TracingContext.try_get() is None:
+        raise TypeError(
+            f"{func.__name__} of shard {cut[0]} of {cut[1]} of a weight of {cut[2]} rows: what asks for it "
+            "(safetensors, save_pretrained, async_save) would write this rank's rows as the whole weight. On every "
+            "rank call etp.full_state_dict(module), and on one save what it returns, as in "
+            "save_pretrained(folder, state_dict=...). For torch.distributed.checkpoint, also async_save, pass it "
+            "etp.ShardedCheckpoint(module, optimizer). torch.save keeps which shard it is, and param.local_shard() is "
+            "a plain tensor of this rank's rows"
+        )
 
 
 class ShardCopy(OneOfMany, torch.Tensor):
@@ -57,16 +80,14 @@ class ShardCopy(OneOfMany, torch.Tensor):
                 f"{func.__name__} on a copy of shard {copies[0].etp_cut[0]} of {copies[0].etp_cut[1]}: a shard is not "
                 "its weight. Pass the module's own parameter, which is gathered, or param.full_tensor()"
             )
+        if func in ASKED_BY_WRITERS:
+            refuse_writers(func, copies[0].etp_cut)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         same = type(result) is torch.Tensor and result.shape == copies[0].shape and not result.requires_grad
         if not same or any(result is operand for operand in args) or len({one.etp_cut for one in copies}) > 1:
             return result
         return cls.of(result, copies[0].etp_cut)
-
-    def new_empty(self, *args: Any, **kwargs: Any) -> Self:
-        """Of this type, because ``async_save`` fills a new one with its copy, and only then asks what to write."""
-        return self.of(self._plain().new_empty(*args, **kwargs), self.etp_cut)
 
     def _plain(self) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,8 +1,8 @@
 """State dicts of modules that hold shards: refuses what would silently load another rank's rows.
 
 Shards of all ranks have the same name and shape. Each says which one it is (``etp/shard_copy.py``), and so does each
-module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state whose shards no longer say so, as
-after safetensors, is refused unless :func:`mark_own_shards` says that they are this rank's.
+module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state whose shards no longer say so is
+refused unless :func:`mark_own_shards` says that they are this rank's.
 ``torch.distributed.checkpoint`` takes tensors of equal names for copies, and would save one rank's; so a shard in a
 state dict refuses to be planned for that.
 """
@@ -91,7 +91,7 @@ def _check(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
             raise ValueError(
                 f"{param.fqn}: the state does not say which of the {param.layout.num_shards} ranks' shards it holds, "
                 "so it may be another rank's. If this rank saved it, load etp.mark_own_shards(module, state); "
-                "safetensors and tensors made anew lose what torch.save(module.state_dict()) keeps"
+                "tensors made anew, as from safetensors, lose what torch.save(module.state_dict()) keeps"
             )
 
 
@@ -108,8 +108,8 @@ def _refuse_other(param: ETPShardedParam, cut: Cut) -> None:
 def mark_own_shards(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Say that ``state`` holds this rank's shards of ``module``, so that ``module.load_state_dict`` takes them.
 
-    For states that no longer say so themselves, such as those read from safetensors files, one of each rank. Nothing
-    can check that: passing what another rank saved mixes up rows.
+    For states that no longer say so themselves, such as safetensors files of ``param.local_shard()``, one of each rank.
+    Nothing can check that: passing what another rank saved mixes up rows.
 
     Args:
         module: a sharded module.
