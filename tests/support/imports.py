@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "optimizer_steps",
         }
     ),
-    frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad", "functional", "derived"}),
+    frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad", "functional", "derived", "terms"}),
     frozenset({"param", "replicated", "reductions", "grad_hooks", "graphs"}),
     frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),

@@ -24,7 +24,7 @@ ROWS, COLUMNS = 8, 3
 class Driver:
     """A runtime, as far as arithmetic on shards asks it."""
 
-    in_forward = False
+    in_forward = sums_gradients = False
 
 
 @pytest.fixture

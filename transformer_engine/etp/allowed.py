@@ -96,17 +96,24 @@ def _properties() -> Iterator[Callable[..., Any]]:
                     yield getattr(of_tensor, access)
 
 
-def _allowed() -> Iterator[Callable[..., Any]]:
+def _computes() -> Iterator[Callable[..., Any]]:
     yield from _element_wise()
-    yield from _properties()
-    names = (_OPERATORS, _REDUCTIONS, _COPIES, _VIEWS, _LIKE, _ABOUT_IT, _TRAINING)
-    yield from named_functions(" ".join(names), torch, torch.Tensor)
-    yield from named_functions("constant_ zeros_ ones_", nn.init)
-    yield from (torch.autograd.backward, torch.autograd.grad)
+    yield from named_functions(f"{_OPERATORS} {_REDUCTIONS} {_COPIES} {_VIEWS}", torch, torch.Tensor)
     for name in dir(torch):
         if name.startswith("_foreach_") and name.removesuffix("_") not in _NOT_FOR_EACH_ELEMENT:
             yield getattr(torch, name)
 
+
+def _allowed() -> Iterator[Callable[..., Any]]:
+    yield from COMPUTES
+    yield from _properties()
+    yield from named_functions(f"{_LIKE} {_ABOUT_IT} {_TRAINING}", torch, torch.Tensor)
+    yield from named_functions("constant_ zeros_ ones_", nn.init)
+    yield from (torch.autograd.backward, torch.autograd.grad)
+
+
+COMPUTES: frozenset[Callable[..., Any]] = frozenset(_computes()) - INITIALISERS
+"""Those whose results have a gradient."""
 
 ALLOWED: frozenset[Callable[..., Any]] = frozenset(_allowed()) - INITIALISERS
 

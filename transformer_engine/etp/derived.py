@@ -131,6 +131,11 @@ class ShardData(_OfShard):
         return ShardCopy.of(result, source.cut)
 
 
+def reaches_node(func: Any, operands: Sequence[Any]) -> bool:
+    """Whether ``func`` is called with one tensor alone, to get at the node that accumulates its gradient."""
+    return func in _REACHES_NODE and all(operand is operands[0] for operand in operands)
+
+
 def mark_result(func: Any, result: Any, source: Shard, operands: Sequence[Any]) -> Any:
     """The ``result`` of ``func``: a :class:`ShardDerived` where it could pass for a weight; copies know.
 
@@ -150,11 +155,10 @@ def mark_result(func: Any, result: Any, source: Shard, operands: Sequence[Any]) 
     size = shape.numel()
     if result.numel() > size:
         raise EtpStateError(refusal(func, [source]))
-    reaches_node = func in _REACHES_NODE and all(operand is source for operand in operands)
     # Megatron's optimizers cut flat views of shards.
     dims = 0 if source.knows_copies else 1
-    same = not reaches_node and result.numel() == size and result.dim() > dims and result.is_floating_point()
-    if not same or any(result is operand for operand in operands):
+    same = result.numel() == size and result.dim() > dims and result.is_floating_point()
+    if not same or reaches_node(func, operands) or any(result is operand for operand in operands):
         return result
     reshaped = source.knows_copies and func in _RESHAPES and result.shape != shape
     plain = not torch.is_grad_enabled() and not source.driver.in_forward and not reshaped

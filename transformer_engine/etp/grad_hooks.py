@@ -36,6 +36,7 @@ class GradHooks:
         used_further: groups with a reduction in this pass, of which autograd has not yet said that it was the last use.
         owed: groups and shards by ``id``, whose hooks run when the pass ends. (Tensors do not compare to a bool.)
         behind_autograd: by ``id``, shards whose hooks run when autograd has accumulated their gradient.
+        brought: ``id`` of the shard to which autograd itself brings a gradient, which it accumulates next.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class GradHooks:
         self.used_further: set[WeightGroup] = set()
         self.owed: dict[int, WeightGroup | Shard] = {}
         self.behind_autograd: dict[int, RemovableHandle] = {}
+        self.brought: int | None = None
         self._handles: dict[int, RemovableHandle] = {}
         """Those of watched shards, by ``id``."""
 
@@ -134,14 +136,20 @@ class GradHooks:
             self.owed.pop(key).run_reduce_hooks()
 
     def run_behind_autograd(self, shard: Shard) -> None:
-        """Run the hooks of ``shard`` whenever autograd has accumulated a gradient that a replay returned."""
+        """Run the hooks of ``shard`` whenever autograd has accumulated a gradient that a replay returned.
+
+        Where a reduction is in flight, or was, whose end runs them, nothing is left to do.
+        """
         if id(shard) in self.behind_autograd:
             return
 
         def accumulated() -> None:
-            if any(shard is other for pending in self._pending for other in pending.group.shards):
-                self.owed[id(shard)] = shard
-            else:
+            if self.brought != id(shard) or id(shard) in self.owed or id(shard.weight_group) in self.owed:
+                return
+            own = [pending for pending in self._pending if pending.group is shard.weight_group]
+            if not own:
                 shard.run_reduce_hooks()
+            elif all(pending.belated for pending in own):
+                self.owed[id(shard)] = shard
 
         self.behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)

@@ -64,9 +64,11 @@ class ShardDriver(Protocol):
 
     Attributes:
         in_forward: whether the model's forward pass is under way.
+        sums_gradients: whether the ranks' gradients are summed, and not averaged.
     """
 
     in_forward: bool
+    sums_gradients: bool
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """The group's full weights, for use right now."""
@@ -115,11 +117,13 @@ class Shard(OneOfMany, torch.nn.Parameter):
         fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
         knows_copies: whether its copies say which shard they are (``etp/shard_copy.py``), so that states must.
         has_reduce_hooks: whether anybody waits for its complete gradient.
+        term_counted: whether this backward pass brings the shard a gradient that ``etp/terms.py`` has counted.
     """
 
     group: dist.ProcessGroup
     group_rank: int
     fqn: str
+    term_counted: bool
     knows_copies = True
 
     def __new__(
@@ -155,7 +159,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
         param._data, param._former_versions = None, 0
-        param._placeholder_due = False
+        param._placeholder_due = param.term_counted = False
         return param
 
     weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]

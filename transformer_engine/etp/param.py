@@ -28,6 +28,7 @@ from etp.layout import ShardLayout
 from etp.refusals import refusal
 from etp.shard_grad import owned_grad
 from etp.te import refuse_override
+from etp.terms import call_with_counted
 
 # Functions whose sharded counterpart replaces them when a shard is the weight.
 _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -196,7 +197,7 @@ class ETPShardedParam(Shard):
                 return args[0].numel()
             raise TypeError(_refusal(func, (*args, *kwargs.values())))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = call_with_counted(func, args, kwargs, _times)
         if type(result) is torch.Tensor:
             operands = [*args, *kwargs.values()]
             shard = next((operand for operand in operands if isinstance(operand, cls)), None)
@@ -235,6 +236,13 @@ class ETPShardedParam(Shard):
             f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard "
             f"{self.group_rank} of {self.layout.num_shards}, {self.dtype}, {self.device})"
         )
+
+
+def _times(value: torch.Tensor) -> int:
+    """How often the gradient of a term in this rank's loss counts, if ``value`` is a shard that the term is of."""
+    if not isinstance(value, ETPShardedParam) or not value.has_driver or not value.driver.sums_gradients:
+        return 1
+    return value._layout.num_shards
 
 
 def cut_shard(weight: torch.Tensor, layout: ShardLayout, rank: int) -> torch.Tensor:

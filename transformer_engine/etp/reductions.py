@@ -11,9 +11,11 @@ hooks run after that.
 [Note: gradients beside uses] A loss may have a term of the weights themselves, such as a penalty. Each rank
 differentiates it by its own shard, and autograd brings that gradient to the shard's node, not to a reduction. It is
 ordered after a reduction that adds to the same memory; where gradients are summed over the ranks, each of which has the
-term in its loss, it counts once for each. A ``main_grad`` gets it here: Megatron takes what autograd leaves in ``grad``
-for a part of what the reduction has added, and drops it. Where Transformer Engine fuses the accumulation, its
-placeholder has been added to that gradient, and both are left to be dropped, as Megatron does without shards.
+term in its loss, it counts once for each, which ``etp/terms.py`` sees to. That cannot see into a user's own
+``torch.autograd.Function`` of a shard, whose gradient is counted here if nothing else has come. A ``main_grad`` gets it
+here: Megatron takes what autograd leaves in ``grad`` for a part of what the reduction has added, and drops it. Where
+Transformer Engine fuses the accumulation, its placeholder has been added to that gradient, and both are left to be
+dropped, as Megatron does without shards.
 """
 
 from __future__ import annotations
@@ -283,6 +285,7 @@ class Reductions:
             what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
             None leaves it as it is: a placeholder, or what the capture of a part returns and may not be there yet.
         """
+        self.hooks.brought = None if grad is None else id(shard)
         is_placeholder = shard._placeholder_due
         if is_placeholder:
             shard.take_placeholder()
@@ -299,8 +302,9 @@ class Reductions:
         return own
 
     def _times(self, shard: Any) -> int:
-        """How often a gradient counts that autograd brings to ``shard``; once if it has been reduced already."""
-        if self._config.grad_reduction is GradReduction.MEAN:
+        """How often a gradient counts that autograd brings to ``shard``; once if it has been counted or reduced."""
+        counted, shard.term_counted = shard.term_counted, False
+        if counted or self._config.grad_reduction is GradReduction.MEAN:
             return 1
         reduced = id(shard) in self.hooks.behind_autograd or bool(_returned_by_autograd(shard))
         return 1 if reduced else shard.layout.num_shards

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from etp.cache import BufferCache
 from etp.chain import Chain
 from etp.collectives.base import Transport
-from etp.config import EtpConfig
+from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.gathers import Gathers
 from etp.grads import WgradPool
@@ -49,12 +49,14 @@ class EtpRuntime(ShardDriver):
 
     Attributes:
         in_forward: whether the adopted module's forward pass is under way.
+        sums_gradients: whether the ranks' gradients are summed, and not averaged.
     """
 
     def __init__(self, config: EtpConfig | None = None, *, finish_with_backward: bool = True) -> None:
         self.config = config or EtpConfig()
         self.finish_with_backward = finish_with_backward
         self.in_forward = False
+        self.sums_gradients = self.config.grad_reduction is GradReduction.SUM
         self.groups: list[WeightGroup] = []
         self._routes = Routes(self.config)
         self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))

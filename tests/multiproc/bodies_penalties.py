@@ -1,0 +1,133 @@
+"""Bodies: gradients of the weights' own terms in a loss, where gradients are summed over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from etp.graphs import GraphModes
+from tests.support.launch import device
+
+SIDE = 8
+
+
+def _input(rank: int) -> torch.Tensor:
+    return torch.randn(3, SIDE, generator=torch.Generator().manual_seed(rank)).to(device())
+
+
+def _penalty(weight: torch.Tensor) -> torch.Tensor:
+    """Operators, functions of a list of tensors, and an operand in which the weight is used again."""
+    absolute = torch._foreach_abs([weight])[0]
+    return weight.square().sum() + (2 * weight * weight.detach()).sum() + torch.exp(absolute).sum()
+
+
+class _Halves(torch.autograd.Function):
+    """A function of the user's own, which nobody sees."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return torch.Tensor.clone(weight.detach()) * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return grad * 0.5
+
+
+class _Replay(torch.autograd.Function):
+    """What ``torch.cuda.make_graphed_callables`` does to a layer: it returns memory that the graph fills."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.memory = memory
+        return x.sum() + 0 * weight.detach().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        del grad
+        return None, ctx.memory.detach(), None
+
+
+def _captured(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """The memory that replays of the layer's backward pass would fill."""
+    captured, now = patch.object(GraphModes, "current_capture", lambda *_: 1), patch("etp.reductions._captured_now")
+    with captured, now:
+        (memory,) = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
+    return memory
+
+
+def penalties_beside_captures(rank: int, world_size: int, mean: bool) -> dict[str, float]:
+    """Each way to differentiate a layer and a penalty, before and behind a capture of the layer.
+
+    Returns:
+        the largest difference from the unsharded layer's gradient, over all ranks' losses, for each; and
+        how often its hook ran wrongly.
+    """
+    reduction = etp.GradReduction.MEAN if mean else etp.GradReduction.SUM
+    torch.manual_seed(0)
+    whole, model = (nn.Sequential(nn.Linear(SIDE, SIDE, bias=False)).to(device()) for _ in range(2))
+    model.load_state_dict(whole.state_dict())
+    config = etp.EtpConfig(pad_for_alignment=1, grad_reduction=reduction)
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    runtime._graphs.possible = True  # on a CPU as well
+    layer: Any = model[0]
+    weight, x = layer.weight, _input(rank)
+    ran: list[int] = []
+    weight.register_post_accumulate_grad_hook(lambda _: ran.append(1))
+
+    def wanted(*terms: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        original = whole.get_parameter("0.weight")
+        loss = torch.stack([term(original, _input(peer)) for peer in range(world_size) for term in terms]).sum()
+        (grad,) = torch.autograd.grad(loss / world_size if mean else loss, [original])
+        return grad.chunk(world_size)[rank]
+
+    def of_layer(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, weight).square().sum()
+
+    def of_penalty(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return _penalty(weight)
+
+    def of_own(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        own: torch.Tensor = _Halves.apply(weight)
+        return own.square().sum()
+
+    answers: dict[str, float] = {}
+
+    def compare(name: str, found: torch.Tensor, expected: torch.Tensor, hooks: int = 1) -> None:
+        answers[name] = float((torch.Tensor(found) - expected).abs().max())
+        answers[f"{name}, hooks"] = float(len(ran) - hooks)
+        ran.clear()
+        model.zero_grad()
+
+    def differentiated(when: str) -> None:
+        (model(x).square().sum() + _penalty(weight)).backward()
+        compare(f"backward {when}", weight.grad, wanted(of_layer, of_penalty))
+        model(x).square().sum().backward()
+        compare(f"layer alone {when}", weight.grad, wanted(of_layer))
+        (grad,) = torch.autograd.grad(model(x).square().sum() + _penalty(weight), [weight])
+        compare(f"grad {when}", grad, wanted(of_layer, of_penalty), hooks=0)
+        (grad,) = torch.autograd.grad(model(x).square().sum(), [weight])
+        compare(f"grad of the layer alone {when}", grad, wanted(of_layer), hooks=0)
+
+    differentiated("before a capture")
+    (model(x).square().sum() + of_own(weight, x)).backward()
+    compare("the user's own function", weight.grad, wanted(of_layer, of_own))
+    memory = _captured(layer, x)
+    compare("captured", memory, wanted(of_layer), hooks=0)
+    differentiated("behind a capture")
+    with torch._C.DisableTorchFunctionSubclass():
+        replayed = _Replay.apply(x, weight, memory)
+    replayed.backward()
+    compare("replayed", weight.grad, wanted(of_layer))
+    with torch._C.DisableTorchFunctionSubclass():
+        replayed = _Replay.apply(x, weight, memory)
+    (replayed + _penalty(weight)).backward()
+    compare("replayed beside a penalty", weight.grad, wanted(of_layer, of_penalty))
+    return answers

@@ -1,0 +1,17 @@
+"""Terms of the weights in a loss count as without sharding, whatever has been captured into a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc import bodies_penalties as bodies
+from tests.support.launch import run_distributed
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_penalty_counts_once_for_each_rank_whose_loss_has_it(mean: bool) -> None:
+    for answers in run_distributed(bodies.penalties_beside_captures, 2, args=(mean,)):
+        assert len(answers) == 2 * 12
+        assert {name: value for name, value in answers.items() if abs(value) > 1e-5} == {}
