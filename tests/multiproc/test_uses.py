@@ -30,11 +30,11 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-def made(*, shard: bool = True) -> nn.Sequential:
+def made(*, shard: bool = True, timeout_s: float | None = None) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Linear(SIDE, SIDE)).to(device())
     if shard:
-        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=1))
+        etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=1, timeout_s=timeout_s))
     return model
 
 
@@ -186,3 +186,38 @@ def in_a_child(rank: int, world_size: int) -> None:
 @pytest.mark.cpu_only("CUDA cannot be used in a forked process")
 def test_a_child_process_does_not_wait_for_peers_that_never_come() -> None:
     run_distributed(in_a_child, 2)
+
+
+def uneven_batches(rank: int, world_size: int, ahead: int, trains_on: bool) -> str:
+    """Rank 0 evaluates ``ahead`` batches more than its peer, which may have a second loop that makes up for them."""
+    del world_size
+    torch.manual_seed(0)
+    model, whole = made(timeout_s=2.0), made(shard=False)
+    x = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(rank)).to(device())
+    try:
+        model(x).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            for loop in range(2):
+                for step in range(3 + ahead * (rank == loop)):
+                    assert torch.equal(model(x + step), whole(x + step)), step
+                if trains_on:
+                    break
+        if trains_on:
+            model.train()
+            model(x).sum().backward()
+    except etp.EtpCommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_uneven_evaluations_that_end_even_are_right() -> None:
+    assert run_distributed(uneven_batches, 2, args=(1, False)) == ["", ""]
+
+
+@pytest.mark.cpu_only("with streams the host does not wait: a time-out ends the process")
+def test_an_evaluation_of_more_batches_than_a_peer_has_ends_in_an_error_that_says_so() -> None:
+    first, second = run_distributed(uneven_batches, 2, args=(1, True), fresh=True)
+    assert "it has no more batches (all ranks need equally many, also in an evaluation)" in first
+    assert "failed on rank 0" in first
+    assert "failed on rank 1" in second

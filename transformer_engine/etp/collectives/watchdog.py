@@ -75,8 +75,9 @@ def _watch(reference: weakref.ref[Watchdog], prepare: Callable[[], None] | None)
         what = watchdog.overdue()
         if what is not None:
             logger.critical(
-                "%s did not finish within %.0f s: a peer has most likely ended or left the common order of layers; "
-                "its own output has the cause. Ending this process",
+                "%s did not finish within %.0f s: a peer has most likely ended, left the common order of layers, or no "
+                "more batches (all ranks need equally many, also in an evaluation); its own output has the cause. "
+                "Ending this process",
                 what,
                 watchdog.timeout_s,
             )

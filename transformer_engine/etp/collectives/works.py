@@ -64,7 +64,8 @@ _LOST = (
 )
 _LATE = (
     "A peer did not come in time: it is slower than the time-out allows (raise EtpConfig.timeout_s or the process "
-    "group's), or it left the common order of layers. Compare where the ranks stand"
+    "group's), it left the common order of layers, or it has no more batches (all ranks need equally many, also in an "
+    "evaluation). Compare where the ranks stand"
 )
 _WRONG = (
     "The backend refused the tensors themselves, no peer is at fault: sizes, dtypes and devices must agree with the "
