@@ -139,9 +139,9 @@ def exchanges_of_a_run(rank: int, world_size: int) -> list[int]:
     exchange = CollectiveOrder.exchange
     calls: list[None] = []
 
-    def counted(self: CollectiveOrder) -> None:
+    def counted(self: CollectiveOrder, whose: str = "") -> None:
         calls.append(None)
-        exchange(self)
+        exchange(self, whose)
 
     CollectiveOrder.exchange = counted  # type: ignore[method-assign]
     try:

@@ -21,6 +21,8 @@ from torch import nn
 from etp import functional
 from etp.config import EtpConfig
 from etp.group import WeightGroup
+from etp.membership import Membership
+from etp.optimizers import OptimizerCheck
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.te import te_available, te_pytorch
@@ -272,7 +274,16 @@ def shard_weights(
     for name, param in module.named_parameters():
         if not isinstance(param, ETPShardedParam):
             runtime.replicated.register(param, group, name)
+    runtime.agree_on_name(group, module)
+    check_uses(module, runtime)
     return runtime
+
+
+def check_uses(module: nn.Module, runtime: EtpRuntime) -> None:
+    """Check from now on that ``module`` keeps its parameters, and that its optimizers can step shards."""
+    members = Membership(module, runtime.replicated.groups.__contains__)
+    runtime.keep(module.register_forward_pre_hook(members.check))
+    OptimizerCheck(runtime)
 
 
 def _wants_te(kwargs: dict[str, Any]) -> bool:

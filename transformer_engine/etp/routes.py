@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from etp.collectives import direct_transport, select_transport
 from etp.collectives.base import Transport
 from etp.collectives.order import ORDER_LABEL
+from etp.collectives.works import reported
 from etp.config import EtpConfig
 from etp.group import WeightGroup
 from etp.streams import Lane, enqueue
@@ -54,6 +56,8 @@ class Routes:
         """What moves shards, by process group; made for the kind of device that its weights were on at the time."""
         self._kinds: dict[dist.ProcessGroup, str] = {}
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
+        self._names: dict[dist.ProcessGroup, str] = {}
+        """What the ranks of a process group call this runtime among others that serve them."""
         # For the hot path: the keys above are slow to hash.
         self._of_group: dict[WeightGroup, Route] = {}
 
@@ -157,18 +161,31 @@ class Routes:
         if transport is not None:
             transport.watch(label)
 
+    def agree_on_name(self, process_group: dist.ProcessGroup, kind: str) -> None:
+        """Let ranks find out that they use another runtime than their peers, of weights of the same names. Collective.
+
+        Args:
+            process_group: the ranks.
+            kind: what the runtime drives, for messages.
+        """
+        name = [f"{kind} {secrets.token_hex(4)}"]
+        with reported("agreement on a name", process_group):
+            dist.broadcast_object_list(name, group_src=0, group=process_group)
+        self._names[process_group] = name[0]
+
     def compare_orders(self) -> None:
         """Find ranks that use other weights than their peers, now or, with streams, at the next call. Collective.
 
         Raises:
             PeerMismatchError: on every rank of a process group whose ranks differ.
         """
-        for route in self._routes.values():
+        for (process_group, _), route in self._routes.items():
             transport = route.transport
             if transport.has_order_to_compare:
                 transport.verify_order()
                 # Behind earlier reductions, and beside compute.
-                route.reduce.start(transport.exchange_order, waits=(), label=ORDER_LABEL)
+                exchange = partial(transport.exchange_order, self._names.get(process_group, ""))
+                route.reduce.start(exchange, waits=(), label=ORDER_LABEL)
 
     def finish_reading(self) -> None:
         """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""

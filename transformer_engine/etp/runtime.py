@@ -132,6 +132,10 @@ class EtpRuntime(ShardDriver):
         self._hooks += guard_states(module)
         self._passes.set_root(module)
 
+    def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
+        """Let ranks find out that they use another module than their peers, whose names are the same. Collective."""
+        self._routes.agree_on_name(process_group, type(module).__name__)
+
     def require_adoptable(self, module: nn.Module) -> None:
         """Raise what :meth:`adopt` would raise, before anything is changed."""
         shards = _shards(module)

@@ -14,8 +14,8 @@ from etp.config import EtpConfig
 from etp.digest import check_peers_agree, unless_refused
 from etp.group import WeightGroup
 from etp.layout import ShardLayout
-from etp.membership import Membership
-from etp.optimizers import OptimizerCheck, remember_shard, shard_in_place_of
+from etp.modules import check_uses
+from etp.optimizers import remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.sites import (
@@ -105,9 +105,9 @@ def shard_module(
     _replace(module, plan.sites, plan.layouts, etp_group, expert_group)
     runtime.adopt(module)
     _register_replicated(module, runtime, etp_group, expert_group)
-    members = Membership(module, runtime.replicated.groups.__contains__)
-    runtime.keep(module.register_forward_pre_hook(members.check))
-    OptimizerCheck(runtime)
+    for group in [etp_group, *apart]:
+        runtime.agree_on_name(group, module)
+    check_uses(module, runtime)
     logger.info("sharded %d weight groups over %d ranks", len(runtime.groups), dist.get_world_size(etp_group))
     return runtime
 

@@ -84,11 +84,12 @@ class Transport(ABC):
         """Whether there were collectives since the last exchange."""
         return False
 
-    def exchange_order(self) -> InFlight:
-        """Tell the peers the order of this rank's collectives since the last exchange. Collective.
+    def exchange_order(self, whose: str = "") -> InFlight:
+        """Tell the peers the order of this rank's collectives since the last exchange, and whose. Collective.
 
         Without streams the answer is there at once, and verified.
         """
+        del whose
         return InFlight()
 
     def verify_order(self) -> None:

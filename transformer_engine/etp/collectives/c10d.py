@@ -151,10 +151,10 @@ class C10dTransport(Transport):
         """See :class:`etp.collectives.base.Transport`."""
         return self._order is not None and self._order.has_news
 
-    def exchange_order(self) -> InFlight:
+    def exchange_order(self, whose: str = "") -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
         if self._order is not None:
-            self._order.exchange()
+            self._order.exchange(whose)
             if self._order.is_answered:
                 self._order.verify()
         return _Exchange(self)

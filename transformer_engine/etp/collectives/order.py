@@ -93,8 +93,16 @@ class CollectiveOrder:
             self._names.append(name)
             self._count += 1
 
-    def exchange(self) -> None:
-        """Send the digest of what was recorded, and begin another one; on the calling stream. Collective."""
+    def exchange(self, whose: str = "") -> None:
+        """Send the digest of what was recorded, and begin another one; on the calling stream. Collective.
+
+        Args:
+            whose: tells these collectives from others of the same names, such as those of another model.
+        """
+        if whose:
+            self._digest.update(whose.encode())
+            self._names.append(f"end of a pass of {whose}")
+            self._count += 1
         word = int.from_bytes(self._digest.digest()[:8], "little", signed=True)
         on_gpu = self._device.type == "cuda"
         own = torch.tensor([word, self._count], dtype=torch.int64, pin_memory=on_gpu)
