@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from tests.integration.megatron_run import Trajectory
+from tests.support.te_site import put_on_path
 
 _NORMS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 # As the shim replaces these for the whole process, Megatron would take it for one with GPUs.
@@ -42,7 +43,7 @@ def prepare(shim: str) -> None:
     if "te_cpu_shim" in sys.modules:
         return
     cuda = {name: getattr(torch.cuda, name) for name in _FOR_MEGATRON}
-    sys.path.append(shim)
+    put_on_path(shim)
     import te_cpu_shim  # type: ignore[import-not-found]
 
     for name, function in cuda.items():

@@ -36,6 +36,33 @@ WHAT_TE_IS = """
 """
 
 
+# As PEFT and Accelerate ask whether Transformer Engine is there, before and behind an attempt to import it.
+PROBES = """
+    import etp
+    from importlib import metadata, util
+    def probe():
+        if util.find_spec("transformer_engine") is None:
+            try:
+                return [False, util.find_spec("transformer_engine.pytorch")]
+            except ModuleNotFoundError as error:
+                return [False, error.name]
+        try:
+            metadata.version("transformer_engine")
+        except metadata.PackageNotFoundError:
+            pass
+        import transformer_engine
+        return [True, util.find_spec("transformer_engine.pytorch") is not None]
+    result = [probe()]
+    try:
+        import transformer_engine
+    except ModuleNotFoundError as error:
+        result.append(error.name)
+    else:
+        result.append(transformer_engine.__version__)
+    result.append(probe())
+"""
+
+
 @pytest.fixture(params=["root", "elsewhere"])
 def cwd(request: pytest.FixtureRequest, environment: Environment, tmp_path: Path) -> Path:
     """The folder that Python is started in."""
@@ -71,6 +98,15 @@ def test_transformer_engine_is_missing_where_there_is_none(environment: Environm
         "missing": "transformer_engine",
         "message": "No module named 'transformer_engine'",
     }
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_libraries_that_look_for_transformer_engine_find_what_is_there(
+    environment: Environment, cwd: Path, real_te: Path, present: bool
+) -> None:
+    found = environment.evaluate(PROBES, cwd=cwd, path=(real_te,) if present else ())
+    missing = [False, "transformer_engine"]
+    assert found == ([[True, True], "2.20.2", [True, True]] if present else [missing, "transformer_engine", missing])
 
 
 def test_a_second_source_tree_and_a_bare_folder_are_passed_over(

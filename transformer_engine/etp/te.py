@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+_NAME = "transformer_engine"
 
 GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 """Makes TE compute all experts in one kernel, from weights that it does not ask for again in the backward pass."""
@@ -16,6 +20,23 @@ OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
 """What ``backward_override`` of TE's recipes is by default."""
 
 _WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
+
+
+def hide_source_tree() -> None:
+    """Let ``find_spec("transformer_engine")`` be None where nothing but this project's source tree has that name.
+
+    Where Python is started in the repository's root, it finds the folder that holds this package. That steps aside when
+    it is imported, but libraries such as PEFT take a spec that is found for an installed package, and do not expect its
+    import to fail. None in ``sys.modules`` is Python's own way to say that there is no such module.
+    """
+    path = [entry for entry in sys.path if not (Path(entry) / _NAME / "etp").is_dir()]
+    if _NAME in sys.modules or len(path) == len(sys.path):
+        return
+    for finder in sys.meta_path:
+        spec = finder.find_spec(_NAME, path if finder is PathFinder else None)
+        if spec is not None and spec.origin is not None:
+            return
+    sys.modules[_NAME] = None  # type: ignore[assignment]
 
 
 def te_available() -> bool:
