@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -122,3 +124,21 @@ def test_an_owner_may_be_collected_while_others_are_told(optimizer: torch.optim.
     optimizer.step()
 
     assert told == ["first", "last"] * 2
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_pytorch_owns_the_one_hook_of_each_kind(
+    optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """So that whoever resets PyTorch's hooks, as tests do, does not leave later owners untold."""
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    monkeypatch.setattr(optimizers, f"_global_optimizer_{when}_hooks", hooks)
+    owners = [Owner(), Owner()]
+    for owner in owners:
+        before_optimizer_steps(owner, partial(_note_kind, owner.told))
+        after_optimizer_steps(owner, Owner.note)
+
+    optimizer.step()
+
+    assert len(hooks) == 1
+    assert all(owner.told == ["SGD", "after"] for owner in owners)

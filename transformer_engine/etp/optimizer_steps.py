@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
@@ -18,7 +18,7 @@ def before_optimizer_steps(owner: object, then: Callable[[torch.optim.Optimizer]
         owner: hashable; asking again replaces what it asked for.
         then: must not refer to ``owner``, which would then live forever.
     """
-    _before()[owner] = then
+    _found(_Stepping, optimizers._global_optimizer_pre_hooks, register_optimizer_step_pre_hook)[owner] = then
 
 
 def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
@@ -28,35 +28,41 @@ def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
         owner: hashable; asking again replaces what it asked for.
         then: must not refer to ``owner``, which would then live forever.
     """
-    _after()[owner] = then
+    _found(_Stepped, optimizers._global_optimizer_post_hooks, register_optimizer_step_post_hook)[owner] = then
 
 
 # PyTorch keeps such hooks in two dicts of the process, and a step iterates over them. Removing one when its owner is
 # collected would change the dict under a step, since the garbage collector may run there: so there is one hook each,
-# for good. Weak dictionaries put off removals while they are iterated over.
+# for good, and PyTorch's dict owns it. Weak dictionaries put off removals while they are iterated over.
 
 
-@functools.cache
-def _before() -> WeakKeyDictionary[Any, Callable[[torch.optim.Optimizer], None]]:
-    asked: WeakKeyDictionary[Any, Callable[[torch.optim.Optimizer], None]] = WeakKeyDictionary()
+class _Asked(WeakKeyDictionary[Any, Callable[[Any], None]]):
+    """What was asked for, by owner; itself the hook."""
 
-    def stepping(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # By identity, as a dict of hooks needs it.
+    __hash__ = object.__hash__
+
+
+class _Stepping(_Asked):
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step."""
         del args, kwargs
-        for then in list(asked.values()):
+        for then in list(self.values()):
             then(optimizer)
 
-    register_optimizer_step_pre_hook(stepping)
-    return asked
 
-
-@functools.cache
-def _after() -> WeakKeyDictionary[Any, Callable[[Any], None]]:
-    asked: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
-
-    def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+class _Stepped(_Asked):
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped."""
         del optimizer, args, kwargs
-        for owner, then in list(asked.items()):
+        for owner, then in list(self.items()):
             then(owner)
 
-    register_optimizer_step_post_hook(stepped)
-    return asked
+
+def _found[H: _Asked](kind: type[H], hooks: Mapping[int, Any], register: Callable[[Any], object]) -> H:
+    """The hook of this kind among PyTorch's; made and registered if there is none yet."""
+    found = next((hook for hook in hooks.values() if isinstance(hook, kind)), None)
+    if found is None:
+        found = kind()
+        register(found)
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Makes torch accept ranks whose devices have the same index, as when each process sees only its own GPU."""
 
 _WORD = 4
+
+_MOST_OPERATIONS = 1 << 14
+"""How many are kept for each direction, of some hundred bytes each: more than models have weights."""
+
 RAISED = 1
 """A flag's value where it can have one purpose only."""
 
@@ -113,9 +118,10 @@ class Signals:
         addresses = self._buffer.addresses
         self._theirs = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
         self._own = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
-        # Made once each: a training has a few for every weight.
-        self._raise: dict[tuple[int, int], MemoryOperations] = {}
-        self._take: dict[tuple[int, int], MemoryOperations] = {}
+        # Made once each, as a training has a few for every weight, but no end of them where models come and go. The
+        # functions do not refer to this object, so that its memory is freed with it.
+        self._raise = lru_cache(_MOST_OPERATIONS)(partial(_raise_flags, self._theirs))
+        self._take = lru_cache(_MOST_OPERATIONS)(partial(_take_flags, self._own))
 
     def send(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """Raise this rank's flag at all peers once ``stream`` has done what it was given so far.
@@ -125,14 +131,16 @@ class Signals:
             stream: a CUDA stream's handle.
             purpose: a number of 32 bits other than 0.
         """
-        key = channel, purpose
-        if key not in self._raise:
-            self._raise[key] = MemoryOperations.raise_flags(self._theirs[channel], purpose)
-        self._driver.enqueue(self._raise[key], stream)
+        self._driver.enqueue(self._raise(channel, purpose), stream)
 
     def receive(self, channel: int, stream: int, purpose: int = RAISED) -> None:
         """Hold ``stream`` until every peer has raised its flag for the same ``purpose``, and lower them."""
-        key = channel, purpose
-        if key not in self._take:
-            self._take[key] = MemoryOperations.take_flags(self._own[channel], purpose)
-        self._driver.enqueue(self._take[key], stream)
+        self._driver.enqueue(self._take(channel, purpose), stream)
+
+
+def _raise_flags(addresses: Sequence[Sequence[int]], channel: int, purpose: int) -> MemoryOperations:
+    return MemoryOperations.raise_flags(addresses[channel], purpose)
+
+
+def _take_flags(addresses: Sequence[Sequence[int]], channel: int, purpose: int) -> MemoryOperations:
+    return MemoryOperations.take_flags(addresses[channel], purpose)
