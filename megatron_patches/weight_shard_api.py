@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -208,6 +209,9 @@ class WeightShardApi:
                 f"{', '.join(GRAPH_IMPLEMENTATIONS)}"
             )
         chunks = list(model) if isinstance(model, Sequence) else [model]
+        # finish_gradients is collective over all live runtimes, so models that are gone must be gone on all ranks,
+        # wherever their garbage collectors have come to.
+        gc.collect()
         self._chains_to_print.clear()
         for index, chunk in enumerate(chunks):
             runtime = self._new_runtime(finish_with_backward=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,3 +58,30 @@ def ranks_with_another_past(rank: int, world_size: int, others: tuple[tuple[int,
     if before:
         _train(_stack(api, groups[rank // 2], before), rank, 2)
     return _train(_stack(api, groups[2 + rank % 2], SHAPES), rank, 4)
+
+
+def a_model_that_only_one_rank_has_let_go(rank: int, world_size: int) -> bool:
+    """A model in a cycle of references, whose last pass nobody finished; one rank's garbage collector has come.
+
+    Returns:
+        whether the next model's gradients could be finished.
+    """
+    assert world_size == 2
+    api = WeightShardApi(MegatronEtpConfig(engine=etp.EtpConfig(timeout_s=20.0)))
+    gc.disable()
+    try:
+        former: Any = _stack(api, dist.group.WORLD, SMALL)
+        api.classify_chains(former)
+        former.itself = [former]
+        former(torch.ones(4, SMALL[0][0], device=device()))
+        del former
+        if rank == 1:
+            gc.collect()
+        model = _stack(api, dist.group.WORLD, SHAPES)
+        api.classify_chains(model)
+        for _ in range(2):
+            model(torch.ones(4, SHAPES[0][0], device=device())).sum().backward()
+            api.finish_gradients()
+    finally:
+        gc.enable()
+    return True

@@ -24,3 +24,7 @@ def test_ranks_with_another_past_gather_alike(others: tuple[tuple[int, int], ...
         assert len(losses) == 4
         assert all(math.isfinite(loss) for loss in losses)
         assert losses[-1] != losses[0]
+
+
+def test_a_model_that_is_gone_on_one_rank_is_gone_on_all() -> None:
+    assert run_distributed(bodies.a_model_that_only_one_rank_has_let_go, 2, fresh=True) == [True, True]
