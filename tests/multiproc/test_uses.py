@@ -63,6 +63,18 @@ def copied(model: nn.Sequential) -> dict[str, torch.Tensor]:
     return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
+def merged(model: nn.Sequential, _: torch.Tensor) -> object:
+    """As PEFT merges an adapter into the layer that it is for."""
+    return model[0].weight.data.add_(model[2].weight @ model[0].weight)
+
+
+def adapted(model: nn.Sequential, x: torch.Tensor) -> object:
+    """As PEFT adds adapters to a model: layers in it, and the original as a part of one that takes its place."""
+    model[0] = nn.ModuleDict({"base_layer": model[0], "lora_A": nn.Linear(SIDE, 2).to(device())})
+    model[0].forward = model[0]["base_layer"].forward  # type: ignore[index]
+    return model(x)
+
+
 USES: dict[str, tuple[Callable[[nn.Sequential, torch.Tensor], object], str]] = {
     "copy.deepcopy": (lambda model, _: copy.deepcopy(model), "cannot be deep-copied; copy the module before"),
     "AveragedModel": (lambda model, _: AveragedModel(model), "cannot be deep-copied; copy the module before"),
@@ -82,6 +94,8 @@ USES: dict[str, tuple[Callable[[nn.Sequential, torch.Tensor], object], str]] = {
     "safetensors.save_file, data": (lambda model, _: safetensors.torch.save_file(data_of(model), os.devnull), WRITTEN),
     "safetensors.save_file, cast": (lambda model, _: safetensors.torch.save_file(halved(model), os.devnull), WRITTEN),
     "safetensors.save_model": (lambda model, _: safetensors.torch.save_model(model, os.devnull), WRITTEN),
+    "adapters after sharding": (adapted, "was added after etp.shard_module"),
+    "merging of adapters": (merged, "a shard is not its weight"),
     "vmap": (lambda model, x: torch.vmap(model)(x), "a transform of torch.func"),
     "torch.func.grad": (differentiated, "a transform of torch.func"),
     "torch.jit.trace": (torch.jit.trace, "torch.jit.trace cannot record"),
