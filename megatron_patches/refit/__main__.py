@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit``: ``export``, ``push`` and ``check`` (alone or under torchrun), ``plan``, ``verify``."""
+"""``python -m megatron_patches.refit``: its commands; ``export``, ``push`` and ``check`` run alone or under torchrun."""
 
 from __future__ import annotations
 
