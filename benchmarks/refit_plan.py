@@ -42,9 +42,10 @@ from megatron_patches.refit.parties.messages import (
 )
 from megatron_patches.refit.parties.registry import Registry, registered
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
-from megatron_patches.refit.planning.layouts import Holder, holder_of, layout_of, unfold_tensors
+from megatron_patches.refit.planning.layouts import Holder, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex
-from megatron_patches.refit.planning.requests import check_requests, transfers_of
+from megatron_patches.refit.planning.requests import Request, check_requests, transfers_of
+from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Transfer, canonical
 from megatron_patches.refit.proof import prove, prove_with
 from megatron_patches.refit.source.config_traits import family_from_config
@@ -233,7 +234,7 @@ class _Others:
         told = decode(answer, type=Overlap)
         return [Holder(rank, host, told.layouts[number]) for rank, host, number in told.holders]
 
-    def requests(self, clock: _Clock) -> list[Orders]:
+    def requests(self, clock: _Clock) -> list[Orders[list[Request]]]:
         """What all destinations ask of each source."""
         tensors = unfold_tensors(self.model.tensors)
         parts = [encode(Asked({}, "", 0))] * self.trainer.size
@@ -243,7 +244,7 @@ class _Others:
             parts.append(encode(Asked({source: list(found) for source, found in asked.items()}, "", plan.nbytes)))
         with clock.phase("prove"):
             answers = self.tell(PLANNING, parts)
-        return [decode(answer, type=Orders) for answer in answers]
+        return [decode(answer, type=Orders[list[Request]]) for answer in answers]
 
 
 def _destination(setting: Setting, clock: _Clock) -> Plan:

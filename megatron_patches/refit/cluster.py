@@ -8,8 +8,9 @@ from typing import Literal
 
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.manifest import Manifest, agree_on_tensors
+from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, make_part, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.source.family import PlannableFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest

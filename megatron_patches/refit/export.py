@@ -19,8 +19,9 @@ from megatron_patches.refit.digest import combine
 from megatron_patches.refit.errors import ExportError, PlanMismatchError
 from megatron_patches.refit.exchange import Exchange, default_exchange, together
 from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.manifest import Manifest, agree_on_tensors
+from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.progress import Progress, Quiet
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source.family import ModelFamily

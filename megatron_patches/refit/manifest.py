@@ -6,12 +6,11 @@ manifests every party computes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.conversion import Conversion, Rule
 from megatron_patches.refit.errors import RefitError
 
@@ -95,52 +94,3 @@ class Manifest:
             for storage in self.storages
             if storage.rule is not None
         )
-
-
-class HeldBox(NamedTuple):
-    """A box that a source holds: its rank, the storage, the box, and the type of its elements there."""
-
-    rank: int
-    storage: str
-    box: Box
-    dtype: str
-
-
-def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Manifest]) -> list[TensorSpec]:
-    """Gives every tensor the dtype that its holders have.
-
-    Args:
-        shapes: global shape of every tensor of the model, by name.
-        sources: manifests of all ranks that hold weights.
-
-    Returns:
-        One spec a tensor, in the order of ``shapes``.
-
-    Raises:
-        RefitError: if a held box is not part of the model, a tensor is held by nobody, or its holders differ in dtype.
-    """
-    held = (
-        HeldBox(manifest.rank, placement.view.storage, placement.box, manifest.storage[placement.view.storage].dtype)
-        for manifest in sources
-        for placement in manifest.placements
-    )
-    return agree_on(shapes, held)
-
-
-def agree_on(shapes: Mapping[str, tuple[int, ...]], held: Iterable[HeldBox]) -> list[TensorSpec]:
-    """:func:`agree_on_tensors` by boxes; of those that several ranks hold likewise, one is enough."""
-    known: dict[str, tuple[str, int]] = {}
-    for rank, storage, box, dtype in held:
-        shape = shapes.get(box.tensor)
-        if shape is None or len(shape) != len(box.stop) or any(a > b for a, b in zip(box.stop, shape, strict=True)):
-            raise RefitError(f"rank {rank} holds {box} in {storage}, but the model's {box.tensor} has shape {shape}")
-        other, first = known.setdefault(box.tensor, (dtype, rank))
-        if other != dtype:
-            raise RefitError(f"{box.tensor} is {other} on rank {first} and {dtype} on rank {rank}")
-    missing = [name for name in shapes if name not in known]
-    if missing:
-        raise RefitError(
-            f"no rank holds {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; "
-            "the model and its configuration disagree"
-        )
-    return [TensorSpec(name, tuple(shape), known[name][0]) for name, shape in shapes.items()]

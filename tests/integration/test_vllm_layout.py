@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_patches.refit.boxes import TensorSpec
-from megatron_patches.refit.manifest import Manifest, agree_on_tensors
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import trainer_manifest

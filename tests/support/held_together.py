@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.manifest import agree_on_tensors
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.source.family import PlannableFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest

@@ -23,9 +23,10 @@ from megatron_patches.refit.parties.messages import (
 )
 from megatron_patches.refit.parties.registry import registered
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, plan_for
-from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of, unfold_tensors
+from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
 from megatron_patches.refit.planning.local import SourceIndex
-from megatron_patches.refit.planning.requests import check_requests, transfers_of
+from megatron_patches.refit.planning.requests import Request, check_requests, transfers_of
+from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Transfer, canonical
 from megatron_patches.refit.proof import prove_with
 
@@ -66,7 +67,7 @@ def agree_as_source(assembly: Assembly, held: Callable[[], Held], told: Callable
     model = assembly.exchange(DESCRIBING, ModelAnswer, describe)
     told()
     assembly.exchange(RECORDING, Overlap, lambda: Wanted(()))
-    orders = assembly.exchange(PLANNING, Orders, lambda: Asked({}, "", 0))
+    orders = assembly.exchange(PLANNING, Orders[list[Request]], lambda: Asked({}, "", 0))
     plans: list[Plan] = []
 
     def check() -> None:
@@ -104,7 +105,7 @@ def agree_as_destination(assembly: Assembly, wanted: Callable[[Model], Manifest]
     overlap = assembly.exchange(RECORDING, Overlap, record)
     plans: list[Plan] = []
 
-    def plan() -> Asked:
+    def plan() -> Asked[list[Request]]:
         options = PlanOptions(allow_narrowing=told.allow_narrowing)
         holders = [Holder(rank, host, overlap.layouts[number]) for rank, host, number in overlap.holders]
         names = {placement.box.tensor for placement in manifests[0].placements}
@@ -116,6 +117,6 @@ def agree_as_destination(assembly: Assembly, wanted: Callable[[Model], Manifest]
         requests = {source: list(of_source) for source, of_source in asked.items()}
         return Asked(requests, own.digest, own.nbytes)
 
-    orders = assembly.exchange(PLANNING, Orders, plan)
+    orders = assembly.exchange(PLANNING, Orders[list[Request]], plan)
     assembly.gather("checking requests", type(None), lambda: None)
     return Agreed(plans[0], orders.digest, orders.nbytes)

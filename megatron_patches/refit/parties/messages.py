@@ -10,8 +10,9 @@ import msgspec
 
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.planning.layouts import Layout, Region, TensorGrid
+from megatron_patches.refit.planning.layouts import Layout, Region
 from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.tensors import TensorGrid
 
 DESCRIBING = "describing the trainer's weights"
 RECORDING = "recording the engine's layout"
@@ -92,18 +93,21 @@ class Overlap(msgspec.Struct, frozen=True):
     holders: list[tuple[int, str, int]]
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """What a destination asks of each source, by rank; digest and bytes of its plan."""
+class Asked[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
+    """What a destination asks of each source, by rank; digest and bytes of its plan.
 
-    requests: dict[int, list[Request]]
+    The registry passes requests on as they come, without reading them: the source checks them.
+    """
+
+    requests: dict[int, R]
     digest: str
     nbytes: int
 
 
-class Orders(msgspec.Struct, frozen=True):
+class Orders[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
     """What is asked of a source, by rank of the destination; digest and bytes of the plans of all destinations."""
 
-    requests: list[tuple[int, list[Request]]]
+    requests: list[tuple[int, R]]
     digest: str
     nbytes: int
 

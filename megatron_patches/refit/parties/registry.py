@@ -7,14 +7,11 @@ a source what destinations ask of it. No party is told everything.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.manifest import HeldBox, agree_on
 from megatron_patches.refit.parties.messages import (
     DESCRIBING,
     PLANNING,
@@ -28,8 +25,9 @@ from megatron_patches.refit.parties.messages import (
     Registration,
     Wanted,
 )
-from megatron_patches.refit.planning.grids import join_name, meet, numbers_of
-from megatron_patches.refit.planning.layouts import Holder, Layout, Region, check_layout, fold_tensors, unfold_tensors
+from megatron_patches.refit.planning.layouts import Holder, Layout, check_layout, check_region
+from megatron_patches.refit.planning.overlaps import OverlapIndex
+from megatron_patches.refit.planning.tensors import agree, fold_tensors
 
 _encode = msgspec.msgpack.encode
 
@@ -43,7 +41,7 @@ class Registry:
 
     def __init__(self, sources: int) -> None:
         self._sources = sources
-        self._holders: list[Holder] = []
+        self._index = OverlapIndex([])
         self._steps: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {
             DESCRIBING: self._describe,
             RECORDING: self._overlaps,
@@ -67,12 +65,12 @@ class Registry:
         """Keeps the layouts of sources; everybody is told the model."""
         parts = [msgspec.msgpack.decode(payload, type=Registration) for payload in payloads]
         held = [part.held for part in parts if part.held is not None]
-        self._holders = [Holder(one.rank, one.host, one.layout) for one in held]
-        for holder in self._holders:
+        holders = [Holder(one.rank, one.host, one.layout) for one in held]
+        for holder in holders:
             check_layout(holder.layout, holder.rank)
+        self._index = OverlapIndex(holders)
         first = held[0]
-        shapes = {spec.name: spec.shape for spec in unfold_tensors(first.tensors)}
-        tensors = fold_tensors(agree_on(shapes, _boxes_of(self._holders)))
+        tensors = agree(first.tensors, holders)
         return [_encode(ModelAnswer(first.config, tensors, first.allow_narrowing))] * len(payloads)
 
     def _overlaps(self, payloads: list[bytes]) -> list[bytes]:
@@ -81,38 +79,22 @@ class Registry:
         answers = []
         for payload in payloads:
             if payload not in known:
-                known[payload] = _encode(self._overlap(msgspec.msgpack.decode(payload, type=Wanted)))
+                known[payload] = _encode(self._overlap(payload))
             answers.append(known[payload])
         return answers
 
-    def _overlap(self, wanted: Wanted) -> Overlap:
-        regions: dict[str, list[Region]] = defaultdict(list)
+    def _overlap(self, payload: bytes) -> Overlap:
+        wanted = msgspec.msgpack.decode(payload, type=Wanted)
         for region in wanted.regions:
-            regions[region.tensor].append(region)
-        numbers: dict[bytes, int | None] = {}
-        layouts: list[Layout] = []
-        holders: list[tuple[int, str, int]] = []
-        for holder in self._holders:
-            digest = holder.layout.digest
-            if digest not in numbers:
-                part = tuple(
-                    template
-                    for template in holder.layout.templates
-                    if any(_overlap(template.region, region) for region in regions.get(template.region.tensor, ()))
-                )
-                numbers[digest] = len(layouts) if part else None
-                layouts += [Layout(part, holder.layout.kinds)] if part else []
-            number = numbers[digest]
-            if number is not None:
-                holders.append((holder.rank, holder.host, number))
-        return Overlap(layouts, holders)
+            check_region(region)
+        return Overlap(*self._index.overlapping(wanted.regions))
 
     def _orders(self, payloads: list[bytes]) -> list[bytes]:
         """Each source is told what is asked of it; everybody, the digest and the bytes of all plans together."""
-        asked = [msgspec.msgpack.decode(payload, type=Asked) for payload in payloads]
+        asked = [msgspec.msgpack.decode(payload, type=Asked[msgspec.Raw]) for payload in payloads]
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
         nbytes = sum(part.nbytes for part in asked)
-        orders = [Orders([], content, nbytes) for _ in payloads]
+        orders = [Orders[msgspec.Raw]([], content, nbytes) for _ in payloads]
         for destination, part in enumerate(asked[self._sources :]):
             for source, requests in part.requests.items():
                 if not 0 <= source < self._sources:
@@ -126,21 +108,3 @@ def registered(held: Held, layout: Layout) -> Registered:
     manifest = held.manifest
     tensors = fold_tensors(held.tensors())
     return Registered(manifest.rank, manifest.host, held.config, tensors, layout, held.allow_narrowing)
-
-
-def _overlap(left: Region, right: Region) -> bool:
-    return meet(left.axes, right.axes) and left.box.intersect(right.box) is not None
-
-
-def _boxes_of(holders: Sequence[Holder]) -> Iterator[HeldBox]:
-    """Every box that a source holds, without those that another holds likewise."""
-    seen: set[tuple[Region, str]] = set()
-    for holder in holders:
-        for template in holder.layout.templates:
-            region, dtype = template.region, holder.layout.kind(template).dtype
-            if (region, dtype) in seen:
-                continue
-            seen.add((region, dtype))
-            for numbers in numbers_of(region.axes):
-                box = Box(join_name(region.tensor, numbers), region.start, region.stop)
-                yield HeldBox(holder.rank, template.view_at(numbers).storage, box, dtype)

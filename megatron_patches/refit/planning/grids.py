@@ -80,7 +80,14 @@ def is_within(inner: Axes, outer: Axes) -> bool:
 
 def meet(left: Axes, right: Axes) -> bool:
     """Whether two grids of one pattern have a name in common."""
-    return all(any(value in values_of(b) for value in values_of(a)) for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(map(_meet_in, left, right))
+
+
+def _meet_in(left: Axis, right: Axis) -> bool:
+    few, many = (left, right) if left[2] < right[2] else (right, left)
+    if few[0] > many[0] + many[1] * (many[2] - 1) or many[0] > few[0] + few[1] * (few[2] - 1):
+        return False
+    return any(value in values_of(many) for value in values_of(few))
 
 
 def restrict(function: Linear, axes: Axes, part: Axes) -> Linear:

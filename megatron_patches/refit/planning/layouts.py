@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View
+from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.planning.grids import (
@@ -23,7 +23,6 @@ from megatron_patches.refit.planning.grids import (
     fold,
     is_within,
     join_name,
-    numbers_of,
     split_name,
     value_at,
 )
@@ -213,43 +212,27 @@ def check_layout(layout: Layout, rank: int) -> None:
             )
 
 
-def _is_sound(template: Template, kinds: int) -> bool:
-    region = template.region
-    corners = len(region.start) == len(region.stop) == len(template.strides) and all(
+def check_region(region: Region) -> None:
+    """Checks what a destination says that it wants.
+
+    Raises:
+        ProofError: naming the tensor.
+    """
+    if not _is_region(region):
+        raise ProofError(f"a destination wants {region.start} to {region.stop} of {region.tensor}, which is no region")
+
+
+def _is_region(region: Region) -> bool:
+    corners = len(region.start) == len(region.stop) and all(
         0 <= low < high for low, high in zip(region.start, region.stop, strict=False)
     )
-    functions = all(len(one) == len(region.axes) + 1 for one in (template.offset, *template.numbers))
-    names = fits(region.tensor, len(region.axes)) and fits(template.storage, len(template.numbers))
     grid = all(step >= 1 and count >= 1 for _, step, count in region.axes)
-    return corners and functions and names and grid and 0 <= template.kind < kinds
+    return corners and grid and fits(region.tensor, len(region.axes))
 
 
-class TensorGrid(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors of one shape and type whose names form a grid."""
-
-    tensor: str
-    axes: Axes
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def fold_tensors(tensors: Iterable[TensorSpec]) -> tuple[TensorGrid, ...]:
-    """All tensors of a model in few words."""
-    rows: dict[tuple[str, tuple[int, ...], str], list[tuple[Numbers, Numbers]]] = defaultdict(list)
-    for spec in tensors:
-        pattern, numbers = split_name(spec.name)
-        rows[pattern, spec.shape, spec.dtype].append((numbers, ()))
-    return tuple(
-        TensorGrid(pattern, axes, shape, dtype)
-        for (pattern, shape, dtype), same in rows.items()
-        for axes, _ in fold(same)
-    )
-
-
-def unfold_tensors(grids: Iterable[TensorGrid]) -> list[TensorSpec]:
-    """The tensors again; the order may be another."""
-    return [
-        TensorSpec(join_name(grid.tensor, numbers), grid.shape, grid.dtype)
-        for grid in grids
-        for numbers in numbers_of(grid.axes)
-    ]
+def _is_sound(template: Template, kinds: int) -> bool:
+    region = template.region
+    functions = all(len(one) == len(region.axes) + 1 for one in (template.offset, *template.numbers))
+    names = fits(template.storage, len(template.numbers))
+    strided = len(template.strides) == len(region.start)
+    return _is_region(region) and functions and names and strided and 0 <= template.kind < kinds

@@ -17,8 +17,8 @@ from megatron_patches.refit import source
 from megatron_patches.refit.cluster import Hosts, describe_cluster
 from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.export import export_checkpoint
-from megatron_patches.refit.manifest import agree_on_tensors
 from megatron_patches.refit.plan import PlanOptions, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 from megatron_patches.refit.source.describe import describe_model

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import CoverageError, ProofError, RefitError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage, agree_on_tensors
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, Plan, PlanOptions, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.proof import prove
 from tests.support.quick import examples

@@ -28,13 +28,12 @@ from megatron_patches.refit.planning.grids import (
 from megatron_patches.refit.planning.layouts import (
     Layout,
     check_layout,
-    fold_tensors,
     holder_of,
     layout_of,
-    unfold_tensors,
 )
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, transfers_of
+from megatron_patches.refit.planning.tensors import fold_tensors, unfold_tensors
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case, random_options
 

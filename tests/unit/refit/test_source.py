@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from etp.layout import ShardLayout
 from megatron_patches.refit.errors import UnmappedParameterError
-from megatron_patches.refit.manifest import Manifest, agree_on_tensors
+from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.plan import PlanOptions, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source import rules
 from megatron_patches.refit.source.llama import LlamaFamily

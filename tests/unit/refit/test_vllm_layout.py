@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_patches.refit.errors import UnsupportedModelError
-from megatron_patches.refit.manifest import agree_on_tensors
 from megatron_patches.refit.plan import PlanOptions, make_plan
+from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh

@@ -1,0 +1,137 @@
+"""What destinations are told of sources: all that overlaps what they want, nothing else, and nothing twice."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.messages import (
+    DESCRIBING,
+    PLANNING,
+    RECORDING,
+    Asked,
+    Orders,
+    Registered,
+    Registration,
+    Wanted,
+)
+from megatron_patches.refit.parties.registry import Registry
+from megatron_patches.refit.plan import DEFAULT_OPTIONS, plan_for
+from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
+from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, holder_of, layout_of
+from megatron_patches.refit.planning.local import SourceIndex
+from megatron_patches.refit.planning.overlaps import OverlapIndex
+from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.tensors import fold_tensors
+from tests.support.quick import examples
+from tests.support.refit_cases import random_case
+
+RANDOM = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+AXIS = st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 5))
+
+
+def boxes(region: Region) -> list[Box]:
+    return [Box(join_name(region.tensor, numbers), region.start, region.stop) for numbers in numbers_of(region.axes)]
+
+
+def share_an_element(left: Region, right: Region) -> bool:
+    return any(a.intersect(b) is not None for a in boxes(left) for b in boxes(right))
+
+
+@settings(RANDOM, max_examples=examples(500))
+@given(st.tuples(AXIS, AXIS), st.tuples(AXIS, AXIS))
+def test_grids_meet_where_they_have_a_name_in_common(left: Axes, right: Axes) -> None:
+    assert meet(left, right) == bool(set(numbers_of(left)) & set(numbers_of(right)))
+    assert not meet(left, right[:1])
+
+
+@settings(RANDOM, max_examples=examples(300))
+@given(st.integers(0, 2**32))
+def test_a_destination_is_told_exactly_what_overlaps_and_plans_the_same(seed: int) -> None:
+    case = random_case(seed)
+    holders = [holder_of(manifest) for manifest in case.sources]
+    index = OverlapIndex(holders)
+    for wanted in case.destinations:
+        regions = [template.region for template in layout_of(wanted).templates]
+        layouts, told = index.overlapping(regions)
+        assert len(set(layouts)) == len(layouts)
+        assert {number for _, _, number in told} == set(range(len(layouts)))
+        parts = {rank: layouts[number].templates for rank, _, number in told}
+        for holder in holders:
+            near: list[Template] = [
+                template
+                for template in holder.layout.templates
+                if any(share_an_element(template.region, region) for region in regions)
+            ]
+            assert list(parts.get(holder.rank, ())) == near
+        heard = [Holder(rank, host, layouts[number]) for rank, host, number in told]
+        assert plan_for(case.tensors, SourceIndex(heard), wanted, DEFAULT_OPTIONS) == plan_for(
+            case.tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS
+        )
+
+
+def test_sources_that_differ_only_in_what_is_not_wanted_are_one_layout() -> None:
+    def holder(rank: int, expert: int) -> Holder:
+        dense = Region("layers.{}.w", ((0, 1, 4),), (0, 0), (4, 6))
+        own = Region("layers.{}.experts.{}.w", ((0, 1, 4), (expert, 1, 1)), (0, 0), (4, 6))
+        templates = tuple(
+            Template(n, region, f"s{n}", (), (0,) * 3, (6, 1), 0) for n, region in enumerate((dense, own))
+        )
+        return Holder(rank, f"host{rank}", Layout(templates, ()))
+
+    index = OverlapIndex([holder(rank, rank) for rank in range(8)])
+    layouts, told = index.overlapping(
+        [
+            Region("layers.{}.w", ((0, 1, 4),), (2, 0), (4, 6)),
+            Region("layers.{}.experts.{}.w", ((0, 1, 4), (5, 1, 1)), (0, 0), (4, 6)),
+        ]
+    )
+    assert [len(layout.templates) for layout in layouts] == [1, 2]
+    assert told == [(rank, f"host{rank}", int(rank == 5)) for rank in range(8)]
+
+
+def registry() -> Registry:
+    found = Registry(1)
+    case = random_case(3)
+    (held, *_) = case.sources
+    layout = holder_of(held).layout
+    names = {placement.box.tensor for placement in held.placements}
+    tensors = fold_tensors([spec for spec in case.tensors if spec.name in names])
+    mine = Registration(Registered(0, "host", {}, tensors, layout, allow_narrowing=False))
+    found.answer(DESCRIBING, [msgspec.msgpack.encode(mine), msgspec.msgpack.encode(Registration(None))])
+    return found
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Region("w{}", ((0, 0, 3),), (0,), (1,)),
+        Region("w{}", ((0, 1, 0),), (0,), (1,)),
+        Region("w{}", ((0, 1, 1), (0, 1, 1)), (0,), (1,)),
+        Region("w", (), (0,), (1, 2)),
+        Region("w", (), (3,), (3,)),
+    ],
+)
+def test_what_is_no_region_is_refused_by_name(region: Region) -> None:
+    with pytest.raises(RefitError, match=r"a destination wants .* of w.*, which is no region"):
+        registry().answer(RECORDING, [msgspec.msgpack.encode(Wanted((region,)))])
+
+
+def test_requests_reach_their_source_as_they_were_sent() -> None:
+    request = Request(0, ((0, 1, 2),), (0,), (4,), "s", (), (0, 4), (1,), "bfloat16")
+    parts = [Asked[list[Request]]({}, "", 0), Asked({0: [request]}, "ab", 8)]
+    (first, last) = registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts]) or []
+    orders = msgspec.msgpack.decode(first, type=Orders[list[Request]])
+    assert orders.requests == [(0, [request])]
+    assert orders.nbytes == 8
+    assert msgspec.msgpack.decode(last, type=Orders[list[Request]]).requests == []
+
+
+def test_requests_to_a_source_that_is_not_there_are_refused() -> None:
+    parts = [Asked[list[Request]]({}, "", 0), Asked[list[Request]]({1: []}, "", 0)]
+    with pytest.raises(RefitError, match="destination rank 0 asks source rank 1, which is not there"):
+        registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts])
