@@ -1,4 +1,4 @@
-"""``python -m megatron_patches.refit``: its commands; ``export``, ``push`` and ``check`` run alone or under torchrun."""
+"""``python -m megatron_patches.refit``: its commands; ``export``, ``push``, ``check`` run alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_patches.refit import check_command, checkpoint_model, plan_command, push_command
+from megatron_patches.refit import check_command, checkpoint_model, plan_command, push_command, simulate_command
 from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
 from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
 from megatron_patches.refit.failing import fail
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     push_command.add_command(commands)
     check_command.add_command(commands)
     plan_command.add_commands(commands, parse_size)
+    simulate_command.add_command(commands, parse_size)
     return parser
 
 
@@ -101,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.command in {"plan", "verify"}:
         return plan_command.main(options)
+    if options.command == "simulate":
+        return simulate_command.main(options)
     first = int(os.environ.get("RANK", "0")) == 0
     _silence_imports()
     if options.command == "push":

@@ -133,12 +133,12 @@ def run(options: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         RefitError: on any mistake of the user's, with one line that says which.
     """
-    trainer = _of_flag("--from", lambda: trainer_mesh(options.trainer))
-    engine = _of_flag("--to", lambda: engine_mesh(options.engine))
+    trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
+    engine = of_flag("--to", lambda: engine_mesh(options.engine))
     for flag, size in (("--from", trainer.size), ("--to", engine.size)):
         if size > _MOST_RANKS:
             raise RefitError(f"{flag} has {size} ranks; at most {_MOST_RANKS} can be planned for")
-    hosts = _of_flag(
+    hosts = of_flag(
         "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
     )
     if options.command == "verify" and options.staging < MOST_ELEMENT_BYTES:
@@ -193,7 +193,7 @@ class _Phases:
         self.seconds[name] = time.perf_counter() - started
 
 
-def _of_flag[T](flag: str, make: Callable[[], T]) -> T:
+def of_flag[T](flag: str, make: Callable[[], T]) -> T:
     """What a flag says.
 
     Raises:
@@ -263,7 +263,7 @@ def print_outcome(outcome: Outcome, out: TextIO) -> None:
         table.add_column("of the mean", justify="right")
         mean = plan.nbytes / max(1, len(totals))
         for rank, nbytes in sorted(totals.items(), key=lambda item: (-item[1], item[0]))[:ROWS]:
-            table.add_row(str(rank), _size(nbytes), f"{nbytes / mean:.3f}")
+            table.add_row(str(rank), size_text(nbytes), f"{nbytes / mean:.3f}")
         table.caption = _left_out(len(totals))
         console.print(table)
     table = Table(title="bytes by link", title_justify="left", caption=_left_out(len(traffic.links)))
@@ -271,21 +271,21 @@ def print_outcome(outcome: Outcome, out: TextIO) -> None:
         table.add_column(name, justify="right")
     for link in sorted(traffic.links, key=lambda item: (-item.nbytes, item.source, item.destination))[:ROWS]:
         over = "host" if link.within_host else "network"
-        table.add_row(str(link.source), str(link.destination), _size(link.nbytes), over)
+        table.add_row(str(link.source), str(link.destination), size_text(link.nbytes), over)
     console.print(table)
 
 
 def _summary(outcome: Outcome) -> list[tuple[str, str]]:
     plan, traffic = outcome.plan, outcome.traffic
     trainer, engine = (len(side) for side in (outcome.cluster.sources, outcome.cluster.destinations))
-    model = _size(sum(spec.nbytes for spec in plan.tensors))
+    model = size_text(sum(spec.nbytes for spec in plan.tensors))
     rows = [
         ("model", f"{outcome.architecture}, {len(plan.tensors)} tensors, {model}"),
         ("from", f"{_axes(outcome.trainer)}: {trainer} ranks"),
         ("to", f"{_axes(_as_given(outcome.engine))}: {engine} ranks"),
         ("part", "all of the plan" if plan.part is None else str(plan.part)),
-        ("moved", f"{_size(plan.nbytes)} in {len(plan.transfers)} transfers"),
-        ("within hosts", _size(traffic.bytes_within_hosts)),
+        ("moved", f"{size_text(plan.nbytes)} in {len(plan.transfers)} transfers"),
+        ("within hosts", size_text(traffic.bytes_within_hosts)),
         ("floor", f"egress {traffic.egress_seconds:.4g} s, ingress {traffic.ingress_seconds:.4g} s"),
         ("proof", _proved(outcome)),
     ]
@@ -297,7 +297,7 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
             rows.append(("sampled", f"{compared['layers']} of {compared['of_layers']} layers fit into --max-memory"))
         rows.append(("compared", f"{compared['elements']} elements equal those of the dense model"))
         rows.append(("padding", f"{compared['untouched']} elements are as they were"))
-        rows.append(("staged", f"{_size(compared['peak_staged_bytes'])} at most"))
+        rows.append(("staged", f"{size_text(compared['peak_staged_bytes'])} at most"))
     rows.append(("digest", plan.digest))
     rows.append(("took", ", ".join(f"{name} {value:.2f} s" for name, value in outcome.seconds.items())))
     return rows
@@ -314,7 +314,8 @@ def _axes(mesh: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in mesh.items() if value != plain[name]) or "one rank"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Bytes for people."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"

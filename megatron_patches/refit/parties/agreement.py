@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import (
@@ -31,6 +31,24 @@ from megatron_patches.refit.planning.transfers import Transfer, canonical
 from megatron_patches.refit.proof import prove_with
 
 
+class Steps(Protocol):
+    """A party's place among all, which take steps together.
+
+    It is a :class:`megatron_patches.refit.assembly.Assembly`, or what a simulation has in its place.
+
+    Attributes:
+        party: the party's number.
+    """
+
+    party: int
+
+    def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
+        """Does this party's part of a step; what it is told."""
+
+    def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
+        """Does this party's part of a step; the parts of all."""
+
+
 @dataclass(frozen=True)
 class Agreed:
     """What a party has agreed on with the others.
@@ -46,7 +64,7 @@ class Agreed:
     nbytes: int
 
 
-def agree_as_source(assembly: Assembly, held: Callable[[], Held], told: Callable[[], None] = lambda: None) -> Agreed:
+def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[], None] = lambda: None) -> Agreed:
     """A source's part: it registers what it holds and checks what destinations ask of it.
 
     Args:
@@ -83,7 +101,7 @@ def agree_as_source(assembly: Assembly, held: Callable[[], Held], told: Callable
     return Agreed(plans[0], orders.digest, orders.nbytes)
 
 
-def agree_as_destination(assembly: Assembly, wanted: Callable[[Model], Manifest]) -> Agreed:
+def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -> Agreed:
     """A destination's part: it plans what it asks of which source, and proves that this covers all that it wants.
 
     Args:

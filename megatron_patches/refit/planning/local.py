@@ -115,6 +115,25 @@ def plan_destination(
     return dict(sorted(found.items()))
 
 
+def even_shares(host: str, wanted: Layout, sources: SourceIndex, split_bytes: int) -> dict[int, float]:
+    """Bytes that each source would send a destination if all who may send a part sent as much of it.
+
+    Arguments and errors are those of :func:`plan_destination`.
+    """
+    shares: dict[int, float] = defaultdict(float)
+    for template in wanted.templates:
+        for part in _parts_of(template, wanted, sources, 0, split_bytes):
+            candidates = _candidates(part, host)
+            for source in candidates:
+                shares[source] += part.nbytes * len(part.tensors) / len(candidates)
+    return shares
+
+
+def _candidates(part: _Part, host: str) -> Sequence[int]:
+    """Ranks of the sources that may send a part: those on the destination's host, if there are any."""
+    return [source for source, (holder, _) in part.holders.items() if holder.host == host] or list(part.holders)
+
+
 def _request(held: Template, asked: Template, axes: Axes, box: Box, dtype: str) -> Request:
     region = asked.region
     ahead = sum((low - base) * step for low, base, step in zip(box.start, region.start, asked.strides, strict=True))
@@ -226,8 +245,7 @@ def _choose(parts: Sequence[_Part], rank: int, host: str) -> _Chosen:
         chosen[key][2][numbers].append(part.box)
 
     for part in sorted(parts, key=lambda item: (len(item.holders) > 1, -item.nbytes)):
-        near = [source for source, (holder, _) in part.holders.items() if holder.host == host]
-        candidates = near or list(part.holders)
+        candidates = _candidates(part, host)
         for source in candidates:
             if source not in order:
                 order[source] = hashlib.sha256(f"{host}|{rank}|{source}".encode()).digest()

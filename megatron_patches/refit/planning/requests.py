@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import PlanMismatchError
 from megatron_patches.refit.planning.grids import (
     Axes,
@@ -51,6 +52,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     offset: Linear
     strides: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that arrive."""
+        return size_of(self.axes) * Box("", self.start, self.stop).volume * itemsize(self.dtype)
 
 
 def check_requests(requests: Iterable[Request], layout: Layout, source: int, destination: int) -> None:

@@ -1,0 +1,212 @@
+"""All parties of a refit, without processes: what each holds or wants, and a registry that sources have told so."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from msgspec.msgpack import decode, encode
+
+from megatron_patches.refit.cluster import Hosts
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.messages import (
+    DESCRIBING,
+    PLANNING,
+    RECORDING,
+    Asked,
+    Held,
+    ModelAnswer,
+    Overlap,
+    Registration,
+    Wanted,
+)
+from megatron_patches.refit.parties.registry import Registry, registered
+from megatron_patches.refit.plan import DEFAULT_OPTIONS
+from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
+from megatron_patches.refit.planning.local import SourceIndex, plan_destination
+from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
+from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
+
+
+class CpuClock:
+    """Seconds of one core's time of this process, by phase; other work on the machine does not add to them.
+
+    Attributes:
+        seconds: by phase.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds what is done in it to ``name``."""
+        began = time.process_time()
+        yield
+        self.seconds[name] += time.process_time() - began
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The two sides of a refit.
+
+    Attributes:
+        family: the model.
+        trainer: sizes of the trainer's axes.
+        engine: sizes of the axes of one engine.
+        engines: how many such engines; their workers are numbered one engine after the other.
+        options: how the trainer keeps its weights.
+        hosts: how ranks are spread over machines.
+
+    Raises:
+        ValueError: if there is no engine.
+    """
+
+    family: PlannableFamily
+    trainer: TrainerMesh
+    engine: EngineMesh
+    engines: int = 1
+    options: TrainerOptions = field(default_factory=TrainerOptions)
+    hosts: Hosts = field(default_factory=Hosts)
+
+    def __post_init__(self) -> None:
+        if self.engines < 1:
+            raise ValueError(f"there are {self.engines} engines; there must be at least one")
+
+    @property
+    def workers(self) -> int:
+        """Workers of all engines."""
+        return self.engines * self.engine.size
+
+    def host_of(self, worker: int) -> str:
+        """The machine of an engine worker."""
+        return self.hosts.name("engine", worker)
+
+    def held_by(self, rank: int) -> Manifest:
+        """What a trainer rank holds.
+
+        Raises:
+            RefitError: if an axis does not divide what it cuts.
+        """
+        return trainer_manifest(self.family, self.trainer, rank, self.options, self.hosts.name("trainer", rank))
+
+    def wanted_by(self, worker: int) -> Manifest:
+        """What an engine worker wants.
+
+        Raises:
+            RefitError: if an axis does not divide what it cuts.
+        """
+        place = worker % self.engine.size
+        manifest = engine_manifest(
+            self.family.traits, self.engine, place, self.options.dtype, host=self.host_of(worker)
+        )
+        return replace(manifest, rank=worker)
+
+
+class Fleet:
+    """The parties of a refit, and the registry of the first trainer rank, which all sources have told what they hold.
+
+    Args:
+        sides: who they are.
+        each: called once for each trainer rank that has been described.
+
+    Attributes:
+        sides: likewise.
+        holders: what each trainer rank holds.
+        model: what all parties are told of the model, encoded.
+        clock: what the registry took, by step.
+        through_bytes: bytes that went to and from the registry, by step.
+
+    Raises:
+        RefitError: if the model and the meshes do not go together.
+    """
+
+    def __init__(self, sides: Sides, each: Callable[[], None] = lambda: None) -> None:
+        self.sides = sides
+        self.clock = CpuClock()
+        self.through_bytes: dict[str, int] = defaultdict(int)
+        self._registry = Registry(sides.trainer.size)
+        self._layouts: dict[int, Layout] = {}
+        self.holders: list[Holder] = []
+        parts: list[bytes] = []
+        for rank in range(sides.trainer.size):
+            held = self.held(rank)
+            self.holders.append(holder_of(held.manifest))
+            parts.append(encode(Registration(registered(held, self.holders[-1].layout))))
+            each()
+        parts += [encode(Registration(None))] * sides.workers
+        self.model = self.tell(DESCRIBING, parts)[0]
+
+    @property
+    def told(self) -> ModelAnswer:
+        """:attr:`model`, decoded."""
+        return decode(self.model, type=ModelAnswer)
+
+    def held(self, rank: int) -> Held:
+        """What a source registers."""
+        # Of all but the layout, what the first one says counts.
+        shapes = dict(self.sides.family.shapes()) if rank == 0 else {}
+        return Held({}, shapes, self.sides.held_by(rank))
+
+    def tell(self, what: str, parts: Sequence[bytes]) -> list[bytes]:
+        """What the registry answers to what all parties say in a step, in order of their numbers."""
+        with self.clock.phase(what):
+            answers = self._registry.answer(what, list(parts))
+        if answers is None:
+            raise RefitError(f"the registry has no answer to {what!r}")
+        self.through_bytes[what] += sum(map(len, parts)) + sum(map(len, answers))
+        return answers
+
+    def layout_wanted_by(self, worker: int) -> Layout:
+        """What an engine worker wants; the same in each engine."""
+        place = worker % self.sides.engine.size
+        if place not in self._layouts:
+            self._layouts[place] = layout_of(self.sides.wanted_by(place))
+        return self._layouts[place]
+
+    def layouts_wanted(self) -> list[Layout]:
+        """What the workers of one engine want."""
+        return [self.layout_wanted_by(place) for place in range(self.sides.engine.size)]
+
+    def overlaps(self) -> list[bytes]:
+        """What each engine worker is told of the sources, encoded; workers that want the same share it."""
+        parts = [encode(Wanted(()))] * self.sides.trainer.size
+        places = []
+        for place in range(self.sides.engine.size):
+            regions = tuple(template.region for template in self.layout_wanted_by(place).templates)
+            places.append(encode(Wanted(regions)))
+        return self.tell(RECORDING, parts + places * self.sides.engines)[self.sides.trainer.size :]
+
+    def requests_of(self, worker: int, sources: SourceIndex) -> dict[int, list[Request]]:
+        """What an engine worker asks of which trainer rank.
+
+        Args:
+            worker: the worker.
+            sources: those that it is told of.
+        """
+        wanted = self.layout_wanted_by(worker)
+        return plan_destination(worker, self.sides.host_of(worker), wanted, sources, DEFAULT_OPTIONS.split_bytes)
+
+    def orders(self, asked: Sequence[bytes]) -> list[bytes]:
+        """What each trainer rank is told, encoded, if these are the requests of engine workers, in order."""
+        parts = [encode(Asked[list[Request]]({}, "", 0))] * self.sides.trainer.size
+        return self.tell(PLANNING, [*parts, *asked])[: self.sides.trainer.size]
+
+
+def holders_in(overlap: bytes) -> list[Holder]:
+    """The sources that a destination is told of."""
+    told = decode(overlap, type=Overlap)
+    return [Holder(rank, host, told.layouts[number]) for rank, host, number in told.holders]
+
+
+def asked_bytes(requests: Mapping[int, list[Request]]) -> bytes:
+    """What a destination says that it asks, encoded; without the digest of its plan, but as long."""
+    nbytes = sum(request.nbytes for found in requests.values() for request in found)
+    return encode(Asked(dict(requests), "0" * 64, nbytes))

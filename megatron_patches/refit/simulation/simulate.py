@@ -1,0 +1,290 @@
+"""Simulates a refit of a fleet: what planning costs each kind of worker and the registry, and how versions fan out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from msgspec.structs import astuple
+
+from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING
+from megatron_patches.refit.plan import DEFAULT_OPTIONS
+from megatron_patches.refit.planning.fan_out import Receiver, Server, Wave, fan_out, least_units
+from megatron_patches.refit.planning.grids import size_of
+from megatron_patches.refit.planning.layouts import Layout
+from megatron_patches.refit.planning.local import SourceIndex, even_shares
+from megatron_patches.refit.progress import Progress
+from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
+from megatron_patches.refit.simulation.workers import Worker, run_destination, run_source, without_others
+
+_COPIES_IN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """How much of a fleet is run.
+
+    Attributes:
+        workers: of each kind, how many describe, plan and prove as they would among processes: of each set whose
+            layouts differ in places only.
+        requests: of at least so many engine workers, in whole engines, the requests are planned: what each trainer rank
+            sends comes from them.
+
+    Raises:
+        ValueError: if nobody is run.
+    """
+
+    workers: int = 1
+    requests: int = 64
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.requests < 1:
+            raise ValueError(
+                f"a sample of {self.workers} workers and requests of {self.requests}; at least one of each"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Workers of a pipeline stage.
+
+    Attributes:
+        name: which they are.
+        count: how many there are.
+        measured: those that were run: some of each set whose layouts differ in places only. The greatest of each figure
+            counts.
+    """
+
+    name: str
+    count: int
+    measured: tuple[Worker, ...]
+
+    def most(self, figure: str) -> float:
+        """The greatest value of an attribute of :class:`Worker`."""
+        return max(float(getattr(worker, figure)) for worker in self.measured)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """How evenly trainer ranks send.
+
+    Attributes:
+        engines: engines whose requests were planned.
+        busiest_bytes: what the busiest trainer rank sends them.
+        mean_bytes: what trainer ranks send them on average.
+        even_bytes: what the busiest would send them if all who may send a part always sent as much of it.
+    """
+
+    engines: int
+    busiest_bytes: int
+    mean_bytes: float
+    even_bytes: float
+
+    @property
+    def over_even(self) -> float:
+        """The busiest trainer rank over the busiest of an even division."""
+        return self.busiest_bytes / self.even_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FanOut:
+    """How a version gets to all replicas of an engine.
+
+    Attributes:
+        replicas: how many there are.
+        copies: how many of them the trainer serves at full speed at a time.
+        unit_seconds: in which one of them receives a version at full speed.
+        waves: from the first to the last.
+        least_units: a time that no schedule is shorter than.
+    """
+
+    replicas: int
+    copies: float
+    unit_seconds: float
+    waves: tuple[Wave, ...]
+    least_units: float
+
+    @property
+    def units(self) -> float:
+        """The time of all waves."""
+        return float(self.waves[-1].end)
+
+    @property
+    def over_least(self) -> float:
+        """That time over the least."""
+        return self.units / self.least_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came of it.
+
+    Attributes:
+        engines: how many there are.
+        kinds: of workers, trainer first.
+        registry_seconds: CPU seconds of the first trainer rank for all others, by step.
+        registry_bytes: to and from it, by step.
+        balance: of what trainer ranks send.
+        fan_out: the waves.
+    """
+
+    engines: int
+    kinds: tuple[Kind, ...]
+    registry_seconds: Mapping[str, float]
+    registry_bytes: Mapping[str, float]
+    balance: Balance
+    fan_out: FanOut
+
+    @property
+    def sampled(self) -> bool:
+        """Whether what trainer ranks are asked for was planned for a part of the engines only."""
+        return self.balance.engines < self.engines
+
+
+def simulate(sides: Sides, sample: Sample, replicas: int, bytes_per_s: float, progress: Progress) -> Simulation:
+    """Runs it.
+
+    Args:
+        sides: trainer and engines.
+        sample: how much of them is run.
+        replicas: how many engines the version is to get to in waves.
+        bytes_per_s: that an engine worker can receive, and send at the same time.
+        progress: told of each phase.
+
+    Raises:
+        RefitError: if the model and the meshes do not go together, or no plan covers what engines want.
+    """
+    progress.phase("describe", sides.trainer.size)
+    fleet = Fleet(sides, lambda: progress.advance(1))
+    overlaps = fleet.overlaps()
+    engines = min(sides.engines, math.ceil(sample.requests / sides.engine.size))
+    scale = sides.engines / engines
+    progress.phase("plan", engines * sides.engine.size)
+    asked, balance = _requests(fleet, engines, overlaps, lambda: progress.advance(1))
+    progress.phase("run workers", 0)
+    with without_others():
+        wanting = _run(
+            _kinds("engine", fleet.layouts_wanted(), lambda rank: rank // sides.engine.tp % sides.engine.pp),
+            sample.workers,
+            lambda rank: run_destination(fleet, rank, overlaps[rank]),
+            sides.engines,
+        )
+        orders = fleet.orders(asked)
+        holding = _run(
+            _kinds(
+                "trainer", [holder.layout for holder in fleet.holders], lambda rank: sides.trainer.coordinates(rank).pp
+            ),
+            sample.workers,
+            lambda rank: run_source(fleet, rank, orders[rank], scale),
+        )
+    grows = {DESCRIBING: 1.0, RECORDING: 1.0, PLANNING: scale}
+    received = max(kind.most("weight_bytes") for kind in wanting)
+    return Simulation(
+        engines=sides.engines,
+        kinds=(*holding, *wanting),
+        registry_seconds={step: fleet.clock.seconds[step] * by for step, by in grows.items()},
+        registry_bytes={step: fleet.through_bytes[step] * by for step, by in grows.items()},
+        balance=balance,
+        fan_out=_fan_out(replicas, received, balance.busiest_bytes / engines, bytes_per_s),
+    )
+
+
+def _requests(
+    fleet: Fleet, engines: int, overlaps: Sequence[bytes], each: Callable[[], None]
+) -> tuple[list[bytes], Balance]:
+    """What the workers of some engines ask, encoded, and how evenly."""
+    sides = fleet.sides
+    sent = dict.fromkeys(range(sides.trainer.size), 0)
+    even: dict[int, float] = defaultdict(float)
+    asked: list[bytes] = []
+    for place in range(sides.engine.size):
+        index, wanted = SourceIndex(holders_in(overlaps[place])), fleet.layout_wanted_by(place)
+        for rank in range(place, engines * sides.engine.size, sides.engine.size):
+            requests = fleet.requests_of(rank, index)
+            for source, found in requests.items():
+                sent[source] += sum(request.nbytes for request in found)
+            for source, share in even_shares(sides.host_of(rank), wanted, index, DEFAULT_OPTIONS.split_bytes).items():
+                even[source] += share
+            asked.append(asked_bytes(requests))
+            each()
+    by_rank = [asked[place * engines + engine] for engine in range(engines) for place in range(sides.engine.size)]
+    return by_rank, Balance(
+        engines=engines,
+        busiest_bytes=max(sent.values()),
+        mean_bytes=sum(sent.values()) / len(sent),
+        even_bytes=max(even.values()),
+    )
+
+
+def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) -> FanOut:
+    """The waves, where the trainer is as fast as its busiest rank.
+
+    Args:
+        replicas: how many want the version.
+        received: bytes that the busiest worker of an engine receives.
+        sent: bytes that the busiest trainer rank sends an engine.
+        bytes_per_s: of either.
+    """
+    exact = Fraction(received) / Fraction(sent)
+    # In whole copies, or eighths of few: waves with many different parts of a copy are long to compute and no better.
+    parts = 1 if exact >= _COPIES_IN else _COPIES_IN
+    copies = max(Fraction(1, parts), Fraction(math.floor(parts * exact), parts))
+    waves = fan_out(
+        [Server(name="trainer", copies=copies)], [Receiver(name=f"engine {number}") for number in range(replicas)]
+    )
+    return FanOut(
+        replicas=replicas,
+        copies=float(copies),
+        unit_seconds=received / bytes_per_s,
+        waves=waves,
+        least_units=float(least_units(exact, replicas)),
+    )
+
+
+def _run(
+    kinds: Mapping[str, Sequence[Sequence[int]]], count: int, run: Callable[[int], Worker], times: int = 1
+) -> list[Kind]:
+    """Runs workers of each kind, of which there are ``times`` as many as ranks."""
+    return [
+        Kind(
+            name=name,
+            count=times * sum(map(len, alike)),
+            measured=tuple(run(rank) for ranks in alike for rank in _spread(ranks, count)),
+        )
+        for name, alike in kinds.items()
+    ]
+
+
+def _kinds(side: str, layouts: Sequence[Layout], stage_of: Callable[[int], int]) -> dict[str, list[list[int]]]:
+    """Ranks by pipeline stage; within it, those whose layouts differ in places only together."""
+    stages: dict[int, dict[object, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, layout in enumerate(layouts):
+        stages[stage_of(rank)][_sizes(layout)].append(rank)
+    return {
+        f"{side}, stage {stage}" if len(stages) > 1 else side: list(alike.values())
+        for stage, alike in sorted(stages.items())
+    }
+
+
+def _sizes(layout: Layout) -> object:
+    """What workers of a kind have in common."""
+    return tuple(
+        sorted(
+            (
+                template.region.tensor,
+                size_of(template.region.axes),
+                template.region.box.shape,
+                astuple(layout.kind(template)),
+            )
+            for template in layout.templates
+        )
+    )
+
+
+def _spread(ranks: Sequence[int], count: int) -> list[int]:
+    """``count`` of them at even distances, or all."""
+    count = min(count, len(ranks))
+    return [ranks[index * len(ranks) // count] for index in range(count)]

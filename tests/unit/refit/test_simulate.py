@@ -1,0 +1,222 @@
+"""The simulation of a fleet runs what parties run: its figures are those of plans for all, and of real messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from msgspec.msgpack import decode
+
+from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.cluster import Hosts, engine_mesh, trainer_mesh
+from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING, Asked, Orders
+from megatron_patches.refit.plan import make_plan
+from megatron_patches.refit.planning.local import SourceIndex
+from megatron_patches.refit.planning.requests import Request
+from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.progress import Quiet
+from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
+from megatron_patches.refit.simulation.models import MODELS
+from megatron_patches.refit.simulation.simulate import Sample, Simulation, simulate
+from megatron_patches.refit.simulation.workers import run_destination, run_source
+from megatron_patches.refit.source.config_traits import family_from_config
+from tests.unit.refit.test_plan_command import CONFIG
+
+TRAINER, ENGINE = "tp=2,etp=2,pp=2,ep=2,dp=2", "tp=2,ep=2"
+
+
+def sides(engines: int = 4, engine: str = ENGINE, colocated: bool = False) -> Sides:
+    return Sides(
+        family=family_from_config(CONFIG),
+        trainer=trainer_mesh(TRAINER),
+        engine=engine_mesh(engine),
+        engines=engines,
+        hosts=Hosts(ranks_per_host=2, colocated=colocated),
+    )
+
+
+def simulated(of: Sides, requests: int = 64, replicas: int = 4) -> Simulation:
+    return simulate(of, Sample(workers=64, requests=requests), replicas, 1e9, Quiet())
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("engine", [ENGINE, "tp=2,pp=2"])
+def test_figures_are_those_of_the_whole_plan(engine: str, colocated: bool) -> None:
+    of = sides(3, engine, colocated)
+    sources = [of.held_by(rank) for rank in range(of.trainer.size)]
+    destinations = [of.wanted_by(rank) for rank in range(of.workers)]
+    plan = make_plan(agree_on_tensors(of.family.shapes(), sources), sources, destinations)
+    sent, received = plan.bytes_by_source(), defaultdict[int, int](int)
+    for item in plan.transfers:
+        received[item.destination] += item.nbytes
+    found = simulated(of)
+    assert not found.sampled
+    assert found.balance.busiest_bytes == max(sent.values())
+    assert found.balance.mean_bytes * of.trainer.size == plan.nbytes
+    assert sum(kind.count for kind in found.kinds) == of.trainer.size + of.workers
+    for kind in found.kinds:
+        totals = received if kind.name.startswith("engine") else sent
+        assert {worker.rank: worker.weight_bytes for worker in kind.measured} == {
+            worker.rank: totals[worker.rank] for worker in kind.measured
+        }
+    measured = [worker.rank for kind in found.kinds if kind.name.startswith("trainer") for worker in kind.measured]
+    assert sorted(measured) == list(range(of.trainer.size))
+
+
+def test_planned_requests_are_those_that_a_worker_makes() -> None:
+    """The one is the planner alone, the other all that a party does."""
+    fleet = Fleet(sides())
+    overlaps = fleet.overlaps()
+    asked = [
+        asked_bytes(fleet.requests_of(worker, SourceIndex(holders_in(overlaps[worker]))))
+        for worker in range(fleet.sides.workers)
+    ]
+    orders = fleet.orders(asked)
+    for rank, told in enumerate(asked):
+        requests = decode(told, type=Asked[list[Request]]).requests
+        worker = run_destination(fleet, rank, overlaps[rank])
+        assert (worker.peers, worker.requests) == (len(requests), sum(map(len, requests.values())))
+        assert worker.weight_bytes == decode(told, type=Asked[list[Request]]).nbytes
+        assert worker.received_bytes > len(overlaps[rank]) + len(fleet.model)
+        assert worker.sent_bytes > len(told)
+    for rank, order in enumerate(orders):
+        requests_of = decode(order, type=Orders[list[Request]]).requests
+        source = run_source(fleet, rank, order, 1.0)
+        assert (source.peers, source.requests) == (len(requests_of), sum(len(found) for _, found in requests_of))
+
+
+def test_the_registry_carries_all_messages_of_all() -> None:
+    fleet = Fleet(sides())
+    assert fleet.through_bytes[DESCRIBING] > (fleet.sides.trainer.size + fleet.sides.workers) * len(fleet.model)
+    overlaps = fleet.overlaps()
+    assert fleet.through_bytes[RECORDING] > sum(map(len, overlaps))
+    orders = fleet.orders([asked_bytes({})] * fleet.sides.workers)
+    assert fleet.through_bytes[PLANNING] > sum(map(len, orders))
+
+
+def test_a_sample_stands_for_all_engines() -> None:
+    whole, part = simulated(sides(8), requests=16), simulated(sides(8), requests=7)
+    assert (whole.sampled, part.sampled) == (False, True)
+    assert part.balance.engines == 4  # whole ones
+    for all_, some in zip(whole.kinds, part.kinds, strict=True):
+        assert (all_.name, all_.count) == (some.name, some.count)
+        assert some.most("peers") == pytest.approx(all_.most("peers"), rel=0.25)
+        assert some.most("weight_bytes") == pytest.approx(all_.most("weight_bytes"), rel=0.25)
+    assert part.registry_bytes[DESCRIBING] == whole.registry_bytes[DESCRIBING]
+    assert part.registry_bytes[RECORDING] == whole.registry_bytes[RECORDING]
+    assert part.registry_bytes[PLANNING] == pytest.approx(whole.registry_bytes[PLANNING], rel=0.1)
+
+
+def test_the_trainer_serves_as_many_engines_at_a_time_as_its_busiest_rank_allows() -> None:
+    found = simulated(sides(), replicas=256)
+    received = max(kind.most("weight_bytes") for kind in found.kinds if kind.name == "engine")
+    exact = received / (found.balance.busiest_bytes / found.balance.engines)
+    assert exact - 0.125 < found.fan_out.copies <= exact
+    assert found.fan_out.unit_seconds == received / 1e9
+    assert 1 <= found.fan_out.over_least < 1.1
+    assert len([name for wave in found.fan_out.waves for name in wave.committed]) == 256
+
+
+def arguments(tmp_path: Path, **changed: str) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    flags = {
+        "model": str(tmp_path),
+        "from": TRAINER,
+        "to": ENGINE,
+        "engines": "4",
+        "json": str(tmp_path / "found.json"),
+    }
+    chosen = {**flags, **{name.replace("_", "-"): value for name, value in changed.items()}}
+    return ["simulate", *(word for name, value in chosen.items() for word in (f"--{name}", value))]
+
+
+def test_the_command_prints_tables_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tmp_path, replicas="9")) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "planned for all engine workers",
+        "trainer, stage 1",
+        "registry, for all",
+        "waves to 9 engines",
+        "met",
+    ):
+        assert text in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["engine"] == {"axes": ENGINE, "ranks": 2, "engines": 4}
+    assert [kind["count"] for kind in found["kinds"]] == [8, 8, 8]
+    assert found["sampled"] is False
+    assert sorted(name for wave in found["fan_out"]["waves"] for name in wave["committed"]) == [
+        f"engine {number}" for number in range(9)
+    ]
+    assert all(target["met"] for target in found["targets"])
+
+
+def test_a_sample_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(tmp_path, requests="1", most_over="9")) == 0
+    assert "planned for 1 of 4 engines, and multiplied (sampled)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "missed"),
+    [
+        ("most_seconds", "0", 2),
+        ("most_worker", "10", 1),
+        ("most_registry", "10", 1),
+        ("most_over", "-0.9", 2),
+    ],
+)
+def test_a_missed_target_is_the_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, missed: int
+) -> None:
+    assert main(arguments(tmp_path, **{flag: value})) == 1
+    assert capsys.readouterr().out.count("MISSED") == missed
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("model", "gpt-9", "gpt-9 is neither a file nor one of qwen3-235b, deepseek-v3, kimi-k2"),
+        ("from", "tp=3", "tp is 3 and the model has 2 KV heads"),
+        ("to", "tp=2,ep=3", "--to: ep is 3"),
+        ("engines", "0", "--engines: there are 0 engines"),
+        ("replicas", "0", "--replicas is 0"),
+        ("requests", "0", "--workers, --requests: a sample of 1 workers and requests of 0"),
+        ("ranks_per_host", "0", "--ranks-per-host: ranks_per_host is 0"),
+        ("json", "/nowhere/found.json", "--json: there is no directory /nowhere"),
+        ("json", "/", "--json: cannot write /: Is a directory"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    assert main(arguments(tmp_path, **{flag: value})) == 1
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_a_name_are_described(name: str) -> None:
+    shapes = family_from_config(MODELS[name]).shapes()
+    parameters = sum(map(math.prod, shapes.values()))
+    expected = {"qwen3-235b": 235e9, "deepseek-v3": 685e9, "kimi-k2": 1.027e12}[name]
+    assert parameters == pytest.approx(expected, rel=0.005)
+
+
+FLEETS = {
+    "deepseek-v3": ("tp=2,etp=2,pp=4,first=16,ep=32,expert_etp=2,dp=16", "tp=8,dp=32,ep=256", "1", "1", "2", "20MB"),
+    "kimi-k2": ("tp=2,etp=2,pp=4,first=16,ep=64,expert_etp=4,dp=64", "tp=8,ep=8", "64", "256", "5", "500MB"),
+}
+"""DeepSeek-V3 on 256 ranks to 256; a model of 1T parameters on 1024 to 64 engines, and to 256 in waves."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FLEETS)
+def test_large_fleets_meet_their_targets(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, engine, engines, replicas, seconds, worker = FLEETS[model]
+    flags = {"from": trainer, "to": engine, "engines": engines, "replicas": replicas}
+    limits = {"most_seconds": seconds, "most_worker": worker, "most_registry": "2GB"}
+    assert main(arguments(tmp_path, model=model, **flags, **limits)) == 0, capsys.readouterr().out
