@@ -18,7 +18,7 @@ from megatron_patches.refit.plan_command import of_flag, size_text
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.simulation.fleet import Sides
 from megatron_patches.refit.simulation.models import MODELS, config_of
-from megatron_patches.refit.simulation.simulate import FanOut, Kind, Sample, Simulation, simulate
+from megatron_patches.refit.simulation.simulate import FanOut, SampleSize, Simulation, WorkerKind, simulate
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config
 from megatron_patches.refit.source.offline import TrainerOptions
 
@@ -57,8 +57,8 @@ def add_command(
     command.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+@dataclass(frozen=True)
+class Limit:
     """A figure and the most that it may be.
 
     Attributes:
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     hosts = of_flag(
         "--ranks-per-host", lambda: Hosts(ranks_per_host=options.ranks_per_host, colocated=options.colocated)
     )
-    sample = of_flag("--workers, --requests", lambda: Sample(workers=options.workers, requests=options.requests))
+    sample = of_flag("--workers, --requests", lambda: SampleSize(workers=options.workers, requests=options.requests))
     sides = of_flag(
         "--engines",
         lambda: Sides(
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulat
     return sides, simulate(sides, sample, replicas, options.between_hosts, progress)
 
 
-def targets_of(options: argparse.Namespace, found: Simulation) -> list[Target]:
+def targets_of(options: argparse.Namespace, found: Simulation) -> list[Limit]:
     """Every figure that has a limit."""
     seconds = max(kind.most("seconds") for kind in found.kinds)
     messages = max(worker.received_bytes + worker.sent_bytes for kind in found.kinds for worker in kind.measured)
@@ -141,25 +141,22 @@ def targets_of(options: argparse.Namespace, found: Simulation) -> list[Target]:
     most, over = f"{options.most_seconds:g} s", 1 + options.most_over
     balance, fan_out = found.balance, found.fan_out
 
-    def target(name: str, figure: float, limit: float, text: str) -> Target:
-        return Target(name=name, found=figure, most=limit, text=text)
-
     return [
-        target("seconds of a worker", seconds, options.most_seconds, f"{seconds:.2f} s of {most}"),
-        target("seconds of the registry", registry, options.most_seconds, f"{registry:.2f} s of {most}"),
-        target(
+        Limit("seconds of a worker", seconds, options.most_seconds, f"{seconds:.2f} s of {most}"),
+        Limit("seconds of the registry", registry, options.most_seconds, f"{registry:.2f} s of {most}"),
+        Limit(
             "messages of a worker", messages, options.most_worker, _of(size_text(int(messages)), options.most_worker)
         ),
-        target(
+        Limit(
             "through the registry", through, options.most_registry, _of(size_text(int(through)), options.most_registry)
         ),
-        target(
+        Limit(
             "busiest source",
             balance.over_even,
             over,
             f"{balance.over_even:.3f} of an even division's; {over:g} at most",
         ),
-        target("fan-out", fan_out.over_least, over, f"{fan_out.over_least:.3f} of the least time; {over:g} at most"),
+        Limit("fan-out", fan_out.over_least, over, f"{fan_out.over_least:.3f} of the least time; {over:g} at most"),
     ]
 
 
@@ -167,9 +164,7 @@ def _of(found: str, most: int) -> str:
     return f"{found} of {size_text(most)}"
 
 
-def as_json(
-    options: argparse.Namespace, sides: Sides, found: Simulation, targets: list[Target]
-) -> Mapping[str, object]:
+def as_json(options: argparse.Namespace, sides: Sides, found: Simulation, targets: list[Limit]) -> Mapping[str, object]:
     """Everything, for machines."""
     balance = found.balance
     return {
@@ -192,7 +187,7 @@ def as_json(
     }
 
 
-def _kind(kind: Kind) -> Mapping[str, object]:
+def _kind(kind: WorkerKind) -> Mapping[str, object]:
     return {
         "name": kind.name,
         "count": kind.count,
@@ -227,7 +222,7 @@ def _write(file: Path, content: Mapping[str, object]) -> None:
         raise RefitError(f"--json: cannot write {file}: {error.strerror}") from error
 
 
-def print_simulation(sides: Sides, found: Simulation, targets: list[Target], out: TextIO) -> None:
+def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out: TextIO) -> None:
     """Tables for people."""
     from rich.console import Console
     from rich.table import Table

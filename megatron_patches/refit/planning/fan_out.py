@@ -53,7 +53,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Receiver:
+class Waiting:
     """Somebody who wants the version.
 
     Attributes:
@@ -106,7 +106,7 @@ class Wave:
     committed: tuple[str, ...]
 
 
-def assign(servers: Sequence[Server], receivers: Sequence[Receiver]) -> tuple[Share, ...]:
+def assign(servers: Sequence[Server], receivers: Sequence[Waiting]) -> tuple[Share, ...]:
     """Hands out servers until the next receiver commits; call again then, or when somebody comes or goes.
 
     Args:
@@ -128,7 +128,7 @@ def assign(servers: Sequence[Server], receivers: Sequence[Receiver]) -> tuple[Sh
     return tuple(_pour(servers, _speeds(sum((server.copies for server in servers), Fraction()), receivers)))
 
 
-def fan_out(servers: Sequence[Server], receivers: Sequence[Receiver]) -> tuple[Wave, ...]:
+def fan_out(servers: Sequence[Server], receivers: Sequence[Waiting]) -> tuple[Wave, ...]:
     """All waves until every receiver has committed; arguments and errors as in :func:`assign`."""
     waves: list[Wave] = []
     now, having, wanting = Fraction(), list(servers), list(receivers)
@@ -169,7 +169,7 @@ def _least(copies: Fraction, receivers: int) -> Fraction:
     return max(Fraction(1), waves + 2 * rest / (rest + copies * (1 << waves)))
 
 
-def _speeds(copies: Fraction, receivers: Sequence[Receiver]) -> list[tuple[Receiver, Fraction]]:
+def _speeds(copies: Fraction, receivers: Sequence[Waiting]) -> list[tuple[Waiting, Fraction]]:
     """How fast each receiver takes, as part of its full speed; together at most ``copies``."""
     missing = sum((item.missing for item in receivers), Fraction())
     if missing <= copies:  # all end together
@@ -193,7 +193,7 @@ def _served_alone(copies: Fraction, rest: Fraction, receivers: int) -> int:
     return min((min(most, math.floor(rest / 2)), min(most, math.ceil(rest / 2))), key=last_wave)
 
 
-def _pour(servers: Sequence[Server], speeds: Iterable[tuple[Receiver, Fraction]]) -> Iterator[Share]:
+def _pour(servers: Sequence[Server], speeds: Iterable[tuple[Waiting, Fraction]]) -> Iterator[Share]:
     """Spreads speeds over servers, in order; those of the same machine first."""
     left = {server.name: server.copies for server in servers}
     hosts: dict[str, list[str]] = defaultdict(list)

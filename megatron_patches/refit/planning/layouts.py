@@ -27,6 +27,9 @@ from megatron_patches.refit.planning.grids import (
     value_at,
 )
 
+Corners = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a box starts and where it stops, in each dimension."""
+
 
 class Kind(msgspec.Struct, frozen=True, array_like=True):
     """A storage but for its name; see :class:`megatron_patches.refit.manifest.Storage`."""

@@ -34,10 +34,9 @@ from megatron_patches.refit.planning.grids import (
     restrict,
     values_of,
 )
-from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template
+from megatron_patches.refit.planning.layouts import Corners, Holder, Layout, Region, Template
 from megatron_patches.refit.planning.requests import Request
 
-_Corners = tuple[tuple[int, ...], tuple[int, ...]]
 _Held = tuple[Holder, Template]
 
 
@@ -54,8 +53,8 @@ class SourceIndex:
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.layouts: Mapping[int, Layout] = {holder.rank: holder.layout for holder in holders}
-        self.holders: dict[str, dict[Axes, dict[_Corners, list[_Held]]]] = {}
-        self._refined: dict[frozenset[_Corners], bool] = {}
+        self.holders: dict[str, dict[Axes, dict[Corners, list[_Held]]]] = {}
+        self._refined: dict[frozenset[Corners], bool] = {}
         for holder in sorted(holders, key=lambda item: item.rank):
             for template in holder.layout.templates:
                 region = template.region
@@ -63,7 +62,7 @@ class SourceIndex:
                 corners = grids.setdefault(region.axes, {})
                 corners.setdefault((region.start, region.stop), []).append((holder, template))
 
-    def must_refine(self, corners: frozenset[_Corners]) -> bool:
+    def must_refine(self, corners: frozenset[Corners]) -> bool:
         """Whether some of these boxes overlap."""
         if corners not in self._refined:
             boxes = [Box("", *ends) for ends in sorted(corners)]
@@ -154,7 +153,7 @@ def _request(held: Template, asked: Template, axes: Axes, box: Box, dtype: str) 
 def _parts_of(asked: Template, wanted: Layout, held: SourceIndex, rank: int, split_bytes: int) -> Iterator[_Part]:
     """The parts of one wanted template."""
     region, width = asked.region, itemsize(wanted.kind(asked).dtype)
-    known: dict[frozenset[_Corners], list[tuple[Box, tuple[Box, ...]]]] = {}
+    known: dict[frozenset[Corners], list[tuple[Box, tuple[Box, ...]]]] = {}
     for tensors, replicas in _blocks(region, held):
         corners = frozenset(replicas)
         if corners not in known:
@@ -181,7 +180,7 @@ def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) ->
     return cell.split(count, next((dim for dim, extent in enumerate(cell.shape) if extent > 1), 0))
 
 
-def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], dict[_Corners, list[_Held]]]]:
+def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], dict[Corners, list[_Held]]]]:
     """Cuts a grid where other sources begin; each block with the boxes that are held of all of its tensors."""
     grids = {axes: corners for axes, corners in held.holders.get(region.tensor, {}).items() if meet(region.axes, axes)}
     by_axis: list[dict[frozenset[Axis], list[int]]] = []
@@ -192,7 +191,7 @@ def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], 
             alike[frozenset(other for other in present if value in values_of(other))].append(value)
         by_axis.append(alike)
     for choice in itertools.product(*(alike.items() for alike in by_axis)):
-        replicas: dict[_Corners, list[_Held]] = defaultdict(list)
+        replicas: dict[Corners, list[_Held]] = defaultdict(list)
         for axes in itertools.product(*(sorted(allowed) for allowed, _ in choice)):
             for corners, holders in grids.get(axes, {}).items():
                 replicas[corners].extend(holders)
@@ -200,7 +199,7 @@ def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], 
 
 
 def _cells(
-    wanted: Box, boxes: Sequence[Box], held: SourceIndex, corners: frozenset[_Corners]
+    wanted: Box, boxes: Sequence[Box], held: SourceIndex, corners: frozenset[Corners]
 ) -> list[tuple[Box, tuple[Box, ...]]]:
     """Disjoint pieces of ``wanted``, each with all held boxes that contain it."""
     near = [(box, common) for box in boxes if (common := box.intersect(wanted)) is not None]

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_patches.refit.planning.grids import Axes, meet
-from megatron_patches.refit.planning.layouts import Holder, Kind, Layout, Region, Template
-
-Corners = tuple[tuple[int, ...], tuple[int, ...]]
+from megatron_patches.refit.planning.layouts import Corners, Holder, Kind, Layout, Region, Template
 
 
 class OverlapIndex:

@@ -12,19 +12,17 @@ from msgspec.structs import astuple
 
 from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING
 from megatron_patches.refit.plan import DEFAULT_OPTIONS
-from megatron_patches.refit.planning.fan_out import Receiver, Server, Wave, fan_out, least_units
+from megatron_patches.refit.planning.fan_out import Server, Waiting, Wave, fan_out, least_units
 from megatron_patches.refit.planning.grids import size_of
 from megatron_patches.refit.planning.layouts import Layout
 from megatron_patches.refit.planning.local import SourceIndex, even_shares
 from megatron_patches.refit.progress import Progress
 from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
-from megatron_patches.refit.simulation.workers import Worker, run_destination, run_source, without_others
-
-_COPIES_IN = 8
+from megatron_patches.refit.simulation.workers import WorkerCost, run_destination, run_source, without_others
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class SampleSize:
     """How much of a fleet is run.
 
     Attributes:
@@ -48,7 +46,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class WorkerKind:
     """Workers of a pipeline stage.
 
     Attributes:
@@ -60,10 +58,10 @@ class Kind:
 
     name: str
     count: int
-    measured: tuple[Worker, ...]
+    measured: tuple[WorkerCost, ...]
 
     def most(self, figure: str) -> float:
-        """The greatest value of an attribute of :class:`Worker`."""
+        """The greatest value of an attribute of :class:`WorkerCost`."""
         return max(float(getattr(worker, figure)) for worker in self.measured)
 
 
@@ -132,7 +130,7 @@ class Simulation:
     """
 
     engines: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[WorkerKind, ...]
     registry_seconds: Mapping[str, float]
     registry_bytes: Mapping[str, float]
     balance: Balance
@@ -144,7 +142,7 @@ class Simulation:
         return self.balance.engines < self.engines
 
 
-def simulate(sides: Sides, sample: Sample, replicas: int, bytes_per_s: float, progress: Progress) -> Simulation:
+def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float, progress: Progress) -> Simulation:
     """Runs it.
 
     Args:
@@ -229,11 +227,11 @@ def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) ->
         bytes_per_s: of either.
     """
     exact = Fraction(received) / Fraction(sent)
-    # In whole copies, or eighths of few: waves with many different parts of a copy are long to compute and no better.
-    parts = 1 if exact >= _COPIES_IN else _COPIES_IN
+    # In whole copies, or parts of few: waves with many different parts of a copy are long to compute and no better.
+    parts = 64 if exact < 1 else 8 if exact < 8 else 1
     copies = max(Fraction(1, parts), Fraction(math.floor(parts * exact), parts))
     waves = fan_out(
-        [Server(name="trainer", copies=copies)], [Receiver(name=f"engine {number}") for number in range(replicas)]
+        [Server(name="trainer", copies=copies)], [Waiting(name=f"engine {number}") for number in range(replicas)]
     )
     return FanOut(
         replicas=replicas,
@@ -245,11 +243,11 @@ def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) ->
 
 
 def _run(
-    kinds: Mapping[str, Sequence[Sequence[int]]], count: int, run: Callable[[int], Worker], times: int = 1
-) -> list[Kind]:
+    kinds: Mapping[str, Sequence[Sequence[int]]], count: int, run: Callable[[int], WorkerCost], times: int = 1
+) -> list[WorkerKind]:
     """Runs workers of each kind, of which there are ``times`` as many as ranks."""
     return [
-        Kind(
+        WorkerKind(
             name=name,
             count=times * sum(map(len, alike)),
             measured=tuple(run(rank) for ranks in alike for rank in _spread(ranks, count)),

@@ -18,7 +18,7 @@ from megatron_patches.refit.simulation.fleet import Fleet
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class WorkerCost:
     """What planning was for one worker.
 
     Attributes:
@@ -82,7 +82,7 @@ class SimulatedSteps:
         self.seconds[what] += time.process_time() - began
 
 
-def run_destination(fleet: Fleet, rank: int, overlap: bytes) -> Worker:
+def run_destination(fleet: Fleet, rank: int, overlap: bytes) -> WorkerCost:
     """An engine worker plans what it asks of which source, and proves it.
 
     Args:
@@ -100,7 +100,7 @@ def run_destination(fleet: Fleet, rank: int, overlap: bytes) -> Worker:
     return _worker(rank, steps, agreed, len(asked.requests), sum(map(len, asked.requests.values())), 1.0)
 
 
-def run_source(fleet: Fleet, rank: int, orders: bytes, scale: float) -> Worker:
+def run_source(fleet: Fleet, rank: int, orders: bytes, scale: float) -> WorkerCost:
     """A trainer rank describes what it holds and checks what is asked of it.
 
     Args:
@@ -119,10 +119,10 @@ def run_source(fleet: Fleet, rank: int, orders: bytes, scale: float) -> Worker:
     return _worker(rank, steps, agreed, len(told.requests), sum(len(found) for _, found in told.requests), scale)
 
 
-def _worker(rank: int, steps: SimulatedSteps, agreed: Agreed, peers: int, requests: int, scale: float) -> Worker:
+def _worker(rank: int, steps: SimulatedSteps, agreed: Agreed, peers: int, requests: int, scale: float) -> WorkerCost:
     fixed = sum(steps.seconds[what] for what in (DESCRIBING, RECORDING))
     orders = len(steps.answers[PLANNING])
-    return Worker(
+    return WorkerCost(
         rank=rank,
         seconds=fixed + scale * (sum(steps.seconds.values()) - fixed),
         received_bytes=steps.received_bytes + (scale - 1) * orders,

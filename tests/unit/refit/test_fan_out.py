@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.planning.fan_out import Receiver, Server, Share, Wave, assign, fan_out, least_units
+from megatron_patches.refit.planning.fan_out import Server, Share, Waiting, Wave, assign, fan_out, least_units
 from tests.support.quick import examples
 
 PARTS = st.fractions(Fraction(1, 8), 1, max_denominator=8)
@@ -21,8 +21,8 @@ def trainer(copies: Fraction | int = 1) -> list[Server]:
     return [Server(name="trainer", copies=Fraction(copies))]
 
 
-def engines(count: int, host: str = "") -> list[Receiver]:
-    return [Receiver(name=f"engine {number}", host=host and f"{host}{number}") for number in range(count)]
+def engines(count: int, host: str = "") -> list[Waiting]:
+    return [Waiting(name=f"engine {number}", host=host and f"{host}{number}") for number in range(count)]
 
 
 def totals(shares: Sequence[Share]) -> tuple[dict[str, Fraction], dict[str, Fraction]]:
@@ -66,7 +66,7 @@ def test_everybody_gets_the_version_once_and_in_no_less_than_the_least_time(copi
 @given(COPIES, st.lists(PARTS, min_size=1, max_size=12))
 def test_who_has_a_part_already_takes_the_rest(copies: Fraction, parts: list[Fraction]) -> None:
     """As after a server was lost in the middle of a wave."""
-    receivers = [Receiver(name=str(number), missing=part) for number, part in enumerate(parts)]
+    receivers = [Waiting(name=str(number), missing=part) for number, part in enumerate(parts)]
     check(fan_out(trainer(copies), receivers), copies, {item.name: item.missing for item in receivers})
 
 
@@ -107,7 +107,7 @@ def test_the_least_time(copies: Fraction | int, count: int, units: int) -> None:
 
 def test_the_own_machine_serves_first() -> None:
     servers = [*trainer(4), *(Server(name=f"old {number}", host=f"host{number}") for number in range(3))]
-    shares = assign(servers, [Receiver(name="a", host="host2"), Receiver(name="b", host="host9")])
+    shares = assign(servers, [Waiting(name="a", host="host2"), Waiting(name="b", host="host9")])
     assert {(share.server, share.receiver) for share in shares} == {("old 2", "a"), ("trainer", "b")}
     assert fan_out(servers, engines(3, host="host"))[0].shares == tuple(
         Share(server=f"old {number}", receiver=f"engine {number}", speed=Fraction(1)) for number in range(3)
@@ -130,4 +130,4 @@ def test_impossible_parties_are_refused() -> None:
         trainer(0)
     for missing in (Fraction(0), Fraction(9, 8)):
         with pytest.raises(ValueError, match=f"a lacks {missing} of a version"):
-            Receiver(name="a", missing=missing)
+            Waiting(name="a", missing=missing)

@@ -20,7 +20,7 @@ from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.progress import Quiet
 from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
 from megatron_patches.refit.simulation.models import MODELS
-from megatron_patches.refit.simulation.simulate import Sample, Simulation, simulate
+from megatron_patches.refit.simulation.simulate import SampleSize, Simulation, simulate
 from megatron_patches.refit.simulation.workers import run_destination, run_source
 from megatron_patches.refit.source.config_traits import family_from_config
 from tests.unit.refit.test_plan_command import CONFIG
@@ -39,7 +39,7 @@ def sides(engines: int = 4, engine: str = ENGINE, colocated: bool = False) -> Si
 
 
 def simulated(of: Sides, requests: int = 64, replicas: int = 4) -> Simulation:
-    return simulate(of, Sample(workers=64, requests=requests), replicas, 1e9, Quiet())
+    return simulate(of, SampleSize(workers=64, requests=requests), replicas, 1e9, Quiet())
 
 
 @pytest.mark.parametrize("colocated", [False, True])
@@ -214,6 +214,7 @@ FLEETS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", FLEETS)
 def test_large_fleets_meet_their_targets(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer, engine, engines, replicas, seconds, worker = FLEETS[model]
