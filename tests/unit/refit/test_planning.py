@@ -31,7 +31,7 @@ from megatron_patches.refit.planning.layouts import (
     holder_of,
     layout_of,
 )
-from megatron_patches.refit.planning.local import SourceIndex
+from megatron_patches.refit.planning.local import SourceIndex, even_shares, plan_destination
 from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, transfers_of
 from megatron_patches.refit.planning.tensors import fold_tensors, unfold_tensors
 from tests.support.quick import examples
@@ -116,6 +116,28 @@ def test_both_ends_make_the_same_of_requests(seed: int) -> None:
             check_requests(requests, holder.layout, holder.rank, wanted.rank)
             sent = transfers_of(requests, holder.layout, holder.rank, wanted.rank)
             assert sent == list(plan.by_link.get((holder.rank, wanted.rank), []))
+
+
+@settings(RANDOM, max_examples=examples(200))
+@given(st.integers(0, 2**32))
+def test_an_even_division_is_of_all_that_is_wanted_among_all_who_may_send(seed: int) -> None:
+    case, options = random_case(seed), random_options(seed)
+    index = SourceIndex([holder_of(manifest) for manifest in case.sources])
+    for wanted in case.destinations:
+        layout = layout_of(wanted)
+        shares = even_shares(wanted.host, layout, index, options.split_bytes)
+        asked = plan_destination(wanted.rank, wanted.host, layout, index, options.split_bytes)
+        received = sum(request.nbytes for requests in asked.values() for request in requests)
+        assert sum(shares.values()) == pytest.approx(received)
+        assert asked.keys() <= shares.keys()
+
+
+def test_a_replica_on_the_same_machine_has_all_of_an_even_division() -> None:
+    index = SourceIndex([holder_of(experts(rank, range(2), range(4), host=f"host{rank}")) for rank in range(4)])
+    wanted = layout_of(experts(0, range(2), range(4)))
+    nbytes = 2 * 2 * 4 * 4 * 6
+    assert even_shares("elsewhere", wanted, index, 1 << 20) == dict.fromkeys(range(4), nbytes / 4)
+    assert even_shares("host2", wanted, index, 1 << 20) == {2: nbytes}
 
 
 def experts(rank: int, layers: range, numbers: range, host: str = "", columns: tuple[int, int] = (0, 6)) -> Manifest:
