@@ -276,7 +276,7 @@ def _wave_table(found: FanOut) -> object:
     from rich.table import Table
 
     table = Table(
-        title=f"waves to {found.replicas} engines; the trainer serves {found.copies:g} at a time, one in "
+        title=f"waves to {found.replicas} of such engines; the trainer serves {found.copies:.3g} at a time, one in "
         f"{found.unit_seconds:.3g} s at best",
         title_justify="left",
         caption=f"the first {ROWS} of {len(found.waves)}; all with --json" if len(found.waves) > ROWS else None,

@@ -119,7 +119,7 @@ def test_flags_of_grpo_that_are_documented_are_the_flags() -> None:
     assert {flag for row in rows for flag in re.findall(r"--grpo-[a-z-]+", row)} == options
 
 
-@pytest.mark.parametrize("command", ["export", "push", "check", "plan", "verify"])
+@pytest.mark.parametrize("command", ["export", "push", "check", "plan", "verify", "simulate"])
 def test_flags_of_refit_commands_are_documented(command: str) -> None:
     pages = (
         ("export.md",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron_patches.refit.simulation.workers import run_destination, run_sourc
 from megatron_patches.refit.source.config_traits import family_from_config
 from tests.unit.refit.test_plan_command import CONFIG
 
+ROOT = Path(__file__).resolve().parents[3]
 TRAINER, ENGINE = "tp=2,etp=2,pp=2,ep=2,dp=2", "tp=2,ep=2"
 
 
@@ -140,7 +142,7 @@ def test_the_command_prints_tables_and_writes_everything(tmp_path: Path, capsys:
         "planned for all engine workers",
         "trainer, stage 1",
         "registry, for all",
-        "waves to 9 engines",
+        "waves to 9 of such engines",
         "met",
     ):
         assert text in out
@@ -211,6 +213,23 @@ FLEETS = {
     "kimi-k2": ("tp=2,etp=2,pp=4,first=16,ep=64,expert_etp=4,dp=64", "tp=8,ep=8", "64", "256", "5", "500MB"),
 }
 """DeepSeek-V3 on 256 ranks to 256; a model of 1T parameters on 1024 to 64 engines, and to 256 in waves."""
+
+
+@pytest.mark.parametrize("model", FLEETS)
+def test_page_has_what_the_reports_say(model: str) -> None:
+    page = (ROOT / "docs" / "refit.md").read_text()
+    report = json.loads((ROOT / "docs" / "performance" / f"refit-simulate-{model}.json").read_text())
+    trainer, engine, engines, replicas, *_ = FLEETS[model]
+    assert (report["trainer"]["axes"], report["engine"]["axes"]) == (trainer, engine)
+    assert (report["engine"]["engines"], report["fan_out"]["replicas"]) == (int(engines), int(replicas))
+    found = {target["name"]: target["found"] for target in report["targets"]}
+    assert all(target["met"] for target in report["targets"])
+    for name, text in (
+        ("seconds of a worker", f"{found['seconds of a worker']:.2f} s"),
+        ("seconds of the registry", f"{found['seconds of the registry']:.2f} s"),
+        ("busiest source", f"{found['busiest source']:.3f}"),
+    ):
+        assert re.search(rf"^. {name}.* {re.escape(text)}\b", page, re.MULTILINE), (name, text)
 
 
 @pytest.mark.slow
