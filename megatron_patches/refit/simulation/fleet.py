@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -115,7 +115,6 @@ class Fleet:
 
     Args:
         sides: who they are.
-        each: called once for each trainer rank that has been described.
 
     Attributes:
         sides: likewise.
@@ -128,7 +127,7 @@ class Fleet:
         RefitError: if the model and the meshes do not go together.
     """
 
-    def __init__(self, sides: Sides, each: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, sides: Sides) -> None:
         self.sides = sides
         self.clock = CpuClock()
         self.through_bytes: dict[str, int] = defaultdict(int)
@@ -140,7 +139,6 @@ class Fleet:
             held = self.held(rank)
             self.holders.append(holder_of(held.manifest))
             parts.append(encode(Registration(registered(held, self.holders[-1].layout))))
-            each()
         parts += [encode(Registration(None))] * sides.workers
         self.model = self.tell(DESCRIBING, parts)[0]
 

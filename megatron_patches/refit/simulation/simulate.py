@@ -155,13 +155,13 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
     Raises:
         RefitError: if the model and the meshes do not go together, or no plan covers what engines want.
     """
-    progress.phase("describe", sides.trainer.size)
-    fleet = Fleet(sides, lambda: progress.advance(1))
+    progress.phase("describe", 0)
+    fleet = Fleet(sides)
     overlaps = fleet.overlaps()
     engines = min(sides.engines, math.ceil(sample.requests / sides.engine.size))
     scale = sides.engines / engines
-    progress.phase("plan", engines * sides.engine.size)
-    asked, balance = _requests(fleet, engines, overlaps, lambda: progress.advance(1))
+    progress.phase("plan", 0)
+    asked, balance = _requests(fleet, engines, overlaps)
     progress.phase("run workers", 0)
     with without_others():
         wanting = _run(
@@ -190,9 +190,7 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
     )
 
 
-def _requests(
-    fleet: Fleet, engines: int, overlaps: Sequence[bytes], each: Callable[[], None]
-) -> tuple[list[bytes], Balance]:
+def _requests(fleet: Fleet, engines: int, overlaps: Sequence[bytes]) -> tuple[list[bytes], Balance]:
     """What the workers of some engines ask, encoded, and how evenly."""
     sides = fleet.sides
     sent = dict.fromkeys(range(sides.trainer.size), 0)
@@ -207,7 +205,6 @@ def _requests(
             for source, share in even_shares(sides.host_of(rank), wanted, index, DEFAULT_OPTIONS.split_bytes).items():
                 even[source] += share
             asked.append(asked_bytes(requests))
-            each()
     by_rank = [asked[place * engines + engine] for engine in range(engines) for place in range(sides.engine.size)]
     return by_rank, Balance(
         engines=engines,
