@@ -4,8 +4,7 @@
 Groups of one shape share slots round-robin, so neighbours in the chain never use the same slot. A slot records its
 content by owner and generation. Each claim increments the generation, and a reader with another owner or generation
 gets StaleWeightError instead of another group's weight. A claim also increments autograd's version counter of the
-buffers: code outside the engine that saved a gathered weight for backward is then stopped by autograd's own in-place
-check.
+buffers. If code outside the engine saved a gathered weight for backward, autograd's own in-place check then raises.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from etp.stack import Stack
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """What a group's gather fills.
+    """The buffers that a group's gather fills.
 
     Attributes:
         shape: of one gathered weight, padding included.
         dtype: of the weights.
         device: where they are.
         count: how many weights the group has.
-        descending: whether the first weight lies behind the others, as shards in Megatron's buffers do; one copy moves
-            all of them where both ends have one order.
+        descending: whether the first weight has the highest address, like shards in Megatron's buffers. One copy moves
+            all weights if its source and destination have the same order.
     """
 
     shape: tuple[int, ...]
@@ -71,14 +70,14 @@ class Slot:
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
         self.owner: Owner | None = None
-        """The group that has claimed it last."""
+        """The group that claimed it last."""
         self.generation = 0
         self.reads: dict[Any, Any] = {}
-        """Streams that have read the content, or waited for a gather that nobody read; a new gather must not overtake
-        them. For each an event after its last read, None until the reader's work is known to be enqueued; see
-        :meth:`etp.group.WeightGroup.read_until_here`."""
+        """Streams that have read the content, or waited for a gather that was never read. A new gather must not
+        overtake them. Each has an event after its last read, or None until the reader's work is known to be enqueued;
+        see :meth:`etp.group.WeightGroup.read_until_here`."""
         self.sharers = 0
-        """How many groups have reserved it; 0 for a dedicated slot, which one group has."""
+        """Number of groups that share it; 0 for a dedicated slot, which belongs to one group."""
         self._aliases: dict[tuple[int, tuple[bool, ...]], list[torch.Tensor]] = {}
 
     @property
@@ -101,15 +100,15 @@ class Slot:
             return Stack(buffers[::-1] if spec.descending else buffers)
 
     def weights(self, rows: int, trained: tuple[bool, ...]) -> list[torch.Tensor]:
-        """The gathered weights without their padding: aliases whose ``requires_grad`` does not reach the slot.
+        """The gathered weights without their padding: aliases whose ``requires_grad`` does not affect the slot.
 
         Args:
             rows: logical rows of each weight.
             trained: for each weight, its alias's ``requires_grad``.
 
         Returns:
-            one tensor for each weight. Several are made once and handed out again, so that a visit does not work for
-            each of them; a single one is new each time.
+            one tensor for each weight. Several are made once and handed out again, to save host time for each of them
+            at every visit. A single one is new each time.
         """
         if len(trained) == 1:
             (buffer,) = self.buffers.tensors
@@ -148,7 +147,7 @@ class Slot:
     def drop(self) -> None:
         """Free the storage, which is allocated again on demand; the content is gone."""
         if self.allocated and self.spec.device.type == "cuda":
-            # The allocator returns it to the stream that it was allocated on; others may still read it.
+            # The allocator would reuse it on the stream that it was allocated on, while others may still read it.
             for stream in self.reads:
                 self.buffers[0].record_stream(stream)
         self.__dict__.pop("buffers", None)
@@ -197,7 +196,7 @@ class BufferCache:
         """Give a slot back, because its group's shape, dtype or device changed.
 
         Raises:
-            EtpStateError: if nobody has reserved it from this cache.
+            EtpStateError: if it is not reserved in this cache.
         """
         if slot not in self.slots():
             raise EtpStateError("this slot was given back or belongs to another cache")

@@ -26,7 +26,7 @@ class Timeline[T]:
     Attributes:
         learned: the order that predictions come from; empty before the first complete pass.
         visits: what the current pass has visited so far, in order.
-        visited: the same, as a set. What is visited compares by identity.
+        visited: the same, as a set; items compare by identity.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Timeline[T]:
                 return
 
     def upcoming(self, count: int) -> Sequence[T]:
-        """What should come next, nearest first: as many as ``count``, fewer at the end of the pass."""
+        """Up to ``count`` predicted next visits of the pass, nearest first."""
         following = self._cursor + 1
         return self.learned[following : following + count]
 
     def beginning(self, count: int) -> Sequence[T]:
-        """What the next pass should visit first: as many as ``count``."""
+        """Up to ``count`` predicted first visits of the next pass."""
         return (self.learned or self.visits)[:count]
 
 
@@ -97,7 +97,7 @@ class PassSequence[K]:
     def next(self) -> K | None:
         """The kind of pass that came next at this point of the previous iteration.
 
-        None if that iteration had ended here, or if its latest pass was of another kind than this one's.
+        None if that iteration ended at this point, or if its pass before this point was of another kind.
         """
         done = len(self._current)
         if not 0 < done < len(self._former) or self._former[done - 1] is not self._current[-1]:
@@ -117,6 +117,6 @@ class Chain[T]:
         self.forward.begin()
 
     def begin_backward(self) -> None:
-        """Start a backward pass; before one was seen, expect the reverse of the forward pass."""
+        """Start a backward pass; the first one is expected to reverse the forward pass."""
         forward = self.forward.visits or self.forward.learned
         self.backward.begin(guess=forward[::-1])

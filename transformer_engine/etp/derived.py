@@ -1,10 +1,10 @@
 """Tensors that were computed from a shard element by element, and must not be used as its weight.
 
-Arithmetic on shards is right for everything that treats each element alone, such as optimizer steps and penalties. In a
-model it is not: ``F.linear(x, weight.float())`` and ``x + positions.weight`` have plausible shapes where padding leaves
-all rows to the first rank, and then other ranks compute with zeros. So a result larger than the shard, in which its
-rows were spread over other data, is refused. One of the shard's size refuses what a shard refuses, and to be a weight.
-The latter holds in forward passes and wherever autograd records; optimizers compute with plain tensors.
+Arithmetic on shards is correct if it treats each element alone, as optimizer steps and penalties do. In a model's
+layers it is not: where padding leaves all rows to the first rank, ``F.linear(x, weight.float())`` and
+``x + positions.weight`` have plausible shapes, but other ranks compute with zeros. So a result larger than the shard,
+into which the shard was broadcast, is refused. A result of the shard's size can neither be a weight nor do what a shard
+cannot. This holds in forward passes and wherever autograd records; optimizers compute with plain tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etp.group import Shard
 from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
 from etp.shard_copy import ASKED_BY_WRITERS, COPIES, CUT, Cut, ShardCopy, refuse_writers
 
-# The result holds none of the shard's values.
+# Functions whose result holds none of the shard's values.
 _UNRELATED = named_functions(
     "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_tensor new_empty_strided",
     torch,
@@ -32,23 +32,23 @@ _UNRELATED = named_functions(
 _DETACH = frozenset({torch.detach, torch.Tensor.detach})
 
 
-# The usual ways to the node that accumulates a parameter's gradient: by ``param.expand_as(param).grad_fn``, and what
-# ``torch.autograd.graph.get_gradient_edge`` does.
+# The usual ways to get the node that accumulates a parameter's gradient: ``param.expand_as(param).grad_fn``, and the
+# call in ``torch.autograd.graph.get_gradient_edge``.
 _REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
 
 
-# Rows of the result are not rows of the shard, let alone of the weight.
+# Functions whose result may have other rows than the shard.
 _RESHAPES = named_functions("view view_as reshape reshape_as flatten ravel", torch, torch.Tensor)
 
 
 class _OfShard(OneOfMany, torch.Tensor):
-    """A tensor that knows a shard, and whose copies know only which one: the shard cannot be copied with it."""
+    """A tensor with a reference to a shard. Its copies record only which shard, because a shard cannot be copied."""
 
     _source: Shard
 
     @property
     def etp_cut(self) -> Cut | None:
-        """Which shard it is, if it has its shape and its copies say so."""
+        """Which shard it is; None if its shape differs from the shard's, or copies of the shard do not record it."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._source.cut if self._source.knows_copies and self.shape == self._source.shape else None
 
@@ -60,7 +60,7 @@ class _OfShard(OneOfMany, torch.Tensor):
         return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy where PyTorch copies at all."""
+        """Copy a plain tensor, and mark the copy with its shard."""
         copied = copy.deepcopy(self._plain(), memo)
         return ShardCopy.of(copied, getattr(copied, CUT)) if hasattr(copied, CUT) else copied
 
@@ -70,7 +70,7 @@ class _OfShard(OneOfMany, torch.Tensor):
 
 
 class ShardDerived(_OfShard):
-    """What was computed from a shard: for arithmetic and reductions, not for a model's layers."""
+    """A tensor computed from a shard, for arithmetic and reductions, but not for a model's layers."""
 
     @classmethod
     def __torch_function__(
@@ -83,7 +83,7 @@ class ShardDerived(_OfShard):
         operands = [*args, *kwargs.values()]
         derived = [operand for operand in operands if isinstance(operand, cls)]
         if is_refused(func):
-            # No TypeError, which Tensor's operators would turn into one without these words.
+            # Not a TypeError: Tensor's operators would replace its message.
             raise EtpStateError(refusal(func, derived))
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, derived[0].etp_cut)
@@ -92,20 +92,20 @@ class ShardDerived(_OfShard):
         return mark_result(func, result, derived[0]._source, operands) if derived else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it was computed from; no values, because this rank's say little."""
+        """What it was computed from; no values, because this rank's tell little."""
         return f"a tensor computed from {self._source!r}"
 
 
 class ShardData(_OfShard):
-    """What ``data`` of a shard is: for all that a tensor is for, but not to be drawn anew.
+    """The ``data`` of a shard: usable like any tensor, except that it cannot be initialised.
 
-    ``weight.data.normal_()`` is how many models initialise. Ranks with the same seed would draw the same rows.
+    Many models initialise with ``weight.data.normal_()``. Ranks with the same seed would draw the same rows.
     """
 
     @classmethod
     def of(cls, data: torch.Tensor, source: Shard) -> Self:
-        """``data`` as that of the shard ``source``: the same memory and version counter."""
-        # As detach() makes it; as_subclass would make a view, which data never is.
+        """``data`` of the shard ``source``, with the same memory and version counter."""
+        # Like detach(); as_subclass would make a view, which ``data`` never is.
         made = torch.Tensor._make_subclass(cls, data)
         made._source = source
         return made
@@ -114,7 +114,7 @@ class ShardData(_OfShard):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise TypeError for what would draw it anew; copies know which shard they are, other results are plain."""
+        """Raise TypeError for initialisers. Copies record which shard they are; other results are plain tensors."""
         kwargs = kwargs or {}
         if any(kind is not cls for kind in types):
             return NotImplemented
@@ -132,17 +132,17 @@ class ShardData(_OfShard):
 
 
 def reaches_node(func: Any, operands: Sequence[Any]) -> bool:
-    """Whether ``func`` is called with one tensor alone, to get at the node that accumulates its gradient."""
+    """Whether ``func`` is called with a single tensor, to get the node that accumulates its gradient."""
     return func in _REACHES_NODE and all(operand is operands[0] for operand in operands)
 
 
 def mark_result(func: Any, result: Any, source: Shard, operands: Sequence[Any]) -> Any:
-    """The ``result`` of ``func``: a :class:`ShardDerived` where it could pass for a weight; copies know.
+    """The ``result`` of ``func``, as :class:`ShardDerived` if it could pass for a weight, or :class:`ShardCopy`.
 
     Args:
         func: the PyTorch function that was called.
         result: what it returned.
-        source: the shard that ``operands`` have, or were computed from.
+        source: the shard that is among ``operands``, or that they were computed from.
         operands: the function's arguments.
 
     Raises:
@@ -163,7 +163,7 @@ def mark_result(func: Any, result: Any, source: Shard, operands: Sequence[Any]) 
     reshaped = source.knows_copies and func in _RESHAPES and result.shape != shape
     plain = not torch.is_grad_enabled() and not source.driver.in_forward and not reshaped
     if plain or func in _DETACH:
-        # The caller has asked for this rank's, which says so.
+        # The caller wants this rank's shard; a copy records which one it is.
         is_copy = func in COPIES and source.knows_copies and result.shape == shape
         return ShardCopy.of(result, source.cut) if is_copy else result
     derived = result.as_subclass(ShardDerived)

@@ -66,7 +66,7 @@ class Gathers:
         """Return ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
 
         Args:
-            group: the group that a layer asks for.
+            group: the group whose weights a layer needs.
             timeline: the timeline of the current pass; see :meth:`etp.passes.Passes.enter`.
 
         Returns:
@@ -154,7 +154,7 @@ class Gathers:
     def _knows_next(self, timeline: Timeline[WeightGroup]) -> bool:
         """Whether gathers may be started for the next pass.
 
-        In a capture only after a backward pass; any forward pass may be the graph's last, which would leave it behind.
+        In a capture only after a backward pass: any forward pass may be the graph's last, and leave gathers unfinished.
         """
         may_be_last = self._graphs.capture is not None and not self._passes.in_backward
         return not may_be_last and not self._graphs.is_part and timeline.knows_pass
@@ -167,20 +167,20 @@ class Gathers:
         layout = shard.layout
         local = shard.local_shard()
         full = local.new_empty(layout.padded_shape)
-        # Not by the group's own transport: it may move shards as they were last published, and full weights may be
-        # requested before the shards are on the device on which they are trained.
+        # Not with the group's own transport, which may move shards as they were last published. Full weights may also
+        # be requested before the shards are on the device on which they are trained.
         transport = self._routes.direct(group)
         transport.all_gather(Stack([full]), Stack([local]), f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
     def change_mode(self, groups: Sequence[WeightGroup]) -> None:
-        """A CUDA graph capture begins, with the device idle, or has ended: void everything gathered so far."""
+        """Void everything gathered so far: a CUDA graph capture begins, with the device idle, or has ended."""
         for group in groups:
             group.change_mode()
         self._in_use = None
 
     def finish(self, groups: Sequence[WeightGroup]) -> None:
-        """Finish prefetches whose visits have not happened. What they gathered stays in its slots."""
+        """Finish prefetches whose visits have not happened. The gathered weights stay in their slots."""
         for group in groups:
             group.abandon_gather()
 

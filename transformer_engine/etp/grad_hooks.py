@@ -1,9 +1,9 @@
-"""When hooks that wait for a shard's gradient run: once in a backward pass, and on the whole gradient.
+"""Runs the hooks that wait for a shard's gradient: once per backward pass, on the complete gradient.
 
 [Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
 is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
 returned None. Hooks wait for that visit, so that they run once and see the whole gradient, as an unsharded parameter's
-hooks do. Those of a reduction that ends before the visit are *owed* until the pass ends.
+hooks do. If a reduction ends before the visit, its hooks are *owed*: they run when the pass ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etp.graphs import GraphModes
 from etp.group import Shard, WeightGroup
 
 Chosen = tuple[bool, ...] | None
-"""Which of a group's shards ``backward(inputs=...)`` names; None if it leaves out none that is trained."""
+"""Which of a group's shards ``backward(inputs=...)`` names; None if it names all that are trained."""
 
 
 class GradHooks:
@@ -28,15 +28,15 @@ class GradHooks:
     Args:
         graphs: whether work is being captured into a CUDA graph.
         pending: the runtime's own queue of reductions in flight, shared so that later ones are seen.
-        beside: called once all uses of a shard in a graph are differentiated, with the gradient that autograd brings
-            itself, or None; returns what takes its place, or None.
+        beside: called once all uses of a shard in a graph are differentiated, with the shard and the gradient that
+            autograd itself brings, or None. Returns a replacement, or None to keep that gradient.
 
     Attributes:
-        watched: the groups that autograd tells of, each with the shard by which it does.
-        used_further: groups with a reduction in this pass, of which autograd has not yet said that it was the last use.
-        owed: groups and shards by ``id``, whose hooks run when the pass ends. (Tensors do not compare to a bool.)
-        behind_autograd: by ``id``, shards whose hooks run when autograd has accumulated their gradient.
-        brought: ``id`` of the shard to which autograd itself brings a gradient, which it accumulates next.
+        watched: the watched groups, each with the shard whose autograd node reports its last use.
+        used_further: groups with a reduction in this pass whose last use autograd has not reported yet.
+        owed: groups and shards whose hooks run when the pass ends, by ``id``, because tensors do not compare to a bool.
+        behind_autograd: handles of shards whose hooks run when autograd has accumulated their gradient, by ``id``.
+        brought: ``id`` of the shard whose gradient autograd itself brings and accumulates next; None if there is none.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class GradHooks:
         self.behind_autograd: dict[int, RemovableHandle] = {}
         self.brought: int | None = None
         self._handles: dict[int, RemovableHandle] = {}
-        """Those of watched shards, by ``id``."""
+        """Handles of the tensor hooks on watched shards, by ``id``."""
 
     def forget(self) -> None:
-        """Run none of the hooks that were to run: the pass was abandoned, or a capture begins or has ended."""
+        """Drop the hooks still due: the pass was abandoned, or a capture begins or has ended."""
         self.used_further.clear()
         self.owed.clear()
 
@@ -74,9 +74,9 @@ class GradHooks:
     # Uses in one backward pass -------------------------------------------------------------------------------
 
     def watch(self, group: WeightGroup) -> None:
-        """Register to learn from autograd when all uses of the group's shards are differentiated; at every visit.
+        """Learn from autograd when all uses of the group's shards are differentiated, from now on.
 
-        The group's weights are used together, so one of them tells of all.
+        The group's weights are used together, so one shard reports for all of them.
         """
         if group in self.watched:
             return
@@ -90,7 +90,7 @@ class GradHooks:
             self._handles[id(shard)] = shard.watch_uses(partial(differentiated, shard))
 
     def _differentiated(self, group: WeightGroup, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """All uses of ``group`` in the graph are differentiated, as autograd says of ``shard``."""
+        """Record that all uses of ``group`` in the graph are differentiated, as autograd reports for ``shard``."""
         own = self._beside(shard, grad)
         self.used_further.discard(group)
         return own
@@ -100,28 +100,28 @@ class GradHooks:
     def complete(
         self, group: WeightGroup, trained: Sequence[Shard], into: Destinations, chosen: Chosen, run_hooks: bool
     ) -> None:
-        """A reduction has ended: make the gradients visible on their shards, and run the hooks or owe them.
+        """Publish the gradients of a finished reduction on their shards, and run the hooks or mark them as owed.
 
         Args:
             group: the group that was reduced.
             trained: those of its shards that got a gradient.
-            into: where these went.
-            chosen: whether that was all that are trained.
-            run_hooks: no if another pass has begun since the reduction was started.
+            into: where the gradients went.
+            chosen: None if these are all that are trained.
+            run_hooks: False if another pass has begun since the reduction was started.
         """
         into.publish()
         for shard in trained:
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
         if self._graphs.is_part:
-            # Nothing is there before a replay.
+            # Only a replay computes the gradient.
             for shard in trained:
                 if getattr(shard, "main_grad", None) is None:
                     self.run_behind_autograd(shard)
         elif not run_hooks:
             pass
         elif chosen is not None:
-            # Not those of the whole group, nor before the last use: autograd may visit another shard than these.
+            # Only these shards' hooks, and not before the pass ends: the shard that reports may not be among them.
             self.owed.update((id(shard), shard) for shard in trained)
         elif group in self.used_further:
             self.owed[id(group)] = group
@@ -130,7 +130,7 @@ class GradHooks:
             group.run_reduce_hooks()
 
     def run_owed(self) -> None:
-        """Run the hooks that are owed to groups and shards with no reduction in flight; its end runs the others."""
+        """Run the owed hooks of groups and shards with no reduction in flight; the end of a reduction runs its own."""
         in_flight = {id(one) for pending in self._pending for one in (pending.group, *pending.group.shards)}
         for key in [key for key in self.owed if key not in in_flight]:
             self.owed.pop(key).run_reduce_hooks()
@@ -138,7 +138,7 @@ class GradHooks:
     def run_behind_autograd(self, shard: Shard) -> None:
         """Run the hooks of ``shard`` whenever autograd has accumulated a gradient that a replay returned.
 
-        Where a reduction is in flight, or was, whose end runs them, nothing is left to do.
+        If the end of a reduction runs them, this does nothing.
         """
         if id(shard) in self.behind_autograd:
             return

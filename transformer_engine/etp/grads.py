@@ -8,8 +8,8 @@ would lack this gradient. A reduction that is finished in a later pass runs no h
 to that pass, and Megatron sends a bucket once it has counted the last microbatch's hooks.
 
 [Note: home streams] Compute may use several streams. The memory of a gradient, pooled or fresh, goes back to the stream
-that it came from, its *home*, as PyTorch's allocator does: only that stream is lent it again, and only behind the
-reduction that read it, whichever stream finished that.
+that it came from, its *home*, as in PyTorch's allocator. Only that stream can lease the memory again, and is first
+ordered after the reduction that read it, whichever stream finished the reduction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etp.shard_grad import ShardGrad, plain
 from etp.stack import Stack
 from etp.streams import Ready
 
-# Applied by map(), in C: a Python call for each expert of a layer would take long.
+# For map(), which runs them in C: a Python call for each expert of a layer would take long.
 _ADDRESS = methodcaller("data_ptr")
 _IS_CONTIGUOUS = methodcaller("is_contiguous")
 
@@ -44,7 +44,7 @@ class _Block:
         self._stacks: dict[tuple[int, tuple[int, ...]], Stack] = {}
 
     def as_stack(self, count: int, shape: tuple[int, ...]) -> Stack:
-        """``count`` tensors of ``shape``; the same object whenever it is asked for."""
+        """``count`` tensors of ``shape``; the same object at every call."""
         made = self._stacks.get((count, shape))
         if made is None:
             made = self._stacks[count, shape] = Stack(self.flat.view(count, *shape).unbind(0))
@@ -81,7 +81,7 @@ class WgradPool:
         return buffer.data_ptr() in self._lent
 
     def leased(self, tensors: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Stack | None:
-        """The lease whose tensors, of ``shape``, begin where ``tensors`` do; None if there is none."""
+        """The leased stack whose tensors, of ``shape``, have the addresses of ``tensors``; None if there is none."""
         block = self._lent.get(tensors[0].data_ptr())
         if block is None or block.flat.numel() != len(tensors) * math.prod(shape):
             return None
@@ -99,7 +99,7 @@ class WgradPool:
         self._free[block.flat.numel(), block.flat.dtype, block.flat.device, block.stream].append(block)
 
     def write_off(self) -> None:
-        """Forget what is lent out: its users have failed and will not return it."""
+        """Forget all leases: their users have failed and will not return them."""
         self._lent.clear()
 
     def nbytes(self) -> int:
@@ -119,8 +119,8 @@ class PendingReduction:
         group: the group whose gradient is reduced.
         ready: the reduction's end.
         wgrads: the full gradients.
-        pool: where those that are leased go back to.
-        publish: makes the gradient visible on the shards; told whether hooks may run.
+        pool: takes back those that are leased.
+        publish: makes the gradient visible on the shards; its argument says whether hooks may run.
         home: the stream that the memory of ``wgrads`` goes back to; see [Note: home streams].
     """
 
@@ -147,7 +147,7 @@ class PendingReduction:
         """Bytes of the gradients that it keeps alive until it is finished."""
 
     def holds(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any = None) -> bool:
-        """Whether finishing it gives the pool a block of ``numel`` elements back, which ``stream`` may use."""
+        """Whether finishing it returns a block of ``numel`` elements to the pool that ``stream`` may use."""
         wgrads = self._wgrads
         return (
             wgrads is not None
@@ -157,7 +157,7 @@ class PendingReduction:
         )
 
     def order(self) -> None:
-        """Order the current stream after the sum, which others add to as well; publish nothing yet."""
+        """Order the current stream after the sum, so that it can add to the same memory; publish nothing yet."""
         self.ready.wait()
 
     def finish(self) -> None:
@@ -166,7 +166,7 @@ class PendingReduction:
             self.ready.wait()
             self._publish(not self.belated)
         finally:
-            # A peer may be late, a hook may raise; the weight must be usable in the next step all the same.
+            # Even if a peer is late or a hook raises, the weight must be usable in the next step.
             self._release()
 
     def discard(self) -> None:
@@ -229,9 +229,9 @@ class Destinations:
 
         Args:
             shards: at least one, of one layout.
-            former: what this function returned for the same shards before; the same object if nothing has changed.
+            former: what this function returned for the same shards before; returned again if nothing has changed.
         """
-        # An owner's property of a subclass of Tensor costs a Python call; with this off, it costs none.
+        # Otherwise each attribute of a Tensor subclass would cost a Python call.
         with torch._C.DisableTorchFunctionSubclass():
             found = [shard.grad if (main := getattr(shard, "main_grad", None)) is None else main for shard in shards]
             known = [
@@ -247,7 +247,7 @@ class Destinations:
         if not known:
             made = new_gradients(len(shards), local)
             return cls(made, accumulate=False, fresh=list(zip(shards, made, strict=True)))
-        # Some have a gradient to add to. To the others' a negative zero is added, which changes no number.
+        # Some have a gradient to add to. The others get negative zeros, which change no number that is added to them.
         targets, fresh = [], []
         for shard, target in zip(shards, found, strict=True):
             if target is not None and target.is_contiguous():
@@ -262,7 +262,7 @@ class Destinations:
         """Make the gradients in new tensors visible on their shards, once the reduction is done."""
         with torch._C.DisableTorchFunctionSubclass():
             for shard, made in self.fresh:
-                # Autograd may have put a gradient there meanwhile, for example of a penalty on the shard itself.
+                # Autograd may have set a gradient meanwhile, for example that of a penalty on the shard itself.
                 target = shard.grad if (main := getattr(shard, "main_grad", None)) is None else main
                 if target is None:
                     shard.grad = made

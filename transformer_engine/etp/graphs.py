@@ -72,7 +72,7 @@ class GraphModes:
         return self._driver.capture_id(torch.cuda.current_stream(device).cuda_stream)
 
     def enter(self, capture: int) -> None:
-        """A capture begins, with the device idle."""
+        """Switch to the captured buffers: a capture begins, with the device idle."""
         self.capture, self.is_part = capture, True
         if self._captured is None:
             self._captured = self._eager
@@ -86,15 +86,14 @@ class GraphModes:
         self.buffers = self._captured
 
     def is_whole(self) -> None:
-        """The current capture contains the forward of the sharded module."""
+        """Record that the current capture contains the forward of the sharded module."""
         self.is_part = False
 
     def leave(self) -> bool:
-        """The capture has ended. Returns whether it was whole."""
+        """Switch back to the eager buffers: the capture has ended. Returns whether it was whole."""
         was_whole = not self.is_part
         self.has_parts |= self.is_part
         self.capture, self.is_part = None, False
         self.buffers = self._eager
         self.possible = torch.cuda.is_available()
-        """Whether work can be captured at all."""
         return was_whole

@@ -1,9 +1,9 @@
-"""The unit of gathering and reducing: one weight, or the experts of one grouped layer together; and their shards.
+"""Weight groups, the units of gathering and reducing (one weight, or all experts of a grouped layer), and their shards.
 
 [Note: one at a time] A group has at most one gather that was not handed out yet (:attr:`WeightGroup.pending`) and one
-reduction in flight (:attr:`WeightGroup.reducing`); a second one is refused. A gathered weight stays in its slot after
-it was handed out, and may be handed out again without a gather as long as no other group has claimed the slot and the
-shard has not changed: see :meth:`WeightGroup.holds`. A gather that fails to start or to finish voids its slot.
+reduction in flight (:attr:`WeightGroup.reducing`); starting a second one raises EtpStateError. A gathered weight stays
+in its slot after it was handed out. It can be handed out again without a gather until another group claims the slot or
+the shard changes: see :meth:`WeightGroup.holds`. A gather that fails to start or to finish voids its slot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etp.shard_copy import Cut
 from etp.stack import Stack
 from etp.streams import Lane, Ready
 
-# Applied to all shards of a group by map(), in C: a Python call for each expert would take longer than its gather.
+# For map(), which runs them in C: a Python call per expert would take longer than the expert's gather.
 _VERSION = attrgetter("_version")
 _FORMER_VERSIONS = attrgetter("_former_versions")
 _DATA = attrgetter("_data")
@@ -51,7 +51,7 @@ class _SetLater[T]:
     @overload
     def __get__(self, obj: Shard, owner: type) -> T: ...
     def __get__(self, obj: Shard | None, owner: type) -> T | Self:
-        """Found only where the object itself has no such attribute."""
+        """Called only while the attribute is not set on the object itself."""
         if obj is None:
             return self
         raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
@@ -64,7 +64,7 @@ class ShardDriver(Protocol):
 
     Attributes:
         in_forward: whether the model's forward pass is under way.
-        sums_gradients: whether the ranks' gradients are summed, and not averaged.
+        sums_gradients: whether gradients are summed over the ranks rather than averaged.
     """
 
     in_forward: bool
@@ -77,7 +77,7 @@ class ShardDriver(Protocol):
         """A buffer for each of the group's full gradients."""
 
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of these buffers, for a consumer that asks for them one by one."""
+        """One of these buffers, for a consumer that requests them one at a time."""
 
     def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
@@ -89,7 +89,7 @@ class ShardDriver(Protocol):
         """One full weight, newly allocated."""
 
     def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-        """``[ranks, n]``: what every rank has in ``own``, ``[n]``."""
+        """All-gather ``own``, ``[n]``, into ``[ranks, n]``. Collective."""
 
     def gradient_norms(
         self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
@@ -107,17 +107,18 @@ class ShardDriver(Protocol):
 
 
 class Shard(OneOfMany, torch.nn.Parameter):
-    """What the engine keeps of one rank's shard of a weight. Its user's side is :class:`etp.param.ETPShardedParam`.
+    """The engine's view of one rank's shard of a weight; :class:`etp.param.ETPShardedParam` is the user's.
 
     Attributes:
         group: the process group whose rank r holds shard r.
-        group_rank: this process's rank in ``group``, also once the group is gone.
+        group_rank: this process's rank in ``group``; valid even after the group is destroyed.
         weight_group: the weights that this one is gathered and reduced with.
         driver: the runtime that runs their collectives.
         fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
-        knows_copies: whether its copies say which shard they are (``etp/shard_copy.py``), so that states must.
-        has_reduce_hooks: whether anybody waits for its complete gradient.
-        term_counted: whether this backward pass brings the shard a gradient that ``etp/terms.py`` has counted.
+        knows_copies: whether its copies record which shard they are (``etp/shard_copy.py``); loaded states must then
+            record it too.
+        has_reduce_hooks: whether any hook waits for its complete gradient.
+        term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
     """
 
     group: dist.ProcessGroup
@@ -183,7 +184,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
 
     @property
     def cut(self) -> Cut:
-        """Which shard of how many, and the rows of the weight."""
+        """The shard's index, the number of shards, and the rows of the weight."""
         return self.group_rank, self._layout.num_shards, self._layout.rows
 
     def join_group(self, group: WeightGroup, index: int) -> None:
@@ -205,7 +206,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
 
     def local_shard(self) -> torch.Tensor:
         """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
-        # As detach() does, which would come through __torch_function__ where dynamo has compiled this.
+        # Like detach(), which would go through __torch_function__ where dynamo has compiled this.
         return torch.Tensor._make_subclass(torch.Tensor, self)
 
     def _forget_data(self) -> None:
@@ -213,7 +214,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
             self._former_versions += self._data._version + 1
             self._data = None
 
-    # Its gradient ------------------------------------------------------------------------------------------
+    # Gradient ----------------------------------------------------------------------------------------------
 
     def register_reduce_hook(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
@@ -234,8 +235,8 @@ class Shard(OneOfMany, torch.nn.Parameter):
         """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
 
         Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/grad_hooks.py``. ``done`` gets the gradient that autograd brings itself, as a rule none, and returns what
-        it shall add.
+        ``etp/grad_hooks.py``. ``done`` receives the gradient that autograd itself brings, usually None. It returns a
+        replacement, or None to keep that gradient.
         """
         with torch._C.DisableTorchFunctionSubclass():
             handle: RemovableHandle = torch.Tensor.register_hook(self, done)
@@ -260,11 +261,11 @@ class Shard(OneOfMany, torch.nn.Parameter):
             accumulated(self)
 
     def take_placeholder(self) -> bool:
-        """Whether autograd's gradient of this backward pass is, or contains, a placeholder; asked once in each."""
+        """Whether autograd's gradient in this backward pass is, or contains, a placeholder. Resets the flag."""
         due, self._placeholder_due = self._placeholder_due, False
         return due
 
-    # In C, unlike Tensor's own: a dictionary of parameters asks for it at every access.
+    # Implemented in C, unlike Tensor's: a dictionary of parameters calls it at every access.
     __hash__ = object.__hash__
 
 
@@ -312,7 +313,7 @@ class WeightGroup:
         self.issued_in_pass = -1
         """Number of the pass in which the latest gather was started."""
         self.used_more_than_once = False
-        """Whether some forward pass used it twice, so that one backward pass reduces it twice."""
+        """Whether some forward pass used it more than once, so that one backward pass has several gradients for it."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self.reduce_hooks: list[Callable[[], None]] = []
@@ -324,7 +325,7 @@ class WeightGroup:
         self._generation = -1
         self._gathered_version: tuple[Any, ...] = ()
         self.version: tuple[Any, ...] = ()
-        """Changes when a shard changes in a way that PyTorch counts, or is bound to other storage; as of the last
+        """Changes when the version counter of a shard does, or when a shard is bound to other storage. Updated by
         :meth:`read_shards`."""
         self.read_in_pass = -1
         """Number of the pass of the last :meth:`read_shards`."""
@@ -356,7 +357,7 @@ class WeightGroup:
         return f"reduce-scatter of {self.name}'s gradient"
 
     def renamed(self) -> None:
-        """A shard has got another name."""
+        """Drop the cached names, because a shard was renamed."""
         for name in ("name", "gather_label", "reduce_label"):
             self.__dict__.pop(name, None)
 
@@ -379,15 +380,15 @@ class WeightGroup:
 
     @cached_property
     def spec(self) -> BufferSpec:
-        """What a gather fills; :meth:`attach` brings it up to date after a change of dtype, device or order."""
+        """The buffers that a gather fills; :meth:`attach` updates it after a change of dtype, device or order."""
         self._spec_of = local = self.local_shards()
-        # By the longest run: Megatron may spread a layer over two buckets.
+        # The longest run decides the order: Megatron may spread a layer over two buckets.
         longest = max(local.runs, key=lambda run: run.count)
         shape, count = self.layout.padded_shape, len(local)
         return BufferSpec(shape, local.dtype, local.device, count, descending=longest.stride < 0)
 
     def read_shards(self, pass_number: int) -> None:
-        """Bring :attr:`version` up to date, and what depends on where the shards lie."""
+        """Update :attr:`version`, and drop :meth:`local_shards` if the storage of a shard has changed."""
         shards = self.shards
         with torch._C.DisableTorchFunctionSubclass():
             aliases = [data for data in map(_DATA, shards) if data is not None]
@@ -408,7 +409,7 @@ class WeightGroup:
         """Use the group's slot of ``cache``, reserving one if there is none or if :attr:`spec` has changed.
 
         Returns:
-            where the group's gathers land.
+            the slot.
         """
         slot = self._slot
         if slot is not None and self._cache is cache and self._local is not None and self._spec_of is self._local:
@@ -434,7 +435,7 @@ class WeightGroup:
         self._cache = self._slot = None
 
     def change_mode(self) -> None:
-        """A CUDA graph capture begins, with the device idle, or has ended: forget what is in flight or held."""
+        """Forget what is in flight or held: a CUDA graph capture begins, with the device idle, or has ended."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()
         self._cache = self._slot = None
@@ -445,7 +446,8 @@ class WeightGroup:
 
         Args:
             epoch: the runtime's count of announced weight changes.
-            gathered_in: only a gather counts that this pass has started and nobody was handed; None counts any.
+            gathered_in: number of a pass: only a gather that it started and that is still pending counts. None: any
+                gather counts.
         """
         if gathered_in is not None and not (self.pending and self.issued_in_pass == gathered_in):
             return False
@@ -489,7 +491,7 @@ class WeightGroup:
             raise
 
     def read_until_here(self, lane: Lane) -> None:
-        """Record that the consumer of the weights has enqueued its work on them by now."""
+        """Record that the consumer of the weights has enqueued all its work on them."""
         slot = self._slot
         if slot is not None and slot.generation == self._generation:
             for stream, event in slot.reads.items():
@@ -506,14 +508,14 @@ class WeightGroup:
             StaleWeightError: if the slot was claimed by another group since the gather.
         """
         reader = lane.current_stream()
-        # Also for weights that were handed out before: that may have been on another stream.
+        # Needed even if the weights were handed out before: that may have been on another stream.
         if self._ready is not None:
             self._join(self._ready, reader)
         slot = self.slot
         slot.check(self, self._generation)
         if self.pending:
             self.pending = False
-            # The gather came after the readers of what was there before.
+            # The gather was ordered after all readers of the previous content.
             slot.reads.clear()
         slot.reads[reader] = None
         return slot.weights(self.layout.rows, self.trained())
@@ -525,7 +527,7 @@ class WeightGroup:
             return tuple(map(_REQUIRES_GRAD, self.shards))
 
     def abandon_gather(self) -> None:
-        """Wait for a gather that was not taken, and drop it; its slot is free afterwards."""
+        """Wait for a gather that was not handed out, and drop it. Its slot is free afterwards."""
         if self._ready is not None and self.pending:
             ready, slot = self._ready, self.slot
             self._join(ready)
@@ -548,7 +550,7 @@ class WeightGroup:
         self.pending = False
 
     def run_reduce_hooks(self) -> None:
-        """The gradients of one backward pass are complete: run the group's hooks, and those of its trained shards."""
+        """Run the hooks of the group and of its trained shards: the gradients of one backward pass are complete."""
         for hook in self.reduce_hooks:
             hook()
         for shard in itertools.compress(self.shards, self.trained()):
@@ -556,7 +558,7 @@ class WeightGroup:
                 shard.run_reduce_hooks()
 
     def begin_reduction(self, nbytes: int) -> None:
-        """A reduction of gradients of so many bytes was started.
+        """Record the start of a reduction of ``nbytes`` bytes of gradients.
 
         Raises:
             EtpStateError: if one is in flight.
@@ -568,5 +570,5 @@ class WeightGroup:
         self.reduced_bytes += nbytes
 
     def end_reduction(self) -> None:
-        """The reduction has ended, or failed."""
+        """Record that the reduction has ended or failed."""
         self.reducing = False

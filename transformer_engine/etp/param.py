@@ -1,6 +1,6 @@
 """A sharded weight as an ``nn.Parameter``: its interface for consumers.
 
-The parameter's data is this rank's shard. Its :class:`etp.group.WeightGroup` knows what is gathered together with it,
+The parameter's data is this rank's shard. Its :class:`etp.group.WeightGroup` has the weights that are gathered with it,
 and its driver (:class:`etp.runtime.EtpRuntime`) decides when. There are three kinds of consumers:
 
 - ``torch.nn.functional.linear`` and ``embedding``, by name, so any module that calls them works unchanged;
@@ -38,7 +38,7 @@ _SHARDED_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 _NUMEL = frozenset({torch.numel, torch.Tensor.numel, torch.Tensor.nelement})
 
-# What reading ``param.grad`` calls, and reading and assigning ``param.data``.
+# Called when ``param.grad`` is read, and when ``param.data`` is read or assigned.
 _READ_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _WRITE_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -52,9 +52,9 @@ def _uncompiled(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    """What a shard does with a function, out of dynamo's sight.
+    """``__torch_function__`` of a shard, hidden from dynamo.
 
-    Compiled, it would call ``func`` on the shard itself, for ever, and dynamo's streams are not those of transports.
+    Compiled, it would call ``func`` on the shard itself without end, and dynamo's streams are not the transports'.
     """
     return cls.__torch_function__(func, types, args, kwargs)
 
@@ -76,19 +76,19 @@ class ETPShardedParam(Shard):
         return cls(cut_shard(weight.detach(), layout, rank), layout, group, weight.requires_grad)
 
     def numel(self) -> int:
-        """Elements of the whole weight, without padding: ``sum(p.numel() for p in ...)`` counts the model's.
+        """Elements of the whole weight, without padding, so that ``sum(p.numel() for p in ...)`` counts the model's.
 
-        ``shape``, and all else, is of the shard; its elements are ``local_shard().numel()``.
+        ``shape`` and everything else describe the shard, which has ``local_shard().numel()`` elements.
         """
         return math.prod(self._layout.shape)
 
     nelement = numel
 
     def _shared_data(self) -> torch.Tensor:
-        """What ``data`` returns: one alias, so that the writes through it can be counted.
+        """The tensor that ``data`` returns. All have one version counter, so that writes through them are counted.
 
-        PyTorch returns an alias with a version counter of its own each time. A layer that writes there before it
-        computes, such as one with bounded weights, would compute with what was gathered before.
+        PyTorch's ``data`` is an alias with a new version counter each time. A layer that writes to it before it
+        computes, such as one with bounded weights, would compute with weights gathered before the write.
         """
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             if self._data is None or self._data.data_ptr() != self.data_ptr():
@@ -131,7 +131,7 @@ class ETPShardedParam(Shard):
 
         Raises:
             TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
-            ValueError: under a recipe of quantization whose backward pass would compute with the shard.
+            ValueError: under a quantization recipe whose backward pass would compute with the shard.
         """
         refuse_override(self.fqn)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -149,7 +149,7 @@ class ETPShardedParam(Shard):
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None] | torch.Tensor | None:
-        """Reduce the full gradients into the shards; autograd gets None as a rule, see :meth:`reduce_wgrads`."""
+        """Reduce the full gradients into the shards. Usually returns None for autograd; see :meth:`reduce_wgrads`."""
         if isinstance(wgrads, torch.Tensor):
             return self.driver.reduce_wgrads(self.weight_group, [wgrads])[0]
         return self.driver.reduce_wgrads(self.weight_group, wgrads)
@@ -157,7 +157,7 @@ class ETPShardedParam(Shard):
     def grad_buffer(self) -> torch.Tensor:
         """A buffer of the full weight's shape for the weight-gradient GEMM, which fuses the accumulation into it.
 
-        Transformer Engine then brings autograd a tensor of arbitrary content as the gradient.
+        Transformer Engine then passes autograd a tensor with arbitrary content as the gradient.
         """
         self._placeholder_due = True
         main_grad: torch.Tensor | None = getattr(self, "main_grad", None)
@@ -182,7 +182,7 @@ class ETPShardedParam(Shard):
             return args[0]._shared_data()
         if func == _WRITE_DATA and isinstance(args[0], cls):
             args[0]._forget_data()
-            # Memory that is assigned again may have changed meanwhile, or be other memory at that address.
+            # Memory that was assigned before may have changed since, or be other memory at the same address.
             args[0]._former_versions += 1
         kwargs = kwargs or {}
         if func in RUNS_BACKWARD:
@@ -201,36 +201,36 @@ class ETPShardedParam(Shard):
         if type(result) is torch.Tensor:
             operands = [*args, *kwargs.values()]
             shard = next((operand for operand in operands if isinstance(operand, cls)), None)
-            # Outside of a model nothing is computed with it.
+            # Without a driver, the shard is in no model, so no layer can use the result.
             if shard is not None and shard.has_driver:
                 result = mark_result(func, result, shard, operands)
         return result
 
     # Methods, because Tensor's own operator turns a TypeError of __torch_function__ into one without our message.
     def __matmul__(self, other: Any) -> NoReturn:
-        """A shard is not its weight."""
+        """Refused: a shard is not the whole weight."""
         raise TypeError(_refusal(torch.matmul, (self, other)))
 
     def __rmatmul__(self, other: Any) -> NoReturn:
-        """A shard is not its weight."""
+        """Refused: a shard is not the whole weight."""
         raise TypeError(_refusal(torch.matmul, (other, self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """A copy would need a runtime and a process group of its own."""
+        """Refused: a copy would need its own runtime and process group."""
         raise TypeError(
             f"{self.fqn} is a shard tied to its process group and cannot be deep-copied; copy the module before "
             "etp.shard_module, or use etp.full_state_dict"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Pickle state dicts, not sharded parameters."""
+        """Refused: pickle state dicts, not sharded parameters."""
         raise TypeError(
             f"{self.fqn} is a shard tied to its process group and cannot be pickled; save module.state_dict() "
             "(shards) or etp.full_state_dict(module) instead"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name, cut and place; no values, because a shard's values say little."""
+        """Name, rows, dtype and device; no values, because a shard's values tell little."""
         start, stop = self.layout.logical_range(self.group_rank)
         return (
             f"ETPShardedParam({self.fqn}: rows {start}:{stop} of {self.layout.shape}, shard "
@@ -239,7 +239,7 @@ class ETPShardedParam(Shard):
 
 
 def _times(value: torch.Tensor) -> int:
-    """How often the gradient of a term in this rank's loss counts, if ``value`` is a shard that the term is of."""
+    """Factor for the gradient of ``value`` from a term in this rank's loss: more than 1 only for summed shards."""
     if not isinstance(value, ETPShardedParam) or not value.has_driver or not value.driver.sums_gradients:
         return 1
     return value._layout.num_shards

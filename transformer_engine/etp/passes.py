@@ -1,9 +1,9 @@
 """Tracks which forward or backward pass a runtime is in, and cleans up after a pass that failed.
 
-A *forward pass* begins when the *root*, the adopted module, is called, at the first forward visit after a backward
-one, or when its first group is visited again. A *backward pass* begins at the first visit inside an autograd graph
-task and ends with that task; activation recompute happens inside it. A backward pass whose task ended in an exception
-is *abandoned*: gradients that it has not added to ``grad`` yet are dropped before the next pass begins.
+A *forward pass* begins when the *root* (the adopted module) is called, at the first forward visit after a backward
+visit or, without a root, when the pass's first group is visited again. A *backward pass* begins at the first visit
+inside an autograd graph task and ends with that task; activation recompute happens inside it. A backward pass whose
+task ended in an exception is *abandoned*: gradients not yet added to ``grad`` are dropped before the next pass begins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etp.versions import WeightVersions
 
 logger = logging.getLogger(__name__)
 
-# Average number of visits per group after which a forward pass without an end is treated as several passes.
+# Average number of visits per group after which a forward pass that does not end is treated as several passes.
 _MOST_VISITS = 64
 
 
@@ -69,7 +69,7 @@ class Passes:
         self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
         self._in_sequence = False
         self._began_differentiable = False
-        """What :meth:`may_have_backward` was when the pass began; a layer's own operation runs with autograd off."""
+        """:meth:`may_have_backward` as of the pass's begin; during a layer's own operation, autograd is off."""
         self._epoch = weights.epoch
         self._token: weakref.ref[_BackwardToken] | None = None
         self._root: weakref.ref[nn.Module] | None = None
@@ -115,8 +115,8 @@ class Passes:
     def may_have_backward(self) -> bool:
         """Whether the current forward pass may be followed by a backward pass: not while evaluating.
 
-        Reentrant checkpointing runs its forward without gradients, so the module's mode counts too. So does every
-        autograd function that is applied; in an evaluation, layers apply none.
+        Reentrant checkpointing runs its forward with gradients off, so training mode of the root counts too. So does
+        being inside an applied autograd function: in an evaluation, layers apply none.
         """
         root = self._root() if self._root is not None else None
         return torch.is_grad_enabled() or root is None or root.training or _inside_applied_function()
@@ -133,7 +133,7 @@ class Passes:
         if self._epoch != self._weights.epoch:
             self._epoch = self._weights.epoch
             self._sequence.begin_iteration()
-        # The next training iteration has no passes of an evaluation.
+        # The next training iteration does not repeat the passes of an evaluation.
         self._began_differentiable = self._in_sequence = self.may_have_backward()
         if self._in_sequence:
             self._sequence.begin(self.chain.forward)
@@ -155,10 +155,10 @@ class Passes:
         self._sequence.begin(self.chain.backward)
 
     def expected(self, count: int) -> Sequence[WeightGroup]:
-        """The first visits of the pass after the current one, as many as ``count``; empty if nothing tells.
+        """Up to ``count`` first visits of the pass after the current one; empty if they cannot be predicted.
 
-        See [Note: iterations] in ``etp/chain.py``. Only where weights are trusted to stay the same across passes, and
-        not during an evaluation, which is not part of an iteration.
+        See [Note: iterations] in ``etp/chain.py``. Predicts only if weights are trusted to stay the same across passes,
+        and not during an evaluation, which is not part of an iteration.
         """
         following = self._sequence.next if self._in_sequence and self._weights.trusted else None
         return () if following is None else following.beginning(count)
@@ -186,7 +186,7 @@ class Passes:
         self._token = None
 
     def change_mode(self) -> None:
-        """A CUDA graph capture begins, with the device idle, or has ended: the next visit starts a new pass."""
+        """Start a new pass at the next visit: a CUDA graph capture begins, with the device idle, or has ended."""
         self._token = None
         self.in_backward = False
         self.number += 1
@@ -205,8 +205,8 @@ def inside_backward() -> bool:
 
 
 def _inside_applied_function() -> bool:
-    """Whether the calling thread runs the forward of an autograd function, which has gradients of both modes off.
+    """Whether the calling thread is in the forward of an autograd function, which turns off both modes of autograd.
 
-    ``torch.no_grad()`` leaves those of forward mode on.
+    ``torch.no_grad()`` leaves forward-mode autograd on.
     """
     return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()

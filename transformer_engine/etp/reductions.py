@@ -1,21 +1,20 @@
 """The gradient half of a runtime: local sums and reductions in flight.
 
-Several uses of a weight in one forward pass (tied weights) are added locally first and reduced once.
+If one forward pass uses a weight several times (tied weights), the gradients are added locally and reduced once.
 
 [Note: returned gradients] Under ``torch.autograd.grad`` a shard's gradient is returned through autograd. The same holds
 in graphed callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's
-version takes what it finds in ``grad``, and both replay inside an autograd function that returns what was captured. The
-capture gives them the memory that the reduction fills, the replay returns that memory, autograd accumulates it, and
-hooks run after that.
+version reads ``grad``, and both replay inside an autograd function that returns what was captured. The capture records
+the memory that the reduction fills. A replay returns this memory, autograd accumulates it, and then hooks run.
 
-[Note: gradients beside uses] A loss may have a term of the weights themselves, such as a penalty. Each rank
-differentiates it by its own shard, and autograd brings that gradient to the shard's node, not to a reduction. It is
-ordered after a reduction that adds to the same memory; where gradients are summed over the ranks, each of which has the
-term in its loss, it counts once for each, which ``etp/terms.py`` sees to. That cannot see into a user's own
-``torch.autograd.Function`` of a shard, whose gradient is counted here if nothing else has come. A ``main_grad`` gets it
-here: Megatron takes what autograd leaves in ``grad`` for a part of what the reduction has added, and drops it. Where
-Transformer Engine fuses the accumulation, its placeholder has been added to that gradient, and both are left to be
-dropped, as Megatron does without shards.
+[Note: gradients beside uses] A loss may contain a term of the weights themselves, such as a penalty. Each rank
+differentiates the term by its own shard, and autograd delivers this gradient to the shard's node, without a reduction.
+It is ordered after any reduction that adds to the same memory. If gradients are summed over the ranks, the term's
+gradient must count once per rank, because each rank has the term in its loss; ``etp/terms.py`` scales it. That module
+cannot see inside a user's ``torch.autograd.Function`` of a shard, so a gradient that it has not scaled is scaled here.
+If the shard has ``main_grad``, the gradient is added to it here: Megatron takes what autograd leaves in ``grad`` for
+part of what the reduction has added, and drops it. If Transformer Engine fuses the accumulation, autograd has added
+TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding.
 """
 
 from __future__ import annotations
@@ -59,18 +58,17 @@ class Reductions:
         self._routes = routes
         self._pending: deque[PendingReduction] = deque()
         self._in_flight = 0
-        """Bytes of the gradients that these reduce."""
+        """Bytes of the gradients being reduced."""
         self._finished: dict[Route, Ready] = {}
-        """The reduction that was finished last."""
-        # With each sum the stream that has its memory and is ordered after it, and the shards that it is for.
+        """The last finished reduction of each route."""
+        # Each sum with its home stream, which is ordered after it, and the shards that it is for.
         self._local_sums: dict[WeightGroup, tuple[Stack, Any, Chosen]] = {}
         self._leased: dict[WeightGroup, tuple[list[torch.Tensor], set[int]]] = {}
-        """Buffers that a consumer asks for one by one, and which of them it has got."""
+        """Buffers that a consumer requests one at a time, and the indices of those handed out."""
         self._destinations: dict[WeightGroup, Destinations] = {}
-        """Where the last reduction of each group went."""
+        """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
         self.hooks = GradHooks(graphs, self._pending, self._beside)
-        """When hooks run."""
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -94,7 +92,7 @@ class Reductions:
         return not self._pending and not self._local_sums
 
     def change_mode(self) -> None:
-        """A CUDA graph capture begins, with the device idle, or has ended: forget what was in flight."""
+        """Forget what was in flight: a CUDA graph capture begins, with the device idle, or has ended."""
         self._pending.clear()
         self._in_flight = 0
         self._finished.clear()
@@ -104,7 +102,7 @@ class Reductions:
         self.pool = self._graphs.buffers.pool
 
     def begin_pass(self) -> None:
-        """A new pass begins: mark reductions in flight as belonging to an earlier one."""
+        """Mark the reductions in flight as belonging to an earlier pass, because a new one begins."""
         for pending in self._pending:
             pending.belated = True
         self.hooks.owed.clear()
@@ -121,7 +119,7 @@ class Reductions:
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of the group's buffers, for a consumer that asks for all of them one by one before it fills them."""
+        """One of the group's buffers, for a consumer that requests them one at a time, and all before it fills any."""
         if len(group.shards) == 1:
             return self.buffers(group, dtype)[0]
         buffers, handed_out = self._leased.get(group, ([], set()))
@@ -131,7 +129,7 @@ class Reductions:
         return buffers[index]
 
     def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Take the group's full gradients of one use, in a backward pass. Collective, unless only added locally.
+        """Accept the full gradients of one use of the group. Collective, unless they are only added locally.
 
         Args:
             group: the group whose weights were used.
@@ -141,7 +139,7 @@ class Reductions:
             what to pass to autograd for each shard; None where the sum goes into the shard's ``grad``.
 
         Raises:
-            EtpStateError: if a part is captured whose replays would lose gradients or skip hooks.
+            EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
         """
         self._leased.pop(group, None)
         if self._graphs.is_part and self._config.reduce_once_per_iteration:
@@ -175,7 +173,7 @@ class Reductions:
         for shard in group.shards:
             returned = _returned_by_autograd(shard)
             if returned is not None:
-                # A graph task returns gradients or accumulates them.
+                # A graph task either returns all gradients or accumulates all.
                 return returned
         return None
 
@@ -206,7 +204,7 @@ class Reductions:
         returned = new_gradients(len(trained), trained[0].local_shard())
         self._start(group, route, padded, stream, returned=Destinations(returned, accumulate=False))
         if not self._graphs.is_part or group.used_more_than_once:
-            # Autograd reads it right away; a capture of one use only passes it on.
+            # Autograd reads the gradient right away, except in a capture of a single use, which only passes it on.
             self._finish_pending()
         if self._graphs.is_part:
             for shard in trained:
@@ -245,7 +243,7 @@ class Reductions:
             ),
             label=group.reduce_label,
         )
-        # Only now: if the start fails, for lack of memory for example, the next step can start it again.
+        # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
         publish = _nothing_to_publish if returned else partial(self.hooks.complete, group, trained, into, chosen)
         started = PendingReduction(group, ready, padded, self.pool, publish, home)
@@ -259,12 +257,12 @@ class Reductions:
     def _destinations_of(self, group: WeightGroup, trained: Sequence[Shard]) -> Destinations:
         into = Destinations.of(trained, self._destinations.get(group))
         if _has_main_grads(group) and not into.fresh:
-            # Only where gradients stay: kept, others would not be freed by zero_grad().
+            # Only for main_grad, which lasts: zero_grad() could not free a ``grad`` that is referenced here.
             self._destinations[group] = into
         return into
 
     def _recycle(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any) -> None:
-        """Finish reductions that keep a block of this size, except the newest, rather than allocate another."""
+        """Finish older reductions to reuse a block of this size, rather than allocate another; never the newest."""
         if self.pool.has_free(numel, dtype, device, stream):
             return
         older = list(self._pending)[:-1]
@@ -275,15 +273,15 @@ class Reductions:
     # Gradients beside uses -----------------------------------------------------------------------------------
 
     def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """All uses of ``shard`` in the graph are differentiated; see [Note: gradients beside uses].
+        """Correct the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
 
         Args:
-            shard: the shard.
+            shard: the shard; all its uses in the graph are differentiated.
             grad: what autograd itself brings, or None.
 
         Returns:
-            what autograd shall add, in memory of its own: a replay would overwrite what a graphed callable returns.
-            None leaves it as it is: a placeholder, or what the capture of a part returns and may not be there yet.
+            the gradient for autograd to add, in new memory: a replay would overwrite what a graphed callable returns.
+            None leaves ``grad`` as it is: a placeholder, or returned by the capture of a part and not computed yet.
         """
         self.hooks.brought = None if grad is None else id(shard)
         is_placeholder = shard._placeholder_due
@@ -302,7 +300,7 @@ class Reductions:
         return own
 
     def _times(self, shard: Any) -> int:
-        """How often a gradient counts that autograd brings to ``shard``; once if it has been counted or reduced."""
+        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already."""
         counted, shard.term_counted = shard.term_counted, False
         if counted or self._config.grad_reduction is GradReduction.MEAN:
             return 1
@@ -317,14 +315,14 @@ class Reductions:
 
     def end_backward(self) -> None:
         """End the pass: the graph has no further uses of any weight."""
-        # Including weights that autograd never visited, because their consumer hid them from it.
+        # Including weights that autograd never visited, because their consumer hides them from autograd.
         self.hooks.used_further.clear()
         if not self._config.reduce_once_per_iteration:
             self.reduce_local_sums()
         self._run_owed_hooks()
 
     def _run_owed_hooks(self) -> None:
-        """Run the hooks that are owed; the current stream is ordered after what was finished on any stream."""
+        """Run the owed hooks, with the current stream ordered after all finished reductions."""
         for ready in self._finished.values():
             ready.wait()
         if self.hooks.owed:
@@ -356,7 +354,7 @@ class Reductions:
             self.pool.restore(padded[0])
 
     def _expect_gradients(self, group: WeightGroup, chosen: Chosen) -> None:
-        """Set gradients that are reduced only at the iteration's end to zeros, so that ``zero_grad()`` is detected."""
+        """If gradients are reduced only at the iteration's end, set them to zeros, to detect a ``zero_grad()``."""
         if self._config.reduce_once_per_iteration:
             for param in itertools.compress(group.shards, chosen or itertools.repeat(True)):
                 if gradient_is_absent(param):
@@ -415,15 +413,15 @@ class Reductions:
 
 
 def _has_main_grads(group: WeightGroup) -> bool:
-    # A list, which runs without a Python call for each shard.
+    # A list: a generator would cost a Python call per shard.
     return any([getattr(shard, "main_grad", None) is not None for shard in group.shards])  # noqa: C419
 
 
 def _chosen(group: WeightGroup) -> Chosen:
-    """Which of the group's shards the operation that is being differentiated has a gradient for.
+    """The shards of the group that get a gradient from the operation being differentiated.
 
-    A shard that this operation does not read itself counts as named: autograd knows nothing of its use. So does one
-    that ``torch.autograd.grad`` was asked for, as Megatron's graphs do, though its gradient goes to ``main_grad``.
+    A shard that is not an input of this operation counts as named, because autograd does not know of its use. So does
+    an input of ``torch.autograd.grad``, as in Megatron's graphs, although its gradient goes to ``main_grad``.
     """
     operation = torch._C._current_autograd_node()
     edges = () if operation is None else operation.next_functions
@@ -453,7 +451,7 @@ def _returned_by_autograd(shard: Shard) -> bool | None:
 
     Never for a shard with ``main_grad``, because its gradient goes there. None if the task leaves the shard out.
     """
-    # Through __torch_function__, its questions about the shard would cost more than the reduction.
+    # Through __torch_function__, these reads would cost more than the reduction.
     with torch._C.DisableTorchFunctionSubclass():
         if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
             return None

@@ -53,11 +53,11 @@ class Routes:
     def __init__(self, config: EtpConfig) -> None:
         self._config = config
         self.transports: dict[dist.ProcessGroup, Transport] = {}
-        """What moves shards, by process group; made for the kind of device that its weights were on at the time."""
+        """Transports by process group; each was made for the device type that its weights were on at the time."""
         self._kinds: dict[dist.ProcessGroup, str] = {}
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
         self._names: dict[dist.ProcessGroup, str] = {}
-        """What the ranks of a process group call this runtime among others that serve them."""
+        """The name that the ranks of each process group have agreed on for this runtime."""
         # For the hot path: the keys above are slow to hash.
         self._of_group: dict[WeightGroup, Route] = {}
 
@@ -88,17 +88,17 @@ class Routes:
         return transport
 
     def direct(self, group: WeightGroup) -> Transport:
-        """What reads the group's shards themselves, also before they are on the device where they are trained."""
+        """A transport that reads the shards themselves, even before they are on the device where they are trained."""
         return direct_transport(self._config, group.process_group)
 
     def _routed_transports(self) -> list[Transport]:
-        """Each once: it may serve several devices."""
+        """The transports of all routes, each once: one may serve several devices."""
         return list(dict.fromkeys(route.transport for route in self._routes.values()))
 
     def take_over(self, former: Routes) -> None:
-        """Use the transports of a runtime that needs them no more, where options and process group are the same.
+        """Use the transports of a runtime that no longer needs them, if its options and process groups are the same.
 
-        What they hold is made collectively: communicators, which live as long as the program, and symmetric memory.
+        Their communicators, which live as long as the program, and symmetric memory were created collectively.
         """
         if _transport_options(self._config) != _transport_options(former._config):
             return
@@ -110,7 +110,7 @@ class Routes:
         former._routes.clear()
 
     def forget(self, group: WeightGroup) -> None:
-        """Another runtime drives ``group`` from now on."""
+        """Forget ``group``, because another runtime drives it from now on."""
         self._of_group.pop(group, None)
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -122,7 +122,7 @@ class Routes:
         return self.of(group).transport.symmetric_memory(numel, dtype)
 
     def change_mode(self, *, capturing: bool) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended."""
+        """Change modes: a CUDA graph capture begins, with the device idle, or has ended."""
         for route in self._routes.values():
             route.gather.change_mode()
             route.reduce.change_mode()
@@ -130,7 +130,7 @@ class Routes:
             transport.change_mode(capturing=capturing)
 
     def watch_replays(self) -> None:
-        """Expect the replays so far of graphs in which ranks wait for each other to end in time."""
+        """Watch that all graph replays so far in which ranks wait for each other end within the timeout."""
         for transport in self._routed_transports():
             transport.watch_replays()
 
@@ -152,17 +152,17 @@ class Routes:
         transport = self.transports.get(process_group)
         if transport is not None and transport.pairs:
             route = self._routes.get((process_group, device)) or self._new_route(process_group, transport, device)
-            # Where reductions wait for peers, so that all of it follows one order.
+            # On the lane of reductions, which wait for peers too, so that there is one order.
             route.reduce.start(partial(transport.pair, label, members), label=f"pairing of {label}").wait()
 
     def watch(self, process_group: dist.ProcessGroup, label: str) -> None:
-        """Expect a collective over ``process_group`` outside of its transport, enqueued just now, to end in time."""
+        """Watch that a just enqueued collective over ``process_group``, outside of its transport, ends in time."""
         transport = self.transports.get(process_group)
         if transport is not None:
             transport.watch(label)
 
     def agree_on_name(self, process_group: dist.ProcessGroup, kind: str) -> None:
-        """Let ranks find out that they use another runtime than their peers, of weights of the same names. Collective.
+        """Agree on a name, so that ranks that use different runtimes with equal weight names are detected. Collective.
 
         Args:
             process_group: the ranks.
@@ -174,7 +174,7 @@ class Routes:
         self._names[process_group] = name[0]
 
     def compare_orders(self) -> None:
-        """Find ranks that use other weights than their peers, now or, with streams, at the next call. Collective.
+        """Detect ranks that use other weights than their peers: now or, with streams, at the next call. Collective.
 
         Raises:
             PeerMismatchError: on every rank of a process group whose ranks differ.
@@ -183,12 +183,12 @@ class Routes:
             transport = route.transport
             if transport.has_order_to_compare:
                 transport.verify_order()
-                # Behind earlier reductions, and beside compute.
+                # After earlier reductions, and concurrent with compute.
                 exchange = partial(transport.exchange_order, self._names.get(process_group, ""))
                 route.reduce.start(exchange, waits=(), label=ORDER_LABEL)
 
     def finish_reading(self) -> None:
-        """Where peers read shards in place, let the caller's stream wait until they have: it may change them next."""
+        """If peers read shards in place, let the caller's stream wait for them, because it may change the shards."""
         for route in self._routes.values():
             if route.transport.reads_in_place:
                 route.gather.start(enqueue(route.transport.finish_reading), label="wait for peers' gathers").wait()

@@ -1,8 +1,8 @@
-"""The owner of all state that one model's sharded weights share; it decides in which order their collectives run.
+"""The runtime, which owns the state shared by one model's sharded weights and decides the order of their collectives.
 
 A runtime drives the groups of one model, or of one virtual pipeline stage. It connects its parts, each with one
 responsibility: passes (``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``),
-and the change of mode where a CUDA graph capture begins or ends (``etp/graphs.py``).
+and the change of mode when a CUDA graph capture begins or ends (``etp/graphs.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EtpRuntime(ShardDriver):
 
     Attributes:
         in_forward: whether the adopted module's forward pass is under way.
-        sums_gradients: whether the ranks' gradients are summed, and not averaged.
+        sums_gradients: whether gradients are summed over the ranks rather than averaged.
     """
 
     def __init__(self, config: EtpConfig | None = None, *, finish_with_backward: bool = True) -> None:
@@ -133,7 +133,7 @@ class EtpRuntime(ShardDriver):
         self._passes.set_root(module)
 
     def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
-        """Let ranks find out that they use another module than their peers, whose names are the same. Collective."""
+        """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""
         self._routes.agree_on_name(process_group, type(module).__name__)
 
     def require_adoptable(self, module: nn.Module) -> None:
@@ -255,7 +255,7 @@ class EtpRuntime(ShardDriver):
         return self._graphs.capture is not None
 
     def _sync_mode(self) -> None:
-        """Notice that a capture has begun or ended since the last call."""
+        """Change modes if a capture has begun or ended since the last call."""
         if not self.groups:
             return
         capture = self._graphs.current_capture(self.groups[0].spec.device)
@@ -313,7 +313,7 @@ class EtpRuntime(ShardDriver):
 
     @property
     def drained_after_parts(self) -> bool:
-        """Whether :meth:`drain` is called at the end of each captured part; its forward gathers ahead only then."""
+        """Whether :meth:`drain` is called at the end of each captured part; only then do forward passes prefetch."""
         return self._gathers.drained_after_parts
 
     @drained_after_parts.setter
@@ -366,7 +366,7 @@ class EtpRuntime(ShardDriver):
         """See :class:`etp.group.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`.
 
         Raises:
-            EtpStateError: if a part is captured whose gradients are only added up, outside of the graph.
+            EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
         """
         if self._graphs.possible:
             self._sync_mode()
@@ -389,14 +389,14 @@ class EtpRuntime(ShardDriver):
 
     def spread_overflow(self, found: torch.Tensor) -> None:
         """See :class:`etp.group.ShardDriver`. Collective over all process groups of this runtime."""
-        # All of them, whichever weights overflowed: experts in a group of their own must not skip a step alone.
+        # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone.
         self._scalars.spread(found, list(dict.fromkeys(group.process_group for group in self.groups)))
 
     def require_complete(self, group: WeightGroup) -> None:
         """See :class:`etp.group.ShardDriver`.
 
         Raises:
-            EtpStateError: if the group's gradient is still on its way.
+            EtpStateError: if the group's gradient has not been fully reduced.
         """
         self._reductions.require_complete(group)
 
@@ -413,7 +413,7 @@ class EtpRuntime(ShardDriver):
         self._reductions.finish()
         self.replicated.announce()
         if compare:
-            # First: other parameters on other ranks would be added up with these.
+            # First: if orders differ, these parameters would be added to others on other ranks.
             self._compare_orders()
         self.replicated.reduce()
 
@@ -436,14 +436,14 @@ class EtpRuntime(ShardDriver):
         self._routes.finish_reading()
 
     def _compare_orders(self) -> None:
-        # What is captured is the order of every replay; it is not recorded.
+        # Every replay has the captured order, which is not recorded.
         if self._graphs.capture is not None:
             return
         try:
             self._routes.compare_orders()
         except PeerMismatchError:
-            # What is in the slots is wrong. Ranks that have learned different orders, or reserved slots in different
-            # orders, would look ahead and reuse differently from now on.
+            # The slots hold wrong weights. Ranks that have learned different orders, or reserved slots in different
+            # orders, would prefetch and reuse differently from now on.
             for group in self.groups:
                 group.detach()
             self._passes.forget_orders()
@@ -469,7 +469,7 @@ class EtpRuntime(ShardDriver):
     def release_buffers(self) -> None:
         """Free gather slots and idle gradient buffers, for example before generation; they are reallocated on demand.
 
-        Those of CUDA graphs are kept, because replays use them.
+        Buffers of CUDA graphs are kept, because replays use them.
 
         Raises:
             EtpStateError: while a backward pass is in progress.

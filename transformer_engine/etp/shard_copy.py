@@ -1,6 +1,6 @@
-"""Copies of a shard, which remember whose rows they hold.
+"""Copies of a shard, which record which rank's rows they hold.
 
-Shards of all ranks have one name and one shape, so a copy that does not say which one it is can be saved by one rank
+Shards of all ranks have the same name and shape, so a copy that does not record its shard could be saved by one rank
 and loaded by all. Entries of a state dict, and copies of a shard, are therefore tensors of a class that keeps its
 *cut* through copies, casts, moves, arithmetic and pickling. ``etp/shard_states.py`` compares it when they are loaded.
 """
@@ -31,17 +31,17 @@ COPIES = named_functions(
 _AS_WEIGHT = frozenset({F.linear, F.embedding})
 
 ASKED_BY_WRITERS = named_functions("untyped_storage storage", torch.Tensor)
-"""What safetensors, and other libraries that write files of tensors, ask each tensor first, to find shared memory."""
+"""Called on each tensor, to find shared memory, by safetensors and other libraries before they write a file."""
 
 
 def refuse_writers(func: Any, cut: Cut | None) -> None:
-    """Raise TypeError if ``cut`` is that of a shard of several: a file of it would not say which one it is.
+    """Raise TypeError if ``cut`` is one of several shards: a file of it would not record which one it is.
 
     Args:
         func: one of ``ASKED_BY_WRITERS``.
-        cut: which shard it was called with; None if it is none.
+        cut: which shard ``func`` was called on; None if it was not a shard.
     """
-    # Dynamo asks as well, and writes nothing.
+    # Dynamo calls these too, and writes nothing.
     if cut is not None and cut[1] > 1 and TracingContext.try_get() is None:
         raise TypeError(
             f"{func.__name__} of shard {cut[0]} of {cut[1]} of a weight of {cut[2]} rows: what asks for it "
@@ -54,7 +54,7 @@ def refuse_writers(func: Any, cut: Cut | None) -> None:
 
 
 class ShardCopy(OneOfMany, torch.Tensor):
-    """A shard, or a copy of it, as it is in state dicts: for all that a tensor is for, but to be a layer's weight."""
+    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a layer's weight."""
 
     etp_cut: Cut
 
@@ -70,7 +70,7 @@ class ShardCopy(OneOfMany, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What has the shard's shape is still this rank's; results of other shapes are plain tensors."""
+        """Results of the shard's shape are still this rank's shard; results of other shapes are plain tensors."""
         if any(issubclass(kind, torch.nn.Parameter) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -96,7 +96,7 @@ class ShardCopy(OneOfMany, torch.Tensor):
         return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy, and what shares memory to copies that do."""
+        """Copy; tensors that share memory get copies that share memory."""
         return self.of(copy.deepcopy(self._plain(), memo), self.etp_cut)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,10 +1,10 @@
 """Tensors of one shape that move together, such as a layer's experts, as runs of addresses at a constant distance.
 
-[Note: runs] What moves or sums the E tensors of a stack needs one call for each run, not one for each tensor: a pitched
-copy (``cudaMemcpy2DAsync``) or a kernel takes a first address, a distance and a count. A gather slot and a buffer for
+[Note: runs] Moving or summing the E tensors of a stack takes one call per run, not one per tensor: a pitched copy
+(``cudaMemcpy2DAsync``) or a kernel takes a first address, a distance and a count. A gather slot and a buffer for
 gradients are one run each. Parameters and gradients of Megatron are one run for each of DistributedDataParallel's
 buckets that the layer touches, at a negative distance, because its buffers are filled from the last parameter to the
-first. Tensors that lie anywhere are runs of one.
+first. Tensors at arbitrary addresses are runs of one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ class Run:
     Attributes:
         address: where the first one begins.
         count: how many there are.
-        stride: bytes from one to the next, negative where they lie at ever lower addresses; the size of one where there
-            is only one.
+        stride: bytes from one to the next, negative if addresses descend; the size of the tensor if there is only one.
     """
 
     address: int
@@ -80,11 +79,11 @@ class Stack(Sequence[torch.Tensor]):
 
     @property
     def is_one_block(self) -> bool:
-        """Whether the tensors lie one behind the other without a gap."""
+        """Whether the tensors follow each other in memory without a gap."""
         return len(self.runs) == 1 and self.runs[0].stride == self.nbytes
 
     def block(self) -> torch.Tensor:
-        """``[count, *shape]``, contiguous: the tensors' own memory where they are one block, else a copy."""
+        """``[count, *shape]``, contiguous: the tensors' own memory if they are one block, else a copy."""
         if len(self.tensors) == 1:
             return self.tensors[0].unsqueeze(0)
         if self.is_one_block:
@@ -140,7 +139,7 @@ class PitchedCopy:
 
 
 def pitched_copies(destinations: Sequence[Run], sources: Sequence[Run], width: int) -> list[PitchedCopy]:
-    """The fewest copies that move ``width`` bytes at each address of ``sources`` to the one of ``destinations``.
+    """The fewest copies that move ``width`` bytes from each address of ``sources`` to that of ``destinations``.
 
     Args:
         destinations: as many addresses as ``sources`` has, in their order.
@@ -165,7 +164,7 @@ def pitched_copies(destinations: Sequence[Run], sources: Sequence[Run], width: i
 
 
 def _pieces(first: Sequence[Run], second: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Cut both sequences, which count the same, where either begins another run; yields the pieces side by side."""
+    """Split both sequences, of equal total count, wherever either begins a run; yields pairs of pieces."""
     if len(first) == len(second) == 1:
         yield first[0], second[0]
         return

@@ -1,17 +1,16 @@
 """Where communication runs: one side stream for each direction, and a plain call on devices without streams.
 
-[Note: lanes] A collective is *started* on a lane and later *waited for* by whoever needs its result. With CUDA
+[Note: lanes] A collective is *started* on a lane and later *waited for* where its result is needed. With CUDA
 the lane is a side stream: starting enqueues the work there and records an event, waiting makes the caller's
 stream wait for that event, and the host never blocks. Without streams (CPU and gloo) starting hands the work to
-the backend's threads and waiting blocks the host. Both are behind :class:`Lane`, so nothing above it asks which
-device it runs on.
+the backend's threads and waiting blocks the host. :class:`Lane` hides the difference from its callers.
 
 [Note: capture] A stream joins the capture of a CUDA graph only by waiting for a stream that takes part in it, and must
 not wait for events recorded before the capture. A lane therefore forks from the caller's stream at its first start in
 each mode, and events are dropped when the mode changes (:meth:`Lane.change_mode`).
 
-[Note: profiler ranges] Under a profiler, what starts on a lane is in a range of its name. Whether one runs is asked by
-reading an attribute, because a call at each visit would cost more than the question.
+[Note: profiler ranges] Under a profiler, work that starts on a lane is in a range named after its label. Whether a
+profiler is active is read from an attribute, because a function call at each visit would take too long.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ RANGE = "etp: {}"
 
 
 class InFlight:
-    """Work that a transport has started. This one is enqueued on the calling stream already and waits for no peer.
+    """Work that a transport has started. This class is for work that is enqueued already and waits for no peer.
 
     Args:
         beside: events of parts of the work that run on other streams. The stream that the work was started on need not
@@ -57,7 +56,7 @@ def enqueue(work: Callable[[], None]) -> Callable[[], InFlight]:
 
 
 def let_follow(stream: Any, other: Any) -> None:
-    """Order ``stream`` after all that ``other`` was given so far; nothing if they are one, or where there are none."""
+    """Order ``stream`` after all work enqueued on ``other`` so far; no-op if they are the same, or both None."""
     if stream != other:
         stream.wait_stream(other)
 
@@ -79,9 +78,9 @@ class Ready:
         self._waited: list[Any] = []
 
     def wait(self, stream: Any = None) -> None:
-        """Order ``stream``, or the work's device's current one, after the work; without streams, block.
+        """Order ``stream``, or the current one of the work's device, after the work; without streams, block.
 
-        Again for the same stream it costs nothing.
+        Repeated calls for the same stream cost nothing.
         """
         if self._events:
             stream = stream or self._device_module.current_stream(self._device)
@@ -96,7 +95,7 @@ class Ready:
             in_flight.join()
 
     def mark(self) -> dict[Any, Any]:
-        """The work's device's current stream, and an event after all that it was given so far; {} without streams."""
+        """The current stream of the work's device, with an event after all its work so far; {} without streams."""
         if not self._events:
             return {}
         stream, event = self._device_module.current_stream(self._device), self._device_module.Event()
@@ -120,7 +119,7 @@ class Lane:
         """An event after the work started last in this mode; None before any, and without streams."""
 
     def change_mode(self) -> None:
-        """A capture begins, with the device idle, or has ended: drop events recorded before."""
+        """Drop events recorded so far: a capture begins, with the device idle, or has ended."""
         self._forked, self.tail = False, None
 
     def start(self, work: Callable[[], InFlight], *, waits: Sequence[Any] | None = None, label: str = "") -> Ready:
@@ -129,7 +128,7 @@ class Lane:
         Args:
             work: starts the collective and returns a handle to it.
             waits: events (from :meth:`mark`) that ``work`` must come after, such as the last read of a buffer that
-                it overwrites. None: all that the current stream has been given so far.
+                it overwrites. None: all work enqueued on the current stream so far.
             label: names the work in profiles; see [Note: profiler ranges].
         """
         if label and profiler._is_profiler_enabled:
@@ -152,17 +151,17 @@ class Lane:
         return Ready(None, (event, *started.beside), self._device_module, self.device)
 
     def follow(self, other: Lane) -> None:
-        """Let what is started from now on come after all that was started on ``other`` in this mode."""
+        """Order work started from now on after all work started on ``other`` in this mode."""
         if other.tail is not None:
             self._stream.wait_event(other.tail)
 
     def join(self) -> None:
-        """Order the caller's stream after all that was started in this mode; nothing without streams."""
+        """Order the caller's stream after all work started in this mode; no-op without streams."""
         if self.tail is not None:
             self._device_module.current_stream(self.device).wait_event(self.tail)
 
     def mark(self, stream: Any = None) -> Any:
-        """An event after all that ``stream`` (the current one if None) was given so far; None without streams."""
+        """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams."""
         if self._stream is None:
             return None
         event = self._device_module.Event()

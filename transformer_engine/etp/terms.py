@@ -1,8 +1,8 @@
-"""Terms of a loss that are computed from the weights themselves, such as a penalty, where ranks' gradients are summed.
+"""Scales the gradients of loss terms of the weights themselves, such as a penalty, if gradients are summed over ranks.
 
-Each rank has the term in its loss, so its gradient counts once for each rank. It comes to the shard through autograd,
-which adds it to whatever else comes that way, and a gradient that a reduction has summed already must not count again.
-So a term's gradient is multiplied where it leaves the arithmetic, and the shard is told.
+Each rank has the term in its loss, so the term's gradient must count once per rank. It reaches the shard through
+autograd, which adds it to any other gradient there, and one that a reduction has summed already must not be scaled.
+So a term's gradient is multiplied where it leaves the arithmetic, and the shard's ``term_counted`` is set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etp.derived import reaches_node
 
 
 class _Counted(torch.autograd.Function):
-    """A shard as it is, whose gradient counts ``times``."""
+    """Identity on a shard; multiplies the gradient by ``times``."""
 
     @staticmethod
     def forward(ctx: Any, shard: Any, times: int) -> torch.Tensor:
@@ -34,13 +34,13 @@ class _Counted(torch.autograd.Function):
 def call_with_counted(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], times: Callable[[Any], int]
 ) -> Any:
-    """Call ``func``, so that gradients of the shards among its arguments count as often as ``times`` says of each.
+    """Call ``func`` so that the gradient of each shard among its arguments is multiplied by ``times(shard)``.
 
     Args:
         func: a PyTorch function.
         args: as ``__torch_function__`` gets them; shards may be inside of lists and tuples.
         kwargs: the same.
-        times: how often the gradient of a tensor counts: 1 if it is no shard.
+        times: the factor for the gradient of a tensor: 1 if it is not a shard.
 
     Returns:
         what ``func`` returns.
@@ -58,11 +58,11 @@ def call_with_counted(
         counted[id(alias)] = value, alias
         return alias
 
-    # What is changed in place stays what it is.
+    # The tensor that is changed in place is not replaced.
     changed = 1 if _is_in_place(func) else 0
     rest = {name: replaced(value) for name, value in kwargs.items()}
     result = func(*args[:changed], *map(replaced, args[changed:]), **rest)
-    # A copy that would be equal, such as that of ``p.float()``, is no copy but the shard.
+    # If ``func`` returned its argument, as ``p.float()`` may, return the shard.
     original, _ = counted.get(id(result), (result, None))
     return original
 

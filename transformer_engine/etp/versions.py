@@ -2,8 +2,8 @@
 
 [Note: observation] The first visit of a forward pass *observes* the shards: it records an event after which they are
 final and, with a transport that publishes, publishes them. Gathers of that pass and of the backward passes after it
-wait only for this event, not for compute that was enqueued later. A shard must not change within a pass: if it did, it
-is observed again at the next forward visit, or refused in a backward pass.
+wait only for this event, not for compute that was enqueued later. A shard must not change within a pass. If it does, it
+is observed again at the next forward visit; in a backward pass, a transport that publishes raises StaleWeightError.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WeightVersions:
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
 
     def change_mode(self, *, capturing: bool, replayed_unseen: bool) -> None:
-        """A CUDA graph capture begins or has ended.
+        """Change modes: a CUDA graph capture begins or has ended.
 
         Args:
             capturing: True if it begins.
@@ -52,7 +52,7 @@ class WeightVersions:
         self._final.clear()
 
     def begin_forward(self) -> None:
-        """A new forward pass begins: shards may have changed since the last one."""
+        """Begin a forward pass: shards may have changed since the last one."""
         self._forward += 1
         self._final.clear()
 
@@ -64,11 +64,11 @@ class WeightVersions:
         return not route.transport.publishes or self._observed.get(group) == self._version(group)
 
     def forget(self, group: WeightGroup) -> None:
-        """Another runtime drives ``group`` from now on."""
+        """Forget ``group``, because another runtime drives it from now on."""
         self._observed.pop(group, None)
 
     def observe(self, group: WeightGroup, route: Route, pass_number: int, *, in_backward: bool) -> None:
-        """Bring the record up to date, at a visit of ``group``. Collective with a publishing transport.
+        """Update the record at a visit of ``group``. Collective with a publishing transport.
 
         Args:
             group: the group that is visited; its shards have been read.
@@ -98,7 +98,7 @@ class WeightVersions:
         for member in members:
             for hook in member.before_gather:
                 hook()
-        # Behind the hooks, which change the shards.
+        # After the hooks, which change the shards.
         self._note(members, pass_number)
         shards = [member.local_shards() for member in members]
         route.order_publication()
@@ -117,7 +117,7 @@ class WeightVersions:
             for hook in group.before_gather:
                 hook()
         if not slot.reads:
-            # New memory, which the allocator may have taken from compute enqueued so far.
+            # New memory, which compute enqueued so far may have used before the allocator recycled it.
             return None
         reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
         if route.transport.publishes:

@@ -30,7 +30,7 @@ from etp.sites import (
 
 logger = logging.getLogger(__name__)
 
-# By name of the class or of one that it derives from, because importing some of them takes long.
+# Matched with the names of a class and its bases, because importing some of these takes long.
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -122,7 +122,7 @@ def _refuse_groups_of_others(etp_group: dist.ProcessGroup, expert_group: dist.Pr
 
 
 def _refuse_other_groups(root: nn.Module, etp_group: dist.ProcessGroup, expert_group: dist.ProcessGroup) -> None:
-    """Refuse layers that are sharded already, over other ranks than their replicated parameters would be."""
+    """Refuse layers already sharded over other ranks than their replicated parameters would be combined over."""
     for path, module in root.named_modules():
         label, group = ("expert_group", expert_group) if is_grouped(module) else ("etp_group", etp_group)
         for name, param in module.named_parameters(path, recurse=False):
@@ -190,7 +190,7 @@ def _compare(
 ) -> None:
     """Raise PeerMismatchError unless all ranks would cut the same weights of the same values. Collective."""
     plain = {n: p for n, p in root.named_parameters() if not isinstance(p, ETPShardedParam)}
-    # Named apart, so that ranks that would shard different weights differ.
+    # Replicated weights are named differently, so that ranks that would shard different weights differ.
     named = {f"{n} (replicated)" if p in plan.chosen.params else n: p for n, p in plain.items()}
     check_peers_agree({n: p for n, p in named.items() if p not in experts}, etp_group, "shard_module")
     if experts:
@@ -250,7 +250,7 @@ def _refuse_cut_before(name: str, param: nn.Parameter) -> None:
 
 
 def _refuse_one_memory(params: Mapping[str, nn.Parameter], cut: Container[nn.Parameter]) -> None:
-    """Refuse weights that are tied by their memory alone: each would be cut into memory of its own."""
+    """Refuse weights that are tied only by sharing memory: each would get shards in separate memory."""
     first: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
     for name, param in params.items():
         other, holder = first.setdefault((param.data_ptr(), param.numel()), (name, param))
