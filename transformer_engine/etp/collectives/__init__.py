@@ -1,4 +1,4 @@
-"""How shards travel: one transport per file behind the class in :mod:`etp.collectives.base`."""
+"""The transports that move shards, one per file, behind the interface in :mod:`etp.collectives.base`."""
 
 from __future__ import annotations
 

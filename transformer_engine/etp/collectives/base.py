@@ -1,5 +1,5 @@
-"""What the engine asks of the transports that move its bytes."""
-# ruff: noqa: B027  # what a transport need not do, it does not do
+"""The interface of the transports that move the engine's bytes."""
+# ruff: noqa: B027  # optional methods do nothing
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Transport(ABC):
     """Collectives over one shard group. Every rank calls the same methods in the same order.
 
     Collectives enqueue on the calling stream (see [Note: lanes] in ``etp/streams.py``) and raise
-    :class:`etp.errors.EtpCommunicationError`, naming ``label``, if a peer fails or the time-out passes. Whatever is
-    not abstract fits a transport that needs nothing of the kind.
+    :class:`etp.errors.EtpCommunicationError`, naming ``label``, if a peer fails or the time-out passes. Methods that
+    are not abstract are optional.
     """
 
     publishes: ClassVar[bool] = False
     """Whether gathers read published copies rather than the shards themselves."""
     pairs: ClassVar[bool] = False
-    """Whether it can tell apart what other code starts over its group, before any of it is sent; see :meth:`pair`."""
+    """Whether :meth:`pair` detects ranks that start different collectives, before any data is sent."""
 
     @abstractmethod
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
@@ -43,7 +43,7 @@ class Transport(ABC):
         """
 
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
-        """Come after all ranks have reached the same collective, which the caller starts next. Collective.
+        """Wait until all ranks have reached the same collective, which the caller starts next. Collective.
 
         Args:
             label: names it in messages.
@@ -55,7 +55,7 @@ class Transport(ABC):
     # Published copies, and shards that peers read in place -----------------------------------------------------
 
     def publish(self, groups: Sequence[Stack]) -> None:
-        """Let peers see the shards of these groups as they are now. Collective."""
+        """Publish the current shards of these groups to the peers. Collective."""
 
     @property
     def reads_in_place(self) -> bool:
@@ -63,21 +63,21 @@ class Transport(ABC):
         return False
 
     def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """``[numel]`` zeros, to keep shards in that peers read in place; None if they read none so. Collective."""
+        """``[numel]`` zeros, memory for shards that peers read in place; None if they never do. Collective."""
         del numel, dtype
         return None
 
     def finish_reading(self) -> None:
-        """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
+        """After the gathers on the calling stream, wait until no peer reads this rank's shards. Collective."""
 
     def nbytes(self) -> dict[str, int]:
         """Bytes of its own memory by purpose; those of ``shards_in_place`` are the shards themselves."""
         return {}
 
-    # The order of collectives, where they pair with whatever the peers start next: etp/collectives/order.py ----
+    # The order of collectives: see [Note: order] in etp/collectives/order.py ----------------------------------
 
     def record(self, label: str) -> None:
-        """Note that a collective is started now."""
+        """Record that a collective starts now."""
 
     @property
     def has_order_to_compare(self) -> bool:
@@ -85,9 +85,12 @@ class Transport(ABC):
         return False
 
     def exchange_order(self, whose: str = "") -> InFlight:
-        """Tell the peers the order of this rank's collectives since the last exchange, and whose. Collective.
+        """Exchange with the peers the order of collectives since the last exchange. Collective.
 
-        Without streams the answer is there at once, and verified.
+        Without streams, also verify the answer.
+
+        Args:
+            whose: name of the runtime whose collectives these are.
         """
         del whose
         return InFlight()
@@ -101,7 +104,7 @@ class Transport(ABC):
         """Watch that work enqueued so far on the calling stream, up to the collective ``label``, ends in time."""
 
     def change_mode(self, *, capturing: bool) -> None:
-        """A capture into a CUDA graph begins, with the device idle, or has ended."""
+        """Change modes: a CUDA graph capture begins, with the device idle, or has ended."""
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""

@@ -6,10 +6,10 @@ reduce-scatter, rounds once instead of at each hop, and is bitwise reproducible.
 backend's ``reduce_scatter_tensor``.
 
 [Note: the lane's stream] On CUDA, collectives are ``async_op=False``, which lets NCCL use the calling stream, here the
-lane's, and blocks nothing; with ``async_op=True`` it would use a stream of the process group, with four more event
-calls per collective. In a capture it matters more: a stream that waits for events and launches nothing never forgets
-one, so each gather would depend on all earlier ones, and a graph that has hundreds of them starts each more slowly than
-the last.
+lane's, and blocks nothing. With ``async_op=True`` it would use a stream of the process group, with four more event
+calls per collective. This matters more in a capture: a stream that waits for events and launches nothing accumulates
+dependencies. Each gather would depend on all earlier ones, and in a graph with hundreds of gathers each would start
+more slowly than the last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from etp.collectives.works import WorkLine, explained, free_bytes
 from etp.stack import Stack
 from etp.streams import InFlight
 
-# How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. NCCL's own, if it
-# comes first, takes another minute to end the process.
+# How much longer NCCL waits than our watchdog, which names the weight and ends the process at once. If NCCL's watchdog
+# came first, it would take another minute to end the process.
 _NCCL_MARGIN_S = 30.0
 
 
@@ -88,8 +88,8 @@ class C10dTransport(Transport):
                     output.view(-1), shard.view(-1), group=self._group, async_op=not on_gpu
                 )
             else:
-                # All experts of a layer in one call, and in one launch of NCCL. PyTorch's coalescing manager is left
-                # out because it does not pass on that the calling stream is to be used.
+                # All experts of a layer in one call, and in one NCCL launch. PyTorch's coalescing manager cannot be
+                # used, because it would not let NCCL use the calling stream.
                 options = AllgatherOptions()
                 options.asyncOp = not on_gpu
                 work = self._group.allgather_into_tensor_coalesced(list(outputs.tensors), list(shards.tensors), options)
@@ -135,7 +135,7 @@ class C10dTransport(Transport):
             self._watchdog.expect(end, f"{label} {self._who}")
 
     def watch(self, label: str) -> None:
-        """See :class:`etp.collectives.base.Transport`. NCCL watches where there is no timeout of our own."""
+        """See :class:`etp.collectives.base.Transport`. Without a timeout of our own, NCCL's watchdog applies."""
         if self._watchdog is not None and self._gpu is not None:
             self._watchdog.expect_stream(self._gpu, f"{label} {self._who}")
 
@@ -167,9 +167,9 @@ class C10dTransport(Transport):
     # CUDA graphs ---------------------------------------------------------------------------------------------
 
     def change_mode(self, *, capturing: bool) -> None:
-        """A CUDA graph capture begins or has ended; works need no reset."""
+        """Change modes: a CUDA graph capture begins or has ended."""
         if capturing and self._replays is None and self._gpu is not None:
-            # NCCL watches only the collectives that it starts itself, and none of a replay.
+            # NCCL watches only the collectives that it starts itself, not those of a replay.
             limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()
             self._replays = self._watchdog or _new_watchdog(limit)
         if self._order is not None:
@@ -194,7 +194,7 @@ class _Exchange(InFlight):
 
 
 class _Collective(InFlight):
-    """A collective under way; ``work`` is None where the calling stream is ordered after it already."""
+    """A collective in flight; ``work`` is None if the calling stream is already ordered after it."""
 
     def __init__(self, transport: C10dTransport, work: dist.Work | None, label: str) -> None:
         self._transport = transport

@@ -3,30 +3,30 @@
 [Note: publication] Every rank keeps a copy of its shards in an arena that all peers map. The copy is updated when
 weights change (:meth:`CopyEngineTransport.publish`), between two exchanges of signals: after all peers have finished
 reading the old version, and before any of them reads the new one. A gather in between is one copy per peer on the copy
-engines, with no handshake. A shard at another address than the published one is refused. If the owner of the shards
+engines, with no handshake. Gathering shards that were not published raises StaleWeightError. If the owner of the shards
 keeps them in symmetric memory, no copy is made; the owner must then wait for the readers itself
 (:meth:`CopyEngineTransport.finish_reading`) before changing them.
 
-What a gather copies is worked out once for each pair of shards and slot. It is one copy for each peer, also of all
-experts of a layer, where these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
+The copies of a gather are planned once for each pair of shards and slot. One copy per peer is enough even for all
+experts of a layer, if these lie at a constant distance (see [Note: runs] in :mod:`etp.stack`).
 
-[Note: own chunk] A copy within one device is a kernel on the SMs. Beside a large GEMM it waits for the GEMM's last
-wave, and so does everything behind it in its stream. A gather therefore copies this rank's own chunk on a separate
-stream, and only the consumer waits for it.
+[Note: own chunk] A copy within one device is a kernel on the SMs. Next to a large GEMM it waits for the GEMM's last
+wave, and so does all later work in its stream. A gather therefore copies this rank's own chunk on a separate stream,
+and only the consumer waits for it.
 
 [Note: receive ring] For a reduction, each rank copies chunk p of its gradient into peer p's receive ring, signals,
 waits for its peers' signals, sums what arrived with its own chunk (:mod:`etp.collectives.sums`) and signals that its
 place in the ring is free again. Places are used in turn, so a rank may send reduction s while its peers still sum
 s - 1.
 
-[Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. ARRIVED of a place is raised again only behind
-that place's FREE, and the other way round. It is raised with a number of the weight: ranks that reduce different
-weights do not add one to the other, but wait until their timeout. (Gathers go by addresses and need no common order.
-An all-reduce of other code over the group is preceded by a reduction of nothing, with a number of what it combines.)
-READERS_DONE and PUBLISHED are exchanged by all ranks in turn: whoever raises one has seen all others raise the other
-since. All flags are down between two calls but those of free places. All of a reduction is on one stream, its sends
-before its waits, and what a wait needs from a peer comes after nothing but earlier reductions there; the exchanges
-around a publication come after all reductions so far.
+[Note: flags] See [Note: signals] in :mod:`etp.collectives.symmetric`. A place's ARRIVED flags are raised again only
+after its PLACE_FREE flags were received, and vice versa. ARRIVED is raised with a number that identifies the weight:
+ranks that reduce different weights do not add one to the other, but wait until their timeout. (Gathers go by addresses
+and need no common order. An all-reduce of other code over the group is preceded by an empty reduction, with a number
+that identifies what it combines.) READERS_DONE and PUBLISHED alternate: between raising one of them twice, a rank
+receives the other from all peers. Between two calls, only the flags of free places are raised. A reduction is on one
+stream, its sends before its waits, and on each peer only earlier reductions precede the sends that it waits for. The
+exchanges around a publication come after all reductions so far.
 
 [Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if
 it has run outside of one before, because no memory is allocated inside a capture. Memory that a graph refers to is
@@ -77,7 +77,7 @@ class _Published:
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """The copies of one gather: from the peers, and of this rank's own chunk; for as long as ``published`` holds."""
+    """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is."""
 
     published: _Published
     from_peers: tuple[PitchedCopy, ...]
@@ -137,7 +137,7 @@ class CopyEngineTransport(Transport):
         self._sizes: tuple[int, ...] = ()
         self._published: dict[Stack, _Published] = {}
         self._updates: list[PitchedCopy] = []
-        """The copies that bring the arena up to date with the shards."""
+        """The copies that update the arena from the shards."""
         self._gathered = False
         self._capturing = self._captured = False
         self._kept: list[SymmetricBuffer] = []
@@ -154,7 +154,7 @@ class CopyEngineTransport(Transport):
         }
 
     def change_mode(self, *, capturing: bool) -> None:
-        """A CUDA graph capture begins, with the device idle, or has ended: drop events recorded before."""
+        """Drop events recorded so far: a CUDA graph capture begins, with the device idle, or has ended."""
         self._local_end = None
         self._capturing = capturing
         self._captured |= capturing
@@ -176,7 +176,7 @@ class CopyEngineTransport(Transport):
         return bool(self._adopted)
 
     def finish_reading(self) -> None:
-        """Behind the gathers on the calling stream: wait until no peer reads this rank's shards. Collective."""
+        """After the gathers on the calling stream, wait until no peer reads this rank's shards. Collective."""
         # Gathers of a replayed graph are not visible here.
         if not self._gathered and not self._captured:
             return
@@ -185,7 +185,7 @@ class CopyEngineTransport(Transport):
         self.watch("the end of peers' gathers")
 
     def publish(self, groups: Sequence[Stack]) -> None:
-        """Let peers see these shards as they are now; enqueued on the calling stream. Collective.
+        """Publish the current shards to the peers, on the calling stream. Collective.
 
         Args:
             groups: all shards that will be gathered, in the same order on all ranks.
@@ -204,20 +204,20 @@ class CopyEngineTransport(Transport):
     def _exchange(self, channel: _Channel) -> None:
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
         if self._local_end is not None:
-            # This rank's own chunks are read beside the calling stream.
+            # This rank's own chunks are read on a separate stream.
             torch.cuda.current_stream(self._device).wait_event(self._local_end)
         self._gathered, self._local_end = False, None
         self._signals.send(channel, self._stream())
         self._signals.receive(channel, self._stream())
 
     def _place(self, groups: Sequence[Stack]) -> None:
-        """Assign these shards their published addresses, and work out the copies that bring the arena up to date."""
+        """Assign these shards their published addresses, and plan the copies that update the arena."""
         homes = [self._home(shards) for shards in groups]
         sizes = tuple(
             0 if home else _aligned(len(shards) * shards.nbytes) for shards, home in zip(groups, homes, strict=True)
         )
         if any(sizes) and (self._arena is None or sizes != self._sizes):
-            # Allocation synchronizes the device and all ranks, so nobody reads the former arena afterwards.
+            # Allocation synchronizes the device and all ranks, so no rank reads the former arena afterwards.
             self._arena = self._renew(self._arena, sum(sizes), "published weights")
             self._sizes = sizes
         self._published, self._updates, offset = {}, [], 0
@@ -288,9 +288,9 @@ class CopyEngineTransport(Transport):
         return _Reduction(self, label)
 
     def _sends(self, wgrads: Stack, peer: int, place: int) -> list[PitchedCopy]:
-        """What brings ``peer`` its chunk of each gradient, into this rank's row of the ``place`` in its ring."""
+        """The copies of ``peer``'s chunk of each gradient into this rank's row of the ``place`` in the peer's ring."""
         chunk = wgrads.nbytes // self._size
-        # The receiver's rows leave out its own.
+        # The receiver has no row for its own part.
         row = place + (self._rank - (self._rank > peer)) * len(wgrads) * chunk
         sources = [run.at(peer * chunk) for run in wgrads.runs]
         return pitched_copies([Run(row, len(wgrads), chunk)], sources, chunk)
@@ -347,12 +347,12 @@ class CopyEngineTransport(Transport):
 
 
 def _purpose(label: str) -> int:
-    """A number of 32 bits that tells collectives apart; never 0."""
+    """A 32-bit number that identifies a collective; never 0."""
     return zlib.crc32(label.encode()) or 1
 
 
 def _alike(shards: Stack, offset: int) -> tuple[Run, ...]:
-    """Offsets from ``offset`` on for shards without gaps between them, in the order of their addresses."""
+    """Offsets for shards stored from ``offset`` on without gaps, in the order of their addresses."""
     longest = max(shards.runs, key=lambda run: run.count)
     if longest.stride < 0:
         return (Run(offset + (len(shards) - 1) * shards.nbytes, len(shards), -shards.nbytes),)

@@ -1,9 +1,9 @@
 """The CUDA driver calls that the engine needs and PyTorch does not have, through ctypes.
 
-The copy-engine transport is made of copies, and of streams that wait for and write values in memory; dispatching a
-tensor copy costs several times what the copy's launch does. None of these calls launches a kernel: copies from and to
-peers run on the copy engines, values are waited for and written by the stream's front end. All of them can be captured
-into a CUDA graph.
+The copy-engine transport consists of copies, and of stream operations that wait for or write values in memory.
+Dispatching a tensor copy would cost several times what the copy's launch does. None of these calls launches a kernel:
+copies from and to peers run on the copy engines, and the stream's front end waits for and writes values. All of them
+can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _MemoryOperation(ctypes.Structure):
 
 
 class MemoryOperations:
-    """Waits for and writes of 32-bit words in memory, made once and enqueued as often as wanted."""
+    """A batch of waits for and writes of 32-bit words in memory, made once and enqueued any number of times."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
         self.count = len(operations)
@@ -48,13 +48,13 @@ class MemoryOperations:
 
     @classmethod
     def take_flags(cls, addresses: Sequence[int], value: int) -> Self:
-        """Wait until the word at each of this device's ``addresses`` is ``value``, and set all of them to 0 then."""
+        """Wait until the word at each of this device's ``addresses`` is ``value``, then set all of them to 0."""
         waits = [(_WAIT_VALUE_32, address, value, _WAIT_UNTIL_EQUAL) for address in addresses]
         return cls([*waits, *((_WRITE_VALUE_32, address, 0, 0) for address in addresses)])
 
     @classmethod
     def raise_flags(cls, addresses: Sequence[int], value: int) -> Self:
-        """Write ``value`` to each address, own or peer's, once all that the stream did before is visible."""
+        """Write ``value`` to each address, own or peer's, once all earlier work of the stream is visible."""
         return cls([(_WRITE_VALUE_32, address, value, 0) for address in addresses])
 
 
@@ -128,7 +128,7 @@ class CudaDriver:
             self._check("cuMemcpy2DAsync", status)
 
     def enqueue(self, operations: MemoryOperations, stream: int) -> None:
-        """Let ``stream`` carry out the operations, behind all that it was given so far."""
+        """Enqueue the operations on ``stream``."""
         status = self._batch(stream, operations.count, operations.address, 0)
         if status:
             self._check("cuStreamBatchMemOp", status)

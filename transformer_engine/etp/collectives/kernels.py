@@ -30,7 +30,7 @@ def _accumulate_parts(  # type: ignore[no-untyped-def]
     accumulate: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    # 64 bits throughout: Triton passes a number below 2^31 in 32, in which its multiples would overflow for the
+    # 64 bits throughout: Triton passes a number below 2^31 in 32 bits, and its multiples would overflow for the
     # largest embeddings, and for the experts of a layer.
     gradient = tl.program_id(1).to(tl.int64)
     offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)

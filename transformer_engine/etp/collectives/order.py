@@ -1,10 +1,10 @@
-"""Finds ranks whose collectives differ, where each pairs with whatever its peers start next.
+"""Detects ranks whose collectives differ, if the backend pairs each collective with the one that peers start next.
 
 [Note: order] A collective of NCCL or gloo knows its group and its size, not its weight. If one rank skips a layer that
 its peers visit, its next gather of the same size pairs with theirs: every rank gets a plausible weight, made of parts
 of two. So each rank keeps a digest of the names of its collectives, and the ranks exchange their digests at the end of
-a pass. Without streams, a difference raises there. With streams, the host would have to wait for the device; it reads
-the answer when the next pass ends. What a CUDA graph replays is not recorded, because its order cannot change.
+a pass. Without streams, a difference raises there. With streams, the host would have to wait for the device, so it
+reads the answer when the next pass ends. Replays of a CUDA graph are not recorded, because their order cannot change.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from etp.errors import PeerMismatchError
 logger = logging.getLogger(__name__)
 
 ORDER_LABEL = "exchange of the order of collectives"
-"""Names it in messages."""
+"""Name of the exchange in messages."""
 
-# Names kept for the message: those of any usual pass, and a bound where no pass ever ends.
+# Names kept for the message: enough for any usual pass, and a bound if no pass ever ends.
 _MOST_NAMES = 4096
 _WORDS = 2
-# For names, through the process group's store. Ranks come to the same point, but not at the same time.
+# Timeout for names, which go through the process group's store: ranks reach this point at different times.
 _PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the ranks sent each other.
+    """The result of an exchange.
 
     Attributes:
         words: ``[ranks, 2]`` int64 on the host: a digest, and how many collectives it is of.
-        arrived: an event after which they are there; None if they are.
-        names: of this rank's collectives, the latest ones.
-        count: how many there were.
+        arrived: an event after which they have arrived; None if they have.
+        names: of this rank's latest collectives.
+        count: number of this rank's collectives.
     """
 
     words: torch.Tensor
@@ -58,8 +58,8 @@ class CollectiveOrder:
     """The order of one rank's collectives in a group.
 
     Args:
-        group: the ranks that compare theirs.
-        device: where the group's backend needs what it sends.
+        group: the ranks that compare their orders.
+        device: where the group's backend needs its tensors.
         timeout_s: seconds to wait for peers; None takes the process group's own timeout.
     """
 
@@ -83,18 +83,18 @@ class CollectiveOrder:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the answer to the last exchange is there, so that :meth:`verify` need not wait for a device."""
+        """Whether the answer to the last exchange has arrived, so that :meth:`verify` need not wait for a device."""
         return self._answer is not None and self._answer.arrived is None
 
     def record(self, name: str) -> None:
-        """Note that a collective is started now."""
+        """Record that a collective starts now."""
         if self.recording:
             self._digest.update(name.encode() + b"\n")
             self._names.append(name)
             self._count += 1
 
     def exchange(self, whose: str = "") -> None:
-        """Send the digest of what was recorded, and begin another one; on the calling stream. Collective.
+        """Exchange the digest of what was recorded, on the calling stream, and begin a new one. Collective.
 
         Args:
             whose: tells these collectives from others of the same names, such as those of another model.
@@ -126,7 +126,7 @@ class CollectiveOrder:
         self._names.clear()
 
     def verify(self) -> None:
-        """Wait for the answer to the last exchange, if there was one, and look at it.
+        """Wait for the answer to the last exchange, if there was one, and check it.
 
         Raises:
             PeerMismatchError: on every rank of the group, naming the first collective that differs.
@@ -141,9 +141,9 @@ class CollectiveOrder:
         raise PeerMismatchError(self._difference(self._names_of_all(answer)))
 
     def _names_of_all(self, answer: _Answer) -> list[tuple[int, Sequence[str]]]:
-        """How many collectives each rank had, and the latest names; none of a rank that does not tell in time.
+        """How many collectives each rank had, and the latest names; (0, ()) for a rank that does not answer in time.
 
-        Not by a collective: with collectives that differ, the device may be waiting for one that no peer will start.
+        Not by a collective: if collectives differ, the device may be waiting for one that no peer will start.
         """
         store = dist.distributed_c10d._get_process_group_store(self._group)
         # All ranks have received the same words.
@@ -157,7 +157,7 @@ class CollectiveOrder:
         return [tuple(json.loads(store.get(key))) if store.check([key]) else (0, ()) for key in keys]
 
     def _difference(self, everyone: Sequence[tuple[int, Sequence[str]]]) -> str:
-        """Describe the first difference that the kept names show, from (how many, names of the latest) of each rank."""
+        """Describe the first difference in the kept names, given each rank's count and latest names."""
         start = max(count - len(names) for count, names in everyone)
         kept = [names[start - (count - len(names)) :] for count, names in everyone]
         where = "they differ before the names that were kept"

@@ -1,4 +1,4 @@
-"""Creates a second communicator over the ranks of a process group, by these ranks alone.
+"""Creates a second communicator over the ranks of a process group, without other ranks taking part.
 
 It inherits the group's timeout and stream priority, which ``torch.distributed.new_group`` would set to defaults.
 """

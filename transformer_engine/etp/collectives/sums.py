@@ -54,7 +54,7 @@ def divide(total: torch.Tensor, divisor: int) -> None:
     """Divide in place, rounding once.
 
     On CUDA, PyTorch implements division by a Python number as multiplication by its reciprocal, which rounds twice
-    unless the number is a power of two. Otherwise, the divisor is therefore passed as a tensor.
+    unless the number is a power of two. Other divisors are therefore passed as a tensor.
     """
     exact = divisor & (divisor - 1) == 0 or total.device.type == "cpu"
     total.div_(divisor if exact else torch.full((), divisor, dtype=total.dtype, device=total.device))

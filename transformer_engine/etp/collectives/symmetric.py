@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host map into each other's address space, and words in it to signal through.
+"""Memory that the ranks of one host map into each other's address space, and flags in it.
 
 Built on ``torch.distributed._symmetric_memory`` without multicast.
 """
@@ -23,16 +23,16 @@ DEVICES_OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _WORD = 4
 
 _MOST_OPERATIONS = 1 << 14
-"""How many are kept for each direction, of some hundred bytes each: more than models have weights."""
+"""How many are cached for each direction, of some hundred bytes each: more than models have weights."""
 
 RAISED = 1
-"""A flag's value where it can have one purpose only."""
+"""Value of a raised flag that has only one purpose."""
 
 
 class SymmetricBuffer:
     """One allocation of equal size on every rank of a group, mapped by all of them. Constructed collectively.
 
-    torch numbers these allocations in each process. Ranks with different counts cannot find each other, and wait until
+    torch numbers these allocations in each process. Ranks with different numbers cannot find each other and wait until
     the group's timeout, so every rank must construct them in the same order, as with any collective.
 
     Attributes:
@@ -82,19 +82,19 @@ def _numbers_may_collide() -> Iterator[None]:
 class Signals:
     """Flags that ranks raise for each other: for each channel, one word per sender in every rank's memory.
 
-    [Note: signals] A flag is raised by one rank and lowered by the rank that waited for it, on the same stream, before
-    that rank lets the sender go on. So a flag that is raised is always down at that time, and a sequence of signals
-    ends as it began: it may be recorded in a CUDA graph and replayed, between others that are not. (Numbers that count
-    up would be frozen in a graph.) What makes a flag safe to raise again is up to the caller; see
+    [Note: signals] One rank raises a flag. The rank that waits for it lowers it on the same stream, before it lets the
+    sender continue. So a flag is always down when it is raised, and a sequence of signals leaves the flags as it found
+    them: it can be captured in a CUDA graph, and replayed between sequences that are not captured. (Counters would be
+    frozen in a graph.) The caller must ensure that a flag is safe to raise again; see
     ``etp/collectives/copy_engine.py``.
 
-    Work waits for a peer only through these flags, always for one that the peer raises behind work which nothing of
-    its own that waits for a later flag precedes. The waits of all ranks therefore follow one order, and cannot form a
-    cycle even if the device runs all streams one after the other (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or a graph's
-    branches in any order that its edges allow.
+    Work waits for a peer only through these flags, and nothing that the peer must run before it raises a flag waits
+    for a later flag. The waits of all ranks therefore follow one order, and cannot form a cycle even if the device runs
+    all streams one after the other (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or a graph's branches in any order that its
+    edges allow.
 
-    A flag is raised with the number of what it is for, and whoever takes it waits for that number. A rank that is at
-    something else than its peer therefore waits until its timeout, rather than take what was sent for another purpose.
+    A flag is raised with a number that identifies its purpose, and the receiver waits for that number. A rank that runs
+    another collective than its peer therefore waits until its timeout, rather than take data sent for another purpose.
 
     Args:
         group: the ranks.
@@ -111,25 +111,25 @@ class Signals:
         self._driver = driver
         self._buffer = SymmetricBuffer(group, channels * size * _WORD, device)
         for channel in raised:
-            # No peer raises one of these before this rank has raised another for it.
+            # No peer raises one of these before this rank has raised another flag at that peer.
             self._buffer.view(channel * size * _WORD, size, torch.int32).fill_(RAISED)
         torch.cuda.synchronize(device)
         peers = [peer for peer in range(size) if peer != rank]
         addresses = self._buffer.addresses
         self._theirs = [[addresses[p] + (c * size + rank) * _WORD for p in peers] for c in range(channels)]
         self._own = [[addresses[rank] + (c * size + p) * _WORD for p in peers] for c in range(channels)]
-        # Made once each, as a training has a few for every weight, but no end of them where models come and go. The
-        # functions do not refer to this object, so that its memory is freed with it.
+        # Cached, because a training run repeats a few for every weight; bounded, because a process may create many
+        # models. The functions do not refer to this object, so that its memory is freed with it.
         self._raise = lru_cache(_MOST_OPERATIONS)(partial(_raise_flags, self._theirs))
         self._take = lru_cache(_MOST_OPERATIONS)(partial(_take_flags, self._own))
 
     def send(self, channel: int, stream: int, purpose: int = RAISED) -> None:
-        """Raise this rank's flag at all peers once ``stream`` has done what it was given so far.
+        """Raise this rank's flag at all peers, after all work enqueued on ``stream`` so far.
 
         Args:
             channel: which flag.
             stream: a CUDA stream's handle.
-            purpose: a number of 32 bits other than 0.
+            purpose: a 32-bit number other than 0.
         """
         self._driver.enqueue(self._raise(channel, purpose), stream)
 

@@ -41,7 +41,7 @@ class Watchdog:
         """Watch that ``event``, which has a method ``query``, happens in time; ``what`` names it in the message."""
         with self._lock:
             if len(self._expected) == _KEEP_AT_MOST:
-                # Not the oldest: what is stuck is there.
+                # Drop the newest: stuck work is among the oldest.
                 self._expected.pop()
             self._expected.append((event, what, time.monotonic()))
 

@@ -53,7 +53,7 @@ class WorkLine:
 
 
 def free_bytes(buffer: torch.Tensor) -> None:
-    """Free the memory of a CPU buffer that a kept work still refers to and nobody reads again."""
+    """Free the memory of a CPU buffer that a kept work still refers to, but that is not read again."""
     if buffer.device.type == "cpu":
         buffer.untyped_storage().resize_(0)
 
@@ -74,7 +74,7 @@ _WRONG = (
 _UNKNOWN = "The backend's own message is all that is known; if other ranks failed first, their output has the cause"
 
 _MEANINGS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    # First: NCCL words a lost peer and a late one in one message where a watchdog ended the communicator.
+    # First: if a watchdog ended the communicator, NCCL's message matches both a lost peer and a late one.
     (_LATE, re.compile(r"timed? ?out|timeout|deadline", re.IGNORECASE)),
     (
         _LOST,
@@ -120,7 +120,7 @@ def reported(label: str, group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def explained(error: RuntimeError, label: str, group: dist.ProcessGroup | None) -> EtpCommunicationError:
-    """The error that names a failed collective; :func:`reported` raises it, at the price of several calls."""
+    """The error that names a failed collective. :func:`reported` raises it too, but costs several calls more."""
     ranks = dist.get_process_group_ranks(group)
     return EtpCommunicationError(
         f"{label} failed on rank {dist.get_rank()} (shard group: ranks {ranks}): {error}. {meaning(str(error))}"
