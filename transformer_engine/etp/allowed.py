@@ -1,8 +1,8 @@
-"""The PyTorch functions that a shard, and what was computed from it, take part in; all others are refused.
+"""The PyTorch functions that accept a shard, and tensors computed from it; all others are refused.
 
-A result would look plausible and be wrong: a shard can have the very shape of its weight, that of rank 0 where padding
-leaves all rows to it, and its singular values, mean or first rows are not those of the weight. What works treats each
-element alone, says what kind of tensor it is, or is needed to train, clip and save: it is listed here.
+Results of the others would look plausible and be wrong: a shard can have the shape of its weight, as on rank 0 where
+padding leaves all rows to it, but its singular values, mean or first rows are not those of the weight. The functions
+listed here treat each element alone, describe the tensor, or are needed to train, clip and save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MORE_ELEMENT_WISE = (
     "logsigmoid leaky_relu softsign tanhshrink"
 )
 
-# By operators, as Tensor names them.
+# Operators, as Tensor names them.
 _OPERATORS = (
     "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ "
     "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ "
@@ -63,12 +63,12 @@ _TRAINING = (
     "promote_types _assert_async"
 )
 
-# Of all elements of each tensor.
+# Reductions over all elements of each tensor.
 _NOT_FOR_EACH_ELEMENT = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
 
 
 def _element_wise() -> Iterator[Callable[..., Any]]:
-    """Those that PyTorch tags as pointwise, each with its forms in place."""
+    """Functions that PyTorch tags as pointwise, and those of ``_MORE_ELEMENT_WISE``, each with its in-place form."""
     named = frozenset(_MORE_ELEMENT_WISE.split())
     for owner in _OWNERS:
         for name in dir(owner):
@@ -87,7 +87,7 @@ def _is_tagged(name: str) -> bool:
 
 
 def _properties() -> Iterator[Callable[..., Any]]:
-    """What reading, assigning and deleting a tensor's properties calls, except transposes."""
+    """The functions that read, assign and delete a tensor's properties, except transposes."""
     for name in dir(torch.Tensor):
         of_tensor = getattr(torch.Tensor, name)
         if name not in {"T", "mT", "H", "mH"} and hasattr(of_tensor, "__get__") and not callable(of_tensor):
@@ -113,15 +113,15 @@ def _allowed() -> Iterator[Callable[..., Any]]:
 
 
 COMPUTES: frozenset[Callable[..., Any]] = frozenset(_computes()) - INITIALISERS
-"""Those whose results have a gradient."""
+"""The allowed functions whose results have a gradient."""
 
 ALLOWED: frozenset[Callable[..., Any]] = frozenset(_allowed()) - INITIALISERS
 
 
 def is_refused(func: Callable[..., Any]) -> bool:
-    """Whether a function is not one of those; collectives, by which code puts shards together, are.
+    """Whether a function is not allowed. Functional collectives, with which code assembles shards, are allowed.
 
-    A function that was patched since, as Megatron's on a CPU are, is what it wraps (``functools.wraps``).
+    A function that was patched since, as Megatron does on a CPU, counts as the one that it wraps (``functools.wraps``).
     """
     known = func in ALLOWED or getattr(func, "__wrapped__", func) in ALLOWED
     return not known and "c10d_functional" not in (getattr(func, "__module__", None) or "")

@@ -33,7 +33,7 @@ from etp.shard_grad import plain
 from etp.shard_states import refuse_hidden_shards
 from etp.wrap import runtimes_of
 
-# Options of PyTorch's optimizers that decide which state there is.
+# Options of PyTorch's optimizers that determine which state they have.
 _ADD_STATE = ("amsgrad", "centered", "momentum")
 
 
@@ -41,13 +41,13 @@ class CheckpointShard(torch.Tensor):
     """A tensor of a weight's logical shape, of which only this rank's rows exist; for checkpoints, not for arithmetic.
 
     Args:
-        local: the shard, of ``layout.shard_shape``: it is written from here and read into it. Its padding is neither.
+        local: the shard, of ``layout.shard_shape``, which is saved from and loaded into, except for its padding.
         layout: how the whole is cut.
         rank: which shard it is.
     """
 
     refusal: str = ""
-    """Why it must not be saved. It may be loaded into."""
+    """Why it must not be saved; empty if it may be. It can be loaded into in any case."""
     _rows: torch.Tensor
     _offset: int
 
@@ -91,19 +91,19 @@ class CheckpointShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Self:  # type: ignore[override]
-        """Refuse arithmetic. ``async_save`` makes an empty one, and fills it with copies of the attributes."""
+        """Refuse arithmetic. ``async_save`` creates an empty tensor, and fills it with copies of the attributes."""
         if func is torch.ops.aten.new_empty.default:
             own, size = args[0], args[1]
             device = (kwargs or {}).get("device", own.device)
             return torch.Tensor._make_wrapper_subclass(cls, size, dtype=own.dtype, device=device)
-        # No TypeError, which Tensor's operators would turn into one without these words.
+        # Not a TypeError: Tensor's operators would replace its message.
         raise EtpStateError(
             f"{func} on a shard in a checkpoint's state, which is only for torch.distributed.checkpoint; for whole "
             "weights use etp.full_state_dict"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Whole and part."""
+        """Rows, whole shape, dtype and device."""
         stop = self._offset + self._rows.shape[0]
         return f"CheckpointShard(rows {self._offset}:{stop} of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
@@ -156,7 +156,7 @@ class ShardedCheckpoint:
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, and what is loaded into: tensors that share memory with module and optimizer. Collective.
+        """The state to save or to load into: tensors that share memory with module and optimizer. Collective.
 
         Saving it is refused if ranks hold parameters of equal names with different values.
 
@@ -179,11 +179,11 @@ class ShardedCheckpoint:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was loaded: tensors are in place already.
+        """Apply what was loaded, except for tensors, which were loaded in place.
 
         Raises:
             ValueError: if the optimizer's groups hold other parameters than those of the checkpoint, or other state.
-                PyTorch has read tensors by then, so load again once that is mended.
+                PyTorch has loaded tensors by then, so load again once this is fixed.
         """
         model = self._module.state_dict(keep_vars=True)
         for name, value in state["model"].items():
@@ -220,7 +220,7 @@ class ShardedCheckpoint:
             for key, value in state["state"][self._names[param]].items():
                 if not isinstance(value, CheckpointShard):
                     values[key] = value
-            # What the optimizer makes at its first step is right for all kinds. Adagrad makes it when it is built.
+            # State that the optimizer creates at its first step is right for all kinds. Adagrad creates it when built.
             if values.get("step") == 0 and not isinstance(optimizer, torch.optim.Adagrad):
                 del optimizer.state[param]
 
@@ -232,7 +232,7 @@ class ShardedCheckpoint:
                 rows = param.layout.logical_rows(param.group_rank)
                 held[name, (param.group_rank, param.layout.num_shards)] = param.local_shard()[:rows]
             elif not hasattr(param, "__create_write_items__"):
-                # Others, such as a DTensor, say themselves which part they are.
+                # Others, such as a DTensor, describe which part they are.
                 held[name, (0, 1)] = param
         different = differing_copies(held, self._process_group)
         if not different:
@@ -274,15 +274,15 @@ def _local(value: Any) -> Any:
 
 
 def _missing_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """State, for a checkpoint to be loaded into, of the parameters for which an optimizer has none yet.
+    """State to load a checkpoint into, for the parameters for which an optimizer has none yet.
 
-    Its values are those of no step as far as can be told: a step on zeros, counted as none, and told to no hook.
+    It comes from a step on zeros that is not counted and runs no hooks, which is as close to no step as possible.
     """
-    # A copy, because a scheduler's counts belong to the optimizer's own steps.
+    # On a copy, because schedulers count the optimizer's own steps.
     copied = object.__new__(type(optimizer))
     copied.__dict__.update(vars(optimizer))
     step = type(optimizer).step
-    # Without what PyTorch puts around it, which calls hooks: the optimizer's, and those of all in this process.
+    # Without PyTorch's wrapper, which calls hooks: the optimizer's, and those for all optimizers in this process.
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     made: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:

@@ -69,7 +69,7 @@ def _unique(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> li
 
 
 def _check_peers_agree(total: torch.Tensor, shards: list[ETPShardedParam]) -> None:
-    """Compare totals over each shard group: with several (experts), ranks may hold different weights."""
+    """Compare totals over each shard group: with several groups (experts), ranks may hold different weights."""
     by_ranks: dict[tuple[int, ...], ETPShardedParam] = {}
     for shard in shards:
         by_ranks.setdefault(tuple(dist.get_process_group_ranks(shard.group)), shard)

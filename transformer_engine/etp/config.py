@@ -41,16 +41,16 @@ class EtpConfig:
         pad_for_alignment: a shard's rows are a multiple of this; 0 forbids padding.
         grad_reduction: mean or sum over the shard group.
         fp32_accumulation: sum the ranks' gradients in fp32, in rank order, rounding once; otherwise in the
-            gradient's own dtype by the backend's reduce-scatter. ``copy_engine`` sums those of shards in fp32 anyway.
+            gradient's own dtype by the backend's reduce-scatter. ``copy_engine`` always sums shards' gradients in fp32.
         reduce_once_per_iteration: add the microbatches' weight gradients locally (at full size) and reduce-scatter
             once, when :func:`etp.wait_async_comms` is called. Calling ``zero_grad()`` before that, with either value
             of ``set_to_none``, discards the sums.
-        reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Look-ahead
+        reuse_across_forwards: a forward may use a gathered weight that an earlier pass left in its slot. Prefetching
             then also continues across the end of a pass, forward or backward, with the weights that began the
             corresponding next pass of the previous iteration; an iteration ends with an optimizer step or an announced
             change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
             operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`. PyTorch does
-            not count writes of ``torch.distributed``, nor those through NumPy.
+            not count writes by ``torch.distributed`` or through NumPy.
         timeout_s: seconds to wait for a collective before raising an error; None uses the process group's timeout.
 
     Raises:

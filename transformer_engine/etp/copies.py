@@ -1,4 +1,4 @@
-"""Do ranks that hold parameters of equal names hold the same values? A checkpoint keeps one entry of each name."""
+"""Checks that ranks hold equal values of parameters of equal names, because a checkpoint keeps one entry per name."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from etp.collectives.works import reported
 from etp.digest import tensor_digest
 
 Part = tuple[int, int]
-"""Which part of a parameter, of how many."""
+"""Index of a part of a parameter, and the number of parts."""
 
 
 def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.ProcessGroup | None) -> str:
     """Compare what the ranks hold of the same parts by checksum. Collective.
 
-    Ranks with equal lists of names, of one kind of part, are compared: those of pipeline stages that share only some
-    names are not.
+    Only ranks with equal lists of names for a part are compared. Pipeline stages that share some names are not.
 
     Args:
         held: this rank's parts, by name and place.
         group: the ranks; all of them if None.
 
     Returns:
-        which parameter differs on which ranks, the same on all of them; empty if none does.
+        which parameter differs on which ranks, the same text on all ranks; empty if none differs.
     """
     by_part: dict[Part, dict[str, torch.Tensor]] = defaultdict(dict)
     for (name, part), tensor in held.items():
@@ -41,7 +40,7 @@ def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.
     for summary in summaries:
         for topic, value in summary.items():
             values[topic].add(value)
-    # The same on all ranks, so that all of them tell more, or none does.
+    # The same on all ranks, so that either all or none take part in the next collective.
     unequal = [topic for topic in sorted(values) if len(values[topic]) > 1]
     if not unequal:
         return ""

@@ -1,9 +1,9 @@
-"""Backward passes that were started with a shard in hand, run as those that were not.
+"""Runs backward passes that get a shard as argument like those that do not.
 
-``backward(inputs=...)`` and ``torch.autograd.grad`` hand themselves to a shard's ``__torch_function__``. Called from
-there with such functions turned off, they would run the whole backward pass with them turned off, and a recomputed
-layer would compute with this rank's shard in place of its weight. So they are called again with what stands for the
-same places in the graph.
+``backward(inputs=...)`` and ``torch.autograd.grad`` dispatch to a shard's ``__torch_function__``. If they were called
+there with ``__torch_function__`` turned off, it would stay off for the whole backward pass, and a recomputed layer
+would compute with this rank's shard in place of its weight. So they are called with plain tensors and with edges of
+the graph instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     inputs: Any = call.get("inputs")
     if inputs is not None:
         call["inputs"] = _each(_edge if func is torch.autograd.grad else _accumulated, inputs)
-    # PyTorch does not make zeros for what is given as an edge.
+    # PyTorch does not make zeros for inputs that are given as edges.
     fills = call.pop("materialize_grads", False)
     found = func(**call)
     if not fills:
@@ -54,7 +54,7 @@ def run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def is_asked_for(error: RuntimeError) -> bool:
-    """Whether autograd would not say if it executes a leaf's node because ``torch.autograd.grad`` is to return it."""
+    """Whether autograd cannot tell if it executes a leaf's node, because ``torch.autograd.grad`` returns its result."""
     return "autograd.grad" in str(error)
 
 
@@ -77,7 +77,7 @@ def _edge(tensor: Any) -> Any:
 
 
 def _accumulated(tensor: Any) -> Any:
-    """The edge of a tensor whose ``grad`` receives the gradient, also where it is not a leaf."""
+    """The edge of a tensor whose ``grad`` receives the gradient, even if the tensor is not a leaf."""
     if _is_overriding(tensor) and not tensor.is_leaf:
         tensor.retain_grad()
     return _edge(tensor)

@@ -1,4 +1,4 @@
-"""Do the ranks of a group hold the same weights? Compared by checksum, so that nothing large travels."""
+"""Checks that the ranks of a group hold the same weights, by checksums, so that nothing large is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from etp.collectives.works import reported
 from etp.errors import PeerMismatchError
 
-# Words of 32 bits at a time: large enough for a GPU, and some caches of a CPU hold it.
+# 32-bit words at a time: enough for a GPU, and few enough for a CPU's cache.
 _CHUNK = 1 << 20
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit integer
 
@@ -28,7 +28,7 @@ def tensor_digest(tensor: torch.Tensor) -> int:
     total = torch.full((), _signed(size * _MULTIPLIER), device=data.device, dtype=torch.int64)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        # int64 arithmetic wraps: exactly the modulus that is wanted. Odd factors let no changed bit vanish.
+        # int64 arithmetic wraps, which is the modulus wanted. Odd factors are invertible, so no changed bit vanishes.
         factors = places[: chunk.numel()] + _signed(start * _MULTIPLIER)
         total += factors.bitwise_or_(1).mul_(chunk).sum()
     return int(total) % (1 << 64)
@@ -41,10 +41,10 @@ def _signed(number: int) -> int:
 
 
 def unless_refused[T](own: T | Exception, groups: Sequence[dist.ProcessGroup], what: str) -> T:
-    """Let all ranks end, with the reason, if one of them refuses what it was given. Collective over each group.
+    """Raise on all ranks, with the reason, if one of them refuses its arguments. Collective over each group.
 
     Args:
-        own: what this rank has made of it, or its refusal.
+        own: this rank's result, or the exception with which it refuses.
         groups: the ranks that would wait for each other otherwise.
         what: name of the call in the error message.
 
@@ -60,7 +60,7 @@ def unless_refused[T](own: T | Exception, groups: Sequence[dist.ProcessGroup], w
         everyone = [found] * dist.get_world_size(group)
         with reported(f"start of {what}", group):
             dist.all_gather_object(everyone, found, group=group)
-        # A rank between two groups passes on what it has learned.
+        # A rank in two groups passes on what it has learned.
         found = found or next(filter(None, everyone), "")
     if isinstance(own, Exception):
         raise own

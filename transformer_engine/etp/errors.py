@@ -12,7 +12,7 @@ class EtpStateError(EtpError):
 
 
 class StaleWeightError(EtpError):
-    """A weight was read that is no longer, or not yet, what the reader expects: in its slot, or published to peers."""
+    """A weight in a slot, or as published to peers, is no longer, or not yet, what its reader expects."""
 
 
 class EtpCommunicationError(EtpError):

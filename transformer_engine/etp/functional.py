@@ -25,7 +25,7 @@ from etp.group import Shard
 def _require_group(weights: Sequence[Any]) -> None:
     """Raise ValueError unless these are all weights of one group, in its order.
 
-    The group's weights are gathered and reduced by place: others would be computed with in silence.
+    The group's weights are gathered and reduced by position, so any others would silently be replaced by them.
     """
     group = weights[0].weight_group.shards
     if len(group) != len(weights) or not all(map(is_, group, weights)):
@@ -40,7 +40,7 @@ def _names(weights: Sequence[Shard]) -> str:
 
 
 def _remember(ctx: Any, weights: Sequence[Shard], first_input: int) -> None:
-    # Not save_for_backward: under hooks on saved tensors, as activation checkpointing has, it returns plain tensors.
+    # Not save_for_backward: under hooks on saved tensors, as in activation checkpointing, it returns plain tensors.
     ctx.weights = weights
     with torch._C.DisableTorchFunctionSubclass():
         ctx.versions = [weight._version for weight in weights]
@@ -86,7 +86,7 @@ def _accumulates(ctx: Any) -> bool:
 
 
 def _cast_all(weights: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The gathered weights as autocast would cast them; as they are where autocast is off (``dtype`` is None)."""
+    """The gathered weights as autocast would cast them; unchanged if autocast is off (``dtype`` is None)."""
     if dtype is None:
         return weights
     return [weight if weight.dtype is torch.float64 else weight.to(dtype) for weight in weights]
@@ -95,8 +95,8 @@ def _cast_all(weights: list[torch.Tensor], dtype: torch.dtype | None) -> list[to
 def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse ``create_graph=True``.
 
-    ``once_differentiable`` alone does not: where the incoming gradient requires none, as that of ``y.sum()``, it drops
-    the dependence on the weight without an error, and a gradient penalty would lack a part of its gradient.
+    ``once_differentiable`` alone does not: if the incoming gradient requires no gradient, like that of ``y.sum()``, it
+    silently drops the dependence on the weight, and a gradient penalty would lack part of its gradient.
     """
     once: Callable[..., Any] = once_differentiable(backward)
 
@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         _remember(ctx, [weight], first_input=1)
         ctx.has_bias, ctx.cast = bias is not None, cast
-        # PyTorch flattens these into one matrix. Of others it adds up the bias's gradient in memory order.
+        # PyTorch flattens such inputs into one matrix. For others, it sums the bias's gradient in memory order.
         ctx.flattened = x.dim() <= 2 or x.is_contiguous()
         (full,) = _cast_all(weight.driver.materialize(weight.weight_group), cast)
         return F.linear(x, full, bias)
@@ -221,14 +221,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _Unrecorded:
-    """In place of an autograd function's context, where nothing is recorded."""
+    """Replaces an autograd function's context where autograd records nothing."""
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Keep nothing."""
 
 
 def _recording(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """How to call ``function``: where nothing is recorded, by its forward alone, as ``etp/passes.py`` relies on."""
+    """How to call ``function``: only its forward if autograd records nothing, which ``etp/passes.py`` relies on."""
     return function.apply if torch.is_grad_enabled() else partial(function.forward, _Unrecorded())
 
 
@@ -239,7 +239,7 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def _without_autocast(x: torch.Tensor, cast: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Turn autocast off around operations whose operands are cast already; free where it is off anyway."""
+    """Turn autocast off around operations whose operands are cast already; costs nothing if it is off anyway."""
     return nullcontext() if cast is None else torch.autocast(x.device.type, enabled=False)
 
 

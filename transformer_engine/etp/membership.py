@@ -21,7 +21,7 @@ class Membership:
 
     Args:
         root: the module.
-        is_combined: whether a parameter that is no shard has its gradient combined over its group.
+        is_combined: whether the gradient of a parameter that is not a shard is combined over its group.
     """
 
     def __init__(self, root: nn.Module, is_combined: Callable[[nn.Parameter], bool]) -> None:
@@ -50,7 +50,7 @@ class Membership:
         """
         del args
         self._refuse_ddp()
-        # A list, not a generator, which Python resumes by a call for each item.
+        # A list: a generator would cost a Python call per item.
         changed = [True for now, _, then in self._known if [*map(id, now.values())] != then]
         if not changed and not any(param.requires_grad for param in self._frozen):
             return

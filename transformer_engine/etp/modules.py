@@ -54,12 +54,12 @@ class _ShardedModule(nn.Module):
 
     @staticmethod
     def refuse(arguments: Mapping[str, Any]) -> None:
-        """Raise ValueError for arguments that neither implementation can take, before anything is built."""
+        """Raise ValueError for arguments that neither implementation accepts, before anything is built."""
 
     def _add_linear(
         self, suffix: str, bias: bool, params_dtype: torch.dtype | None, device: torch.device | str | None
     ) -> None:
-        """Register a weight and a bias (or none), drawn as ``nn.Linear`` draws them."""
+        """Register a weight and a bias (or none), initialised as in ``nn.Linear``."""
         where: dict[str, Any] = {"dtype": params_dtype, "device": device}
         weight = nn.Parameter(torch.empty(self.out_features, self.in_features, **where))
         offset = nn.Parameter(torch.empty(self.out_features, **where)) if bias else None

@@ -1,4 +1,4 @@
-"""Tells of the steps of every ``torch.optim`` optimizer, for as long as the one who asked is alive."""
+"""Calls back before or after every step of any ``torch.optim`` optimizer, for as long as the callback's owner lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def before_optimizer_steps(owner: object, then: Callable[[torch.optim.Optimizer]
     """Call ``then(optimizer)`` before every step of any optimizer in this process, while ``owner`` exists.
 
     Args:
-        owner: hashable; asking again replaces what it asked for.
+        owner: hashable; a second call replaces its callback.
         then: must not refer to ``owner``, which would then live forever.
     """
     _found(_Stepping, optimizers._global_optimizer_pre_hooks, register_optimizer_step_pre_hook)[owner] = then
@@ -25,19 +25,19 @@ def after_optimizer_steps[T](owner: T, then: Callable[[T], None]) -> None:
     """Call ``then(owner)`` after every step of any optimizer in this process, while ``owner`` exists.
 
     Args:
-        owner: hashable; asking again replaces what it asked for.
+        owner: hashable; a second call replaces its callback.
         then: must not refer to ``owner``, which would then live forever.
     """
     _found(_Stepped, optimizers._global_optimizer_post_hooks, register_optimizer_step_post_hook)[owner] = then
 
 
-# PyTorch keeps such hooks in two dicts of the process, and a step iterates over them. Removing one when its owner is
-# collected would change the dict under a step, since the garbage collector may run there: so there is one hook each,
-# for good, and PyTorch's dict owns it. Weak dictionaries put off removals while they are iterated over.
+# PyTorch keeps such hooks in two dicts per process, and each step iterates over them. Removing a hook when its owner is
+# collected could change a dict during a step, because the garbage collector may run then. So there is one permanent
+# hook in each, which PyTorch's dict owns. Weak dictionaries delay removals while they are iterated over.
 
 
 class _Asked(WeakKeyDictionary[Any, Callable[[Any], None]]):
-    """What was asked for, by owner; itself the hook."""
+    """Callbacks by owner; the dictionary itself is the hook."""
 
     # By identity, as a dict of hooks needs it.
     __hash__ = object.__hash__
@@ -45,7 +45,7 @@ class _Asked(WeakKeyDictionary[Any, Callable[[Any], None]]):
 
 class _Stepping(_Asked):
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step."""
+        """Run the callbacks before a step of an optimizer."""
         del args, kwargs
         for then in list(self.values()):
             then(optimizer)
@@ -53,14 +53,14 @@ class _Stepping(_Asked):
 
 class _Stepped(_Asked):
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Run the callbacks after a step of an optimizer."""
         del optimizer, args, kwargs
         for owner, then in list(self.items()):
             then(owner)
 
 
 def _found[H: _Asked](kind: type[H], hooks: Mapping[int, Any], register: Callable[[Any], object]) -> H:
-    """The hook of this kind among PyTorch's; made and registered if there is none yet."""
+    """The hook of this kind among PyTorch's, created and registered at the first call."""
     found = next((hook for hook in hooks.values() if isinstance(hook, kind)), None)
     if found is None:
         found = kind()

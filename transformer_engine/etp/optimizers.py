@@ -25,7 +25,7 @@ _OF_WHOLE_MATRICES = (
     *("LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "GaLoreAdamW"),
 )
 
-# By name, because importing the second takes long and warns, and others come from packages of their own.
+# By name, because importing ZeroRedundancyOptimizer takes long and warns, and others come from other packages.
 _REFUSED = {
     **dict.fromkeys(_OF_WHOLE_MATRICES, _WHOLE_MATRICES),
     "LBFGS": "computes dot products over all parameters, each rank over its own shards, so the ranks would take "
@@ -36,7 +36,7 @@ _REFUSED = {
 
 
 def remember_shard(param: torch.nn.Parameter, shard: ETPShardedParam) -> None:
-    """Note on a full weight that ``shard`` has taken its place."""
+    """Record on a full weight that ``shard`` has taken its place."""
     setattr(param, _SHARD, weakref.ref(shard))
 
 
@@ -47,7 +47,7 @@ def shard_in_place_of(param: torch.Tensor) -> ETPShardedParam | None:
 
 
 class OptimizerCheck:
-    """Looks at every ``torch.optim`` optimizer once, before its next step, for as long as ``owner`` lives."""
+    """Checks every ``torch.optim`` optimizer once, before its next step, for as long as ``owner`` lives."""
 
     def __init__(self, owner: Any) -> None:
         self._passed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

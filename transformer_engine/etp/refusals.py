@@ -1,4 +1,4 @@
-"""What is said where a shard refuses a function, and what refuses to be drawn anew or to be planned by checkpoints."""
+"""Messages for the functions that a shard refuses, and a base class that checkpoints cannot plan to save."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def named_functions(names: str, *owners: Any) -> frozenset[Callable[..., Any]]:
     return frozenset(getattr(owner, name) for owner in owners for name in names.split() if hasattr(owner, name))
 
 
-# Ranks with the same seed would draw the same rows, and fans would be those of the shard. The other functions of
-# torch.nn.init call these.
+# Ranks with the same seed would draw the same rows, and fan-in and fan-out would be those of the shard. The other
+# functions of torch.nn.init call these.
 INITIALISERS = named_functions(
     "normal_ uniform_ log_normal_ exponential_ bernoulli_ random_ cauchy_ geometric_", torch.Tensor
 ) | named_functions("normal_ uniform_ kaiming_uniform_", nn.init)
@@ -41,9 +41,9 @@ def refusal(func: Callable[..., Any], shards: Iterable[Any]) -> str:
 
 
 class OneOfMany:
-    """A tensor of which each rank has its own, by the same name: ``torch.distributed.checkpoint`` would keep one.
+    """A tensor that differs between ranks under the same name; ``torch.distributed.checkpoint`` would keep only one.
 
-    The two methods are those by which it asks what it should write and read.
+    The checkpoint calls the two methods to plan what to write and read.
     """
 
     shape: torch.Size

@@ -4,9 +4,9 @@ The ranks of a shard group see different data, so gradients of replicated parame
 those of shards. A tensor hook collects each incoming gradient and gives autograd zeros instead. At the end of the
 backward pass the combined gradients are added to ``grad``, so that earlier gradients there are not reduced twice.
 
-[Note: hooks of users] Hooks of the user's own must see the gradient rather than those zeros, so ours stays behind them:
-each forward pass registers it again if others came after it. The gradient of a parameter with a hook that came later
-still, or with a hook that runs once the gradient is accumulated, is combined right away.
+[Note: hooks of users] The user's own hooks must see the gradient rather than those zeros, so ours must run last: each
+forward pass registers it again if others came after it. If a parameter has a hook that came later still, or one that
+runs once the gradient is accumulated, its gradient is combined right away.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReplicatedGrads:
         on_collect: called at each collected gradient, inside the backward pass.
         graphs: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
             which delivers them again at every replay.
-        routes: told of each all-reduce.
+        routes: records, pairs and watches each all-reduce.
         timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
         fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
     """
@@ -74,7 +74,7 @@ class ReplicatedGrads:
         self._hook(param)
 
     def watch(self) -> None:
-        """Hook the registered parameters that are trained now, behind other hooks: a frozen one cannot have a hook."""
+        """Hook the registered parameters that are trained now, after other hooks: a frozen one cannot have a hook."""
         for param in self._groups:
             self._hook(param)
 
@@ -85,7 +85,7 @@ class ReplicatedGrads:
             self._hooks[param] = param.register_hook(partial(self._collect, param))
 
     def _is_last(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` has our hook, behind all others."""
+        """Whether ``param`` has our hook, after all others."""
         hook = self._hooks.get(param)
         return hook is not None and next(reversed(param._backward_hooks or {}), None) == hook.id
 
@@ -129,7 +129,7 @@ class ReplicatedGrads:
         return reduced.to(grad.dtype)
 
     def announce(self) -> None:
-        """Note the gradients that :meth:`reduce` combines next, in their order."""
+        """Record the gradients that :meth:`reduce` combines next, in their order."""
         for param in self._groups:
             if param in self._collected:
                 self._announce(param)
@@ -177,7 +177,7 @@ class ReplicatedGrads:
 
 
 def _accumulates(param: nn.Parameter) -> bool:
-    """Whether the current backward pass puts ``param``'s gradient into ``grad``, rather than return it."""
+    """Whether the current backward pass accumulates ``param``'s gradient into ``grad`` rather than returning it."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return torch._C._will_engine_execute_node(node)

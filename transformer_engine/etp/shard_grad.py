@@ -34,7 +34,7 @@ class ShardGrad(torch.Tensor):
 
     @classmethod
     def of(cls, grad: torch.Tensor, owner: Callable[[], Shard | None]) -> Self:
-        """``grad`` as the gradient of a parameter: the same memory and version counter."""
+        """``grad`` as the gradient of a parameter, with the same memory and version counter."""
         with torch._C.DisableTorchFunctionSubclass():
             made = grad.as_subclass(cls)
         made._owner = owner
@@ -82,12 +82,12 @@ class ShardGrad(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor, which loads where this package is not installed."""
+        """Pickle a plain tensor, which loads where this package is not installed."""
         return plain(self).__reduce_ex__(protocol)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient as a plain tensor that shares memory and version counter; other tensors as they are."""
+    """A gradient as a plain tensor that shares memory and version counter; other tensors unchanged."""
     if not isinstance(tensor, ShardGrad):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -190,5 +190,5 @@ _WHOLE_GRADIENT_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch._foreach_zero_: _foreach_zero,
 }
 
-# Still the gradient itself under another name.
+# Functions that return the gradient itself.
 _ALIASES = frozenset({torch.Tensor.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """State dicts of modules that hold shards: refuses what would silently load another rank's rows.
 
-Shards of all ranks have the same name and shape. Each says which one it is (``etp/shard_copy.py``), and so does each
-module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state whose shards no longer say so is
-refused unless :func:`mark_own_shards` says that they are this rank's.
-``torch.distributed.checkpoint`` takes tensors of equal names for copies, and would save one rank's; so a shard in a
-state dict refuses to be planned for that.
+Shards of all ranks have the same name and shape. Each records which one it is (``etp/shard_copy.py``), and so does each
+module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state that has lost these records is
+refused unless :func:`mark_own_shards` marks its shards as this rank's.
+``torch.distributed.checkpoint`` takes tensors of equal names for copies, and would save one rank's. So a shard in a
+state dict raises TypeError when such a checkpoint is planned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etp.shard_copy import CUT, Cut, ShardCopy
 
 _CUTS = "etp_cuts"
 
-# One text, because Python shows equal warnings from one line once.
+# A constant text, because Python shows equal warnings from one line only once.
 _WHAT_IT_HOLDS = (
     "state_dict() of a sharded module holds this rank's shards only: save it on every rank, each to a file of its own. "
     "For whole weights use etp.full_state_dict(module), or etp.ShardedCheckpoint with torch.distributed.checkpoint"
@@ -59,7 +59,7 @@ def _note_cuts(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: d
     metadata[_CUTS] = {name: list(param.cut) for name, param in _shards(owner)}
     for name, param in _shards(owner):
         value = state.get(prefix + name)
-        # The parameter itself if the caller wants to keep variables.
+        # With keep_vars=True, the entry is the parameter itself.
         if isinstance(value, torch.Tensor) and value is not param:
             state[prefix + name] = ShardCopy.of(value, param.cut)
             if param.cut[1] > 1 and param.group_rank == 0:
@@ -73,7 +73,7 @@ def _check(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
         value = state.get(prefix + name)
         if not isinstance(value, torch.Tensor):
             continue
-        # Out of the state, where PyTorch leaves it for the next load.
+        # Popped, because PyTorch leaves it in the state's metadata for the next load.
         if metadata.pop("assign_to_params_buffers", False):
             raise ValueError(
                 f"{param.fqn}: load_state_dict with assign=True would replace the shard by an ordinary parameter; "
@@ -106,10 +106,10 @@ def _refuse_other(param: ETPShardedParam, cut: Cut) -> None:
 
 
 def mark_own_shards(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Say that ``state`` holds this rank's shards of ``module``, so that ``module.load_state_dict`` takes them.
+    """Mark the shards in ``state`` as this rank's shards of ``module``, so that ``load_state_dict`` accepts them.
 
-    For states that no longer say so themselves, such as safetensors files of ``param.local_shard()``, one of each rank.
-    Nothing can check that: passing what another rank saved mixes up rows.
+    For states that have lost this record, such as safetensors files of ``param.local_shard()``, one per rank. The mark
+    cannot be checked: passing what another rank saved mixes up rows.
 
     Args:
         module: a sharded module.
@@ -119,7 +119,7 @@ def mark_own_shards(module: nn.Module, state: Mapping[str, Any]) -> dict[str, An
         The same entries, in the same memory.
 
     Raises:
-        ValueError: naming an entry that says that it is another shard.
+        ValueError: naming an entry that is recorded as another shard.
     """
     marked = copy.copy(state) if isinstance(state, OrderedDict) else dict(state)  # with its _metadata
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Which weights are sharded: those of linear and embedding layers that the caller does not leave replicated."""
+"""Finds the weights to shard: those of linear and embedding layers that the caller does not leave replicated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Site:
         return isinstance(self.params()[0], ETPShardedParam)
 
     def params(self) -> list[nn.Parameter]:
-        """The weights, full or shards by now."""
+        """The weights: full ones, or shards if they are sharded already."""
         return [getattr(self.module, name) for name in self.names]
 
     def full_names(self) -> list[str]:
@@ -45,7 +45,7 @@ class Site:
 
 
 def is_grouped(module: nn.Module) -> bool:
-    """Whether it holds experts, which have a shard group of their own."""
+    """Whether it holds experts, which can have their own shard group."""
     return isinstance(module, GroupedLinear) or is_te_grouped_linear(module)
 
 
@@ -139,9 +139,9 @@ def refuse_partly_shared(sites: Sequence[Site]) -> None:
 
 
 def refuse_kept_elsewhere(root: nn.Module, sites: Sequence[Site]) -> None:
-    """Refuse modules that keep a weight outside of their parameters, too, where its shard would not take its place.
+    """Refuse modules that also keep a weight outside of their parameters, where its shard would not replace it.
 
-    They would go on computing with the full weight, which nobody trains any more.
+    They would go on computing with the full weight, which is no longer trained.
     """
     cut = {
         id(site.module._parameters.get(attribute)): name

@@ -16,7 +16,7 @@ from etp.wrap import runtimes_of
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` as the unsharded module would give it. Collective over the shard groups.
+    """``module.state_dict()`` as the unsharded module would return it. Collective over the shard groups.
 
     Returns:
         Every entry by its name, with sharded weights gathered to logical shape (no padding). All tensors are newly

@@ -14,20 +14,20 @@ from torch import nn
 _NAME = "transformer_engine"
 
 GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
-"""Makes TE compute all experts in one kernel, from weights that it does not ask for again in the backward pass."""
+"""Makes TE compute all experts in one kernel, from weights that it does not request again in the backward pass."""
 
 OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
-"""What ``backward_override`` of TE's recipes is by default."""
+"""Sets the default of ``backward_override`` in TE's recipes."""
 
 _WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
 
 
 def hide_source_tree() -> None:
-    """Let ``find_spec("transformer_engine")`` be None where nothing but this project's source tree has that name.
+    """Make ``find_spec("transformer_engine")`` return None if only this project's source tree has that name.
 
-    Where Python is started in the repository's root, it finds the folder that holds this package. That steps aside when
-    it is imported, but libraries such as PEFT take a spec that is found for an installed package, and do not expect its
-    import to fail. None in ``sys.modules`` is Python's own way to say that there is no such module.
+    If Python is started in the repository's root, it finds the folder that holds this package. The folder steps aside
+    when it is imported, but libraries such as PEFT take the spec for an installed package, and do not expect its import
+    to fail. None in ``sys.modules`` is Python's own marker for a missing module.
     """
     path = [entry for entry in sys.path if not (Path(entry) / _NAME / "etp").is_dir()]
     if _NAME in sys.modules or len(path) == len(sys.path):
@@ -44,7 +44,7 @@ def te_available() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        # Not find_spec: in this repository's root that finds the folder that holds this engine's source.
+        # Not find_spec, which finds the folder of this engine's source in this repository's root.
         import transformer_engine  # noqa: F401
     except ModuleNotFoundError:
         return False
@@ -84,7 +84,7 @@ def is_te_grouped_linear(module: nn.Module) -> bool:
 def refuse_unsupported_te(path: str, module: nn.Module) -> None:
     """Raise ValueError, naming module and option, for a TE module whose sharded form would be wrong.
 
-    TE's ``LayerNormMLP`` does not know ``DistributedWeight``. A delayed weight gradient is computed after the
+    TE's ``LayerNormMLP`` does not support ``DistributedWeight``. A delayed weight gradient is computed after the
     hook that reduces it. A split weight and a single grouped weight hold several weights in one parameter. For grouped
     tensors, ``GroupedLinear`` keeps the gathered weights and reduces no gradient (``_forward_grouped_tensor``).
     """
@@ -119,7 +119,7 @@ def grouped_tensors_are_default() -> bool:
 
 
 def refuse_override(name: str) -> None:
-    """Raise ValueError if TE's backward pass of the weight ``name`` would read the parameter instead: a shard."""
+    """Raise ValueError if TE's backward pass would compute with the shard ``name`` instead of the weight."""
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is None or not quantization.FP8GlobalStateManager.is_fp8_enabled():
         return

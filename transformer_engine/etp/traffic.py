@@ -1,4 +1,4 @@
-"""The collectives of one runtime, and the bytes that they moved: by group, as the groups count them."""
+"""Counts one runtime's collectives, and the bytes that they moved, by weight group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etp.group import WeightGroup
 class TrafficCounters:
     """How often each group was gathered and reduced, and the bytes that this rank received and sent for it.
 
-    All are by the group's name; groups of the same name are added up.
+    All counts are by the group's name; those of groups with the same name are added.
 
     Args:
         groups: the runtime's own list of groups, shared so that later additions are seen.
@@ -46,7 +46,7 @@ class TrafficCounters:
             group.reset_counts()
 
     def _totals(self, times: Callable[[WeightGroup], int], total: Callable[[WeightGroup], int]) -> dict[str, int]:
-        """``total`` by name, of the groups of which ``times`` is not 0."""
+        """``total`` by name, for the groups whose ``times`` is not 0."""
         totals: Counter[str] = Counter()
         for group in self._groups:
             if times(group):
