@@ -1,7 +1,7 @@
 """Cache of gather buffers: stable addresses, shared slots, and a check at every read.
 
 [Note: slots] A weight group reserves a *slot* once; every gather of the group then writes to it, at the same address.
-Groups of one shape share slots round-robin, so neighbours in the chain never use the same slot. A slot records its
+Groups of one shape share slots round-robin, so neighbours in the chain normally use different slots. A slot records its
 content by owner and generation. Each claim increments the generation, and a reader with another owner or generation
 gets StaleWeightError instead of another group's weight. A claim also increments autograd's version counter of the
 buffers. If code outside the engine saved a gathered weight for backward, autograd's own in-place check then raises.

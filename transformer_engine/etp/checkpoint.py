@@ -1,8 +1,8 @@
-"""Sharded checkpoints through ``torch.distributed.checkpoint``, of plain PyTorch training.
+"""Sharded checkpoints through ``torch.distributed.checkpoint``, for plain PyTorch training.
 
 Each rank writes the logical rows of its shards, as parts of whole tensors. So a checkpoint has the names, shapes and
-values that the unsharded model and optimizer would have, whatever the number of shards; any other number of ranks loads
-it, and so does the unsharded model. Nothing is gathered.
+values that the unsharded model and optimizer would have, whatever the number of shards. Any number of ranks can load
+it, and so can the unsharded model. Nothing is gathered.
 
 PyTorch's interface for this is its ``_Checkpointable`` protocol, which DTensor implements as well. DTensor itself
 cannot describe shards with padding.

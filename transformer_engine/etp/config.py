@@ -51,7 +51,8 @@ class EtpConfig:
             change. Safe only if every change of a weight is a step of a ``torch.optim`` optimizer, an in-place
             operation that PyTorch counts, or announced with :meth:`etp.EtpRuntime.mark_weights_changed`. PyTorch does
             not count writes by ``torch.distributed`` or through NumPy.
-        timeout_s: seconds to wait for a collective before raising an error; None uses the process group's timeout.
+        timeout_s: seconds to wait for a collective before raising an error or, with CUDA, ending the process; None uses
+            the process group's timeout.
 
     Raises:
         ValueError: for a value out of range, naming the option.

@@ -22,7 +22,7 @@ def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.
     Only ranks with equal lists of names for a part are compared. Pipeline stages that share some names are not.
 
     Args:
-        held: this rank's parts, by name and place.
+        held: this rank's parts, by name and part.
         group: the ranks; all of them if None.
 
     Returns:

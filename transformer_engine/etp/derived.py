@@ -3,8 +3,9 @@
 Arithmetic on shards is correct if it treats each element alone, as optimizer steps and penalties do. In a model's
 layers it is not: where padding leaves all rows to the first rank, ``F.linear(x, weight.float())`` and
 ``x + positions.weight`` have plausible shapes, but other ranks compute with zeros. So a result larger than the shard,
-into which the shard was broadcast, is refused. A result of the shard's size can neither be a weight nor do what a shard
-cannot. This holds in forward passes and wherever autograd records; optimizers compute with plain tensors.
+into which the shard was broadcast, is refused. A result of the shard's size is refused as a weight, and by the
+functions that refuse a shard. This holds in forward passes and wherever autograd records; optimizers compute with plain
+tensors.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _OfShard(OneOfMany, torch.Tensor):
         return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy a plain tensor, and mark the copy with its shard."""
+        """Copy as a plain tensor; the copy records which shard it is."""
         copied = copy.deepcopy(self._plain(), memo)
         return ShardCopy.of(copied, getattr(copied, CUT)) if hasattr(copied, CUT) else copied
 
@@ -92,7 +93,7 @@ class ShardDerived(_OfShard):
         return mark_result(func, result, derived[0]._source, operands) if derived else result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it was computed from; no values, because this rank's tell little."""
+        """What it was computed from; no values, because one rank's tell little."""
         return f"a tensor computed from {self._source!r}"
 
 

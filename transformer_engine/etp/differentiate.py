@@ -1,4 +1,4 @@
-"""Runs backward passes that get a shard as argument like those that do not.
+"""Runs backward passes that have a shard among their arguments like those that do not.
 
 ``backward(inputs=...)`` and ``torch.autograd.grad`` dispatch to a shard's ``__torch_function__``. If they were called
 there with ``__torch_function__`` turned off, it would stay off for the whole backward pass, and a recomputed layer

@@ -162,7 +162,7 @@ class Gathers:
     # Outside of passes ---------------------------------------------------------------------------------------
 
     def full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One full weight of ``group``, of its logical shape, in memory of its own. Collective over its ranks."""
+        """One full weight of ``group``, of its logical shape, newly allocated. Collective over its ranks."""
         shard = group.shards[index]
         layout = shard.layout
         local = shard.local_shard()

@@ -2,7 +2,7 @@
 
 [Note: deferred accumulation] A reduction starts as soon as its GEMM is enqueued. It is finished once the reductions in
 flight hold more than twice the bytes of the largest one, when its buffer is needed again, or at the end of the backward
-pass. It thus runs beside the next layers' GEMMs, and compute does not wait for it. Only when it is finished do the
+pass. It thus overlaps with the next layers' GEMMs, and compute does not wait for it. Only when it is finished do the
 shard's ``grad`` or ``main_grad`` contain it, and only then do hooks run: a data-parallel bucket that was sent earlier
 would lack this gradient. A reduction that is finished in a later pass runs no hooks, because they would be attributed
 to that pass, and Megatron sends a bucket once it has counted the last microbatch's hooks.
@@ -36,7 +36,7 @@ _IS_CONTIGUOUS = methodcaller("is_contiguous")
 
 
 class _Block:
-    """Flat memory of the pool, and the stacks that it has been lent as."""
+    """A flat block of the pool, and its views as stacks."""
 
     def __init__(self, flat: torch.Tensor, stream: Any) -> None:
         self.flat = flat
@@ -147,7 +147,7 @@ class PendingReduction:
         """Bytes of the gradients that it keeps alive until it is finished."""
 
     def holds(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any = None) -> bool:
-        """Whether finishing it returns a block of ``numel`` elements to the pool that ``stream`` may use."""
+        """Whether finishing it returns to the pool a block of ``numel`` elements that ``stream`` may use."""
         wgrads = self._wgrads
         return (
             wgrads is not None

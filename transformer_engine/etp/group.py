@@ -103,7 +103,7 @@ class ShardDriver(Protocol):
         """Raise EtpStateError unless the group's gradients are complete."""
 
     def gradient_zeroed(self, group: WeightGroup) -> None:
-        """A gradient of this group was set to zero."""
+        """Called when a gradient of this group was set to zero."""
 
 
 class Shard(OneOfMany, torch.nn.Parameter):

@@ -239,7 +239,7 @@ class ETPShardedParam(Shard):
 
 
 def _times(value: torch.Tensor) -> int:
-    """Factor for the gradient of ``value`` from a term in this rank's loss: more than 1 only for summed shards."""
+    """Factor for the gradient of ``value`` in a term of the loss: 1 unless it is a shard whose gradient is summed."""
     if not isinstance(value, ETPShardedParam) or not value.has_driver or not value.driver.sums_gradients:
         return 1
     return value._layout.num_shards

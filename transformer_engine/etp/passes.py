@@ -69,7 +69,7 @@ class Passes:
         self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
         self._in_sequence = False
         self._began_differentiable = False
-        """:meth:`may_have_backward` as of the pass's begin; during a layer's own operation, autograd is off."""
+        """:meth:`may_have_backward` when the pass began; during a layer's own operation, autograd is off."""
         self._epoch = weights.epoch
         self._token: weakref.ref[_BackwardToken] | None = None
         self._root: weakref.ref[nn.Module] | None = None

@@ -61,7 +61,7 @@ class Reductions:
         """Bytes of the gradients being reduced."""
         self._finished: dict[Route, Ready] = {}
         """The last finished reduction of each route."""
-        # Each sum with its home stream, which is ordered after it, and the shards that it is for.
+        # Each sum, its home stream, which is ordered after it, and the shards that it is for.
         self._local_sums: dict[WeightGroup, tuple[Stack, Any, Chosen]] = {}
         self._leased: dict[WeightGroup, tuple[list[torch.Tensor], set[int]]] = {}
         """Buffers that a consumer requests one at a time, and the indices of those handed out."""
@@ -136,7 +136,7 @@ class Reductions:
             wgrads: a gradient of each weight, of its logical shape.
 
         Returns:
-            what to pass to autograd for each shard; None where the sum goes into the shard's ``grad``.
+            what to pass to autograd for each shard; None if the sum goes into ``grad`` or ``main_grad``.
 
         Raises:
             EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
@@ -273,7 +273,7 @@ class Reductions:
     # Gradients beside uses -----------------------------------------------------------------------------------
 
     def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Correct the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
+        """Adjust the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
 
         Args:
             shard: the shard; all its uses in the graph are differentiated.

@@ -47,7 +47,7 @@ class GroupScalars:
         return list(torch.linalg.vector_norm(everyone, norm_type, dim=0).unbind())
 
     def gathered(self, own: torch.Tensor, group: dist.ProcessGroup, label: str) -> torch.Tensor:
-        """``own``, ``[n]``, of every rank of ``group``, as ``[ranks, n]``. Collective."""
+        """All-gather ``own``, ``[n]``, over ``group`` into ``[ranks, n]``. Collective."""
         size = dist.get_world_size(group)
         everyone = own.new_empty(size * own.numel())
         with reported(label, group):
@@ -59,8 +59,8 @@ class GroupScalars:
     def spread(self, flag: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
         """Set ``flag`` (one element; nonzero means set) on every rank that shares a group with a rank that set it.
 
-        The groups are reduced one after the other, so the flag also reaches ranks that are connected through two of
-        them. Collective.
+        The groups are reduced one after the other, so a flag that one group sets is also spread over later groups.
+        Collective.
         """
         label = "all-reduce of the overflow flag"
         for group in groups:

@@ -1,4 +1,4 @@
-"""State dicts of modules that hold shards: refuses what would silently load another rank's rows.
+"""Guards state dicts of modules that hold shards: refuses states that would silently load another rank's rows.
 
 Shards of all ranks have the same name and shape. Each records which one it is (``etp/shard_copy.py``), and so does each
 module's entry in the state dict's ``_metadata``, which ``torch.save`` keeps. A state that has lost these records is

@@ -65,7 +65,7 @@ class Stack(Sequence[torch.Tensor]):
         self.runs = _runs(self.tensors, self.nbytes)
         """The tensors in order; see [Note: runs]."""
         self.plans: dict[int, object] = {}
-        """What a transport has worked out for gathers into these tensors, by the ``id`` of the shards."""
+        """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self:

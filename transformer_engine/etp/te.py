@@ -1,4 +1,4 @@
-"""The engine's knowledge of Transformer Engine's modules. TE is imported only where a TE module is built."""
+"""What the engine knows about Transformer Engine's modules. TE is imported only where a TE module is built."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 [Note: observation] The first visit of a forward pass *observes* the shards: it records an event after which they are
 final and, with a transport that publishes, publishes them. Gathers of that pass and of the backward passes after it
 wait only for this event, not for compute that was enqueued later. A shard must not change within a pass. If it does, it
-is observed again at the next forward visit; in a backward pass, a transport that publishes raises StaleWeightError.
+is observed again at the next forward visit. With a transport that publishes, a backward visit raises StaleWeightError.
 """
 
 from __future__ import annotations

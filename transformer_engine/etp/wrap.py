@@ -1,4 +1,4 @@
-"""Sharding a plain PyTorch or Transformer Engine model in place."""
+"""Shards a plain PyTorch or Transformer Engine model in place."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def shard_module(
         expert_group: the ranks to shard grouped linears over; ``etp_group`` if None.
         config: engine options; the defaults if None.
         replicated_modules: submodules of ``module``, the same on all ranks. All parameters below them stay replicated,
-            also where other modules share them. Unlike those of FSDP's ``ignored_modules``, their gradients are
-            combined over the group. A later call for the same weights needs them again.
+            even where other modules share them. Unlike with FSDP's ``ignored_modules``, their gradients are combined
+            over the group. A later call for the same weights needs them again.
 
     Returns:
         The runtime that now drives the weights. It lives as long as they do; keeping a reference is optional.
@@ -275,7 +275,7 @@ def _refuse_rescaled_table(path: str, module: nn.Module, chosen: Replicated) -> 
 
 
 def _checked_param(name: str, module: nn.Module, attribute: str) -> nn.Parameter:
-    """The parameter, unless cutting it would silently lose something."""
+    """The parameter. Raises ValueError if sharding it would silently lose something."""
     if getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False):
         raise ValueError(f"{name}: an embedding with max_norm or sparse gradients cannot be sharded")
     param = module._parameters.get(attribute)

@@ -1,7 +1,7 @@
 """Whether the ranks of a group can access each other's GPU memory.
 
 GPUs are identified by UUID, not by index: with launchers that set ``CUDA_VISIBLE_DEVICES`` per process (Ray, Slurm),
-every process calls its GPU 0. CUDA knows only the devices that a process sees; NVML knows all of the machine.
+every process calls its GPU 0. CUDA knows only the GPUs that the process sees; NVML knows all GPUs of the machine.
 """
 
 from __future__ import annotations
