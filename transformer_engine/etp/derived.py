@@ -98,7 +98,7 @@ class ShardDerived(_OfShard):
 
 
 class ShardData(_OfShard):
-    """The ``data`` of a shard: usable like any tensor, except that it cannot be initialised.
+    """The ``data`` of a shard: usable like any tensor, except that it cannot be initialised at random.
 
     Many models initialise with ``weight.data.normal_()``. Ranks with the same seed would draw the same rows.
     """
@@ -115,7 +115,7 @@ class ShardData(_OfShard):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise TypeError for initialisers. Copies record which shard they are; other results are plain tensors."""
+        """Raise TypeError for random initialisers. Copies record which shard they are; other results are plain."""
         kwargs = kwargs or {}
         if any(kind is not cls for kind in types):
             return NotImplemented

@@ -306,7 +306,7 @@ def embedding(
         ValueError: for ``max_norm`` (it edits the table in the forward pass), ``sparse`` (sparse gradients cannot be
             reduced), a ``padding_idx`` out of range, or a weight that is gathered together with others.
     """
-    del norm_type  # a norm only matters with max_norm
+    del norm_type
     if max_norm is not None or sparse:
         raise ValueError(
             f"a sharded embedding has neither max_norm (got {max_norm}) nor sparse gradients (got {sparse}); "

@@ -74,7 +74,7 @@ class GradHooks:
     # Uses in one backward pass -------------------------------------------------------------------------------
 
     def watch(self, group: WeightGroup) -> None:
-        """Learn from autograd when all uses of the group's shards are differentiated, from now on.
+        """Hook the group's shards, to learn from autograd when all their uses are differentiated.
 
         The group's weights are used together, so one shard reports for all of them.
         """

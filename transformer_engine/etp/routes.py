@@ -114,11 +114,7 @@ class Routes:
         self._of_group.pop(group, None)
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for shards that ``group``'s transport reads in place; None if it reads none. Collective.
-
-        Returns:
-            ``[numel]`` elements of ``dtype``, zero.
-        """
+        """See :class:`etp.collectives.base.Transport`. Collective over ``group``'s process group."""
         return self.of(group).transport.symmetric_memory(numel, dtype)
 
     def change_mode(self, *, capturing: bool) -> None:

@@ -393,11 +393,7 @@ class EtpRuntime(ShardDriver):
         self._scalars.spread(found, list(dict.fromkeys(group.process_group for group in self.groups)))
 
     def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.group.ShardDriver`.
-
-        Raises:
-            EtpStateError: if the group's gradient has not been fully reduced.
-        """
+        """See :class:`etp.group.ShardDriver`."""
         self._reductions.require_complete(group)
 
     def gradient_zeroed(self, group: WeightGroup) -> None:

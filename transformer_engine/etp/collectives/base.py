@@ -87,10 +87,7 @@ class Transport(ABC):
     def exchange_order(self, whose: str = "") -> InFlight:
         """Exchange with the peers the order of collectives since the last exchange. Collective.
 
-        Without streams, also verify the answer.
-
-        Args:
-            whose: name of the runtime whose collectives these are.
+        Without streams, also verify the answer. ``whose`` names the runtime.
         """
         del whose
         return InFlight()

@@ -167,7 +167,7 @@ class C10dTransport(Transport):
     # CUDA graphs ---------------------------------------------------------------------------------------------
 
     def change_mode(self, *, capturing: bool) -> None:
-        """Change modes: a CUDA graph capture begins or has ended."""
+        """See :class:`etp.collectives.base.Transport`."""
         if capturing and self._replays is None and self._gpu is not None:
             # NCCL watches only the collectives that it starts itself, not those of a replay.
             limit = self._group._get_backend(self._gpu).options._timeout.total_seconds()
@@ -176,7 +176,7 @@ class C10dTransport(Transport):
             self._order.recording = not capturing
 
     def watch_replays(self) -> None:
-        """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
+        """See :class:`etp.collectives.base.Transport`."""
         if self._replays is not None and self._gpu is not None:
             self._replays.expect_stream(self._gpu, f"the replay of a CUDA graph {self._who}")
 

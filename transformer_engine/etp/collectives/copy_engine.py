@@ -162,21 +162,18 @@ class CopyEngineTransport(Transport):
     # Gathering -----------------------------------------------------------------------------------------------
 
     def symmetric_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory for shards, ``[numel]``, which peers read in place, without a published copy. Collective.
-
-        The owner calls :meth:`finish_reading` before it changes the shards.
-        """
+        """Zeroed memory for shards, ``[numel]``, which peers read in place, without a published copy. Collective."""
         buffer = SymmetricBuffer(self._group, numel * dtype.itemsize, self._device)
         self._adopted.append(buffer)
         return buffer.view(0, numel, dtype)
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether peers read this rank's shards in place."""
+        """See :class:`etp.collectives.base.Transport`."""
         return bool(self._adopted)
 
     def finish_reading(self) -> None:
-        """After the gathers on the calling stream, wait until no peer reads this rank's shards. Collective."""
+        """See :class:`etp.collectives.base.Transport`."""
         # Gathers of a replayed graph are not visible here.
         if not self._gathered and not self._captured:
             return
@@ -327,7 +324,7 @@ class CopyEngineTransport(Transport):
         return SymmetricBuffer(self._group, max(nbytes, _ALIGNMENT), self._device)
 
     def watch_replays(self) -> None:
-        """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
+        """See :class:`etp.collectives.base.Transport`."""
         if self._captured:
             self.watch("the replay of a CUDA graph")
 
