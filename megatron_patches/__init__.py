@@ -1,10 +1,10 @@
-"""Extended Tensor Parallelism in an unmodified Megatron-core 0.19.2.
+"""Extended Tensor Parallelism for an unmodified Megatron-core 0.19.2.
 
-Any Megatron script runs with it through the launcher::
+Run any Megatron script through the launcher::
 
     torchrun --nproc-per-node 4 -m megatron_patches SCRIPT.py ... --etp-size 2
 
-and a script can ask for it itself, before it imports Megatron::
+or call this from a script, before it imports Megatron::
 
     import megatron_patches
 
@@ -25,21 +25,20 @@ __all__ = ["IncompatibleMegatronError", "MegatronEtpConfig", "UnsupportedConfigu
 
 
 def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | None = None) -> WeightShardSeam:
-    """Verify the installed Megatron, patch it, and put sharded weights in the place of its own.
+    """Verify the installed Megatron, patch it, and replace its implementation of sharded weights.
 
-    On a machine without CUDA it also lets Megatron run on CPU and gloo. A second call changes nothing.
+    On a machine without CUDA, also let Megatron run on CPU and gloo. A second call changes nothing.
 
     Args:
-        config: options for a script that does not parse Megatron's command line; one that does takes the options
-            from its flags.
-        api: the implementation of sharded weights; this package's own by default.
+        config: options for a script that does not parse Megatron's command line; otherwise the flags set them.
+        api: the implementation of sharded weights; by default, the one of this package.
 
     Returns:
         The implementation that Megatron now uses.
 
     Raises:
-        IncompatibleMegatronError: if megatron-core or Transformer Engine is not a version that this package was
-            written for, or its sources were changed, or Megatron's process groups exist already.
+        IncompatibleMegatronError: if megatron-core or Transformer Engine has an unsupported version or modified
+            sources, or if Megatron's process groups already exist.
     """
     from megatron_patches import command_line, contract, cpu, fixes, refit_training, registry, seam
     from megatron_patches.checkpoint import patches as checkpoint

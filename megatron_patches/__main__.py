@@ -22,7 +22,7 @@ _USAGE = "usage: torchrun [...] -m megatron_patches SCRIPT.py [arguments of the 
 
 
 def main(arguments: list[str]) -> None:
-    """Run ``arguments[0]`` as the main program, with the rest as its command line.
+    """Run ``arguments[0]`` as the main program, with the remaining arguments as its command line.
 
     Raises:
         SystemExit: with status 2, and one line from rank 0, if the script cannot be run at all.
@@ -35,14 +35,14 @@ def main(arguments: list[str]) -> None:
     if not script.is_file():
         exit_with(f"{script} is not a file; the script to run comes first, its arguments after it", rank)
     sys.argv[:] = arguments
-    # As for `python SCRIPT.py`: modules that lie next to the script are found first.
+    # As with `python SCRIPT.py`, modules next to the script are found first.
     sys.path[0] = str(script.resolve().parent)
     try:
         megatron_patches.apply()
     except megatron_patches.IncompatibleMegatronError as error:
         exit_with(str(error), rank)
-    # run_path makes the script the __main__ module while it runs, under its own path: processes that it spawns, such
-    # as checkpoint writers, import it from there and stop at its `if __name__ == "__main__"`.
+    # run_path runs the script as the __main__ module under its own path. Processes that it spawns, such as checkpoint
+    # writers, import it from that path and stop at its `if __name__ == "__main__"`.
     at_exit = ProcessGroupsAtExit()
     atexit.register(at_exit)
     try:

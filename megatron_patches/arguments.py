@@ -1,8 +1,8 @@
-"""The command-line flags of Extended Tensor Parallelism, their meaning for Megatron, and what is refused with them.
+"""Defines the flags of Extended Tensor Parallelism, their effect on Megatron, and which settings they exclude.
 
 :func:`add_arguments` adds the flags to any Megatron script's parser, :func:`apply_to_megatron` sets Megatron's own
-settings from them, :func:`check` and :func:`check_graphs` raise for combinations that would train wrongly, and
-:func:`config_from_args` gives the engine's options. All are pure; ``megatron_patches.command_line`` ties them to
+settings from them, :func:`check` and :func:`check_graphs` raise for combinations that would train incorrectly, and
+:func:`config_from_args` returns the engine's options. All are pure; ``megatron_patches.command_line`` connects them to
 Megatron's parser.
 """
 
@@ -31,8 +31,8 @@ class MegatronEtpConfig:
     """Options of Extended Tensor Parallelism in a Megatron run.
 
     Attributes:
-        engine: options of the engine; its ``grad_reduction`` is set by Megatron's loss normalisation.
-        print_chains: print, once they are known, the order in which weights are gathered.
+        engine: options of the engine; Megatron's loss normalisation determines its ``grad_reduction``.
+        print_chains: print the order in which weights are gathered, once it is known.
     """
 
     engine: EtpConfig = field(default_factory=EtpConfig)
@@ -141,12 +141,12 @@ def _add_diagnosis(group: argparse._ArgumentGroup) -> None:
 
 
 def apply_to_megatron(args: argparse.Namespace) -> None:
-    """Set ``args.etp_size``, ``args.expert_etp_size``, and what Megatron knows them by.
+    """Set ``args.etp_size``, ``args.expert_etp_size``, and the Megatron settings that follow from them.
 
-    That is its shard counts, the one layout of the distributed optimizer's checkpoints that shards can have, and the
-    batch size if the user gave none.
+    These are the shard counts, the only distributed-optimizer checkpoint layout that supports shards, and the batch
+    size if the user gave none.
 
-    A user may give either the flags of this package or Megatron's ``--[expert-]tensor-parallel-num-weight-shards``.
+    A user may pass either the flags of this package or Megatron's ``--[expert-]tensor-parallel-num-weight-shards``.
 
     Raises:
         UnsupportedConfigurationError: if a size is below 1, or both are given and disagree.
@@ -172,10 +172,10 @@ def apply_to_megatron(args: argparse.Namespace) -> None:
     if not is_active(args):
         return
     if args.use_distributed_optimizer:
-        # Megatron's default layout stores flat buffers, with the shards' padding in them; this one has none.
+        # Megatron's default layout stores flat buffers that contain the shards' padding; this one stores no padding.
         args.dist_ckpt_optim_fully_reshardable = True
     if args.global_batch_size is None and args.micro_batch_size is not None:
-        # Megatron's default is one microbatch on each replica; the ranks of a shard group read one each, too.
+        # Megatron's default is one microbatch per replica; with shards, each rank of a shard group also reads its own.
         args.global_batch_size = args.micro_batch_size * (args.world_size // dense_size(args))
 
 
@@ -202,7 +202,7 @@ def config_from_args(args: argparse.Namespace) -> MegatronEtpConfig:
 
 
 def _with_flags(message: str) -> str:
-    """A message of the engine's with its options under the names of their flags."""
+    """An error message of the engine in which each option is replaced by the name of its flag."""
     return re.sub(r"EtpConfig\.(\w+)", lambda found: _option(f"etp_{found[1].removesuffix('_s')}"), message)
 
 
@@ -212,7 +212,7 @@ def is_active(args: argparse.Namespace) -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what would not train correctly. Call it after :func:`apply_to_megatron`, before Megatron's own checks.
+    """Refuse settings that would train incorrectly. Call after :func:`apply_to_megatron`, before Megatron's own checks.
 
     Raises:
         UnsupportedConfigurationError: naming the first culprit and the way out.
@@ -226,7 +226,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_graphs(args: argparse.Namespace) -> None:
-    """Refuse what cannot be captured into CUDA graphs. Call it after Megatron's own checks.
+    """Refuse settings that cannot be captured into CUDA graphs. Call after Megatron's own checks.
 
     Raises:
         UnsupportedConfigurationError: naming the first culprit and the way out.
@@ -268,7 +268,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_evaluation(args: argparse.Namespace) -> None:
-    """Megatron's own check leaves the shard group out, and an evaluation would skip what does not divide."""
+    """Megatron's own check ignores the shard group, and an evaluation would then skip the remainder of the batch."""
     batch = args.eval_global_batch_size or args.global_batch_size
     microbatch = args.eval_micro_batch_size or args.micro_batch_size
     if batch is None or microbatch is None:
@@ -283,14 +283,14 @@ def _check_evaluation(args: argparse.Namespace) -> None:
 
 
 def _check_folders(args: argparse.Namespace) -> None:
-    """Before hours of training, what would fail at its first checkpoint; and what would silently start anew."""
+    """Refuse folders that would fail at the first checkpoint, hours later, or that would silently restart training."""
     save, load = (getattr(args, name, None) for name in ("save", "load"))
     if save is not None and "://" not in save:
         existing = next(folder for folder in (Path(save), *Path(save).absolute().parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             reason = "must not be written" if existing.is_dir() else "is no folder"
             raise UnsupportedConfigurationError(f"--save {save} cannot be written: {existing} {reason}; name another")
-    # A run that saves where it loads from starts anew there, and goes on when it is started again.
+    # With the same folder for both, the first run starts from scratch there, and a restarted run continues.
     starts_anew = load == save and not getattr(args, "exit_on_missing_checkpoint", False)
     if load is None or "://" in load or starts_anew or getattr(args, "pretrained_checkpoint", None) is not None:
         return

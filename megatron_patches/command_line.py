@@ -1,4 +1,4 @@
-"""Ties the flags of :mod:`megatron_patches.arguments` to Megatron's parser, for any script that uses it."""
+"""Adds the flags of :mod:`megatron_patches.arguments` to Megatron's parser, for any script that uses it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RANK_0_HEAD_START_S = 10.0
 
 
 class Configurable(Protocol):
-    """What is told the parsed options, before Megatron builds a model."""
+    """An object that receives the parsed options before Megatron builds a model."""
 
     def configure(self, config: arguments.MegatronEtpConfig) -> None:
         """Take the options of the run."""
 
 
 def exit_with(message: str, rank: int) -> NoReturn:
-    """End the process for a mistake in its settings: one line, from rank 0, and no traceback.
+    """End the process because of invalid settings, with one line from rank 0 and no traceback.
 
     Raises:
         SystemExit: always, with status 2.
@@ -37,15 +37,15 @@ def exit_with(message: str, rank: int) -> NoReturn:
         sys.stderr.write(f"megatron_patches: error: {message}\n")
         sys.stderr.flush()
     else:
-        # torchrun ends all processes when the first one ends: rank 0 must not be killed before it has said why.
+        # torchrun ends all processes when the first one exits, so rank 0 must print the reason before it is killed.
         time.sleep(RANK_0_HEAD_START_S)
     raise SystemExit(USAGE_ERROR)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the percent signs of help texts that argparse cannot format, and that end ``--help`` with an error.
+    """Double the percent signs of help texts that argparse cannot format, so that ``--help`` does not fail.
 
-    Some of Megatron's texts have a plain percent sign.
+    Some of Megatron's help texts contain a plain percent sign.
     """
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
@@ -57,7 +57,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
-    """Let mistakes in the command line end with one line; argparse writes the usage of 1,500 lines before it."""
+    """Report command-line mistakes in one line; argparse would print 1,500 lines of usage before it."""
     options = [option for action in parser._actions for option in action.option_strings]
 
     def told(message: str) -> NoReturn:
@@ -118,7 +118,7 @@ def records(api: Configurable) -> tuple[PatchRecord, ...]:
     """The replacements in Megatron's parser.
 
     Args:
-        api: told the options once they are parsed and checked.
+        api: receives the options once they are parsed and checked.
     """
     module = "megatron.training.arguments"
     return (

@@ -1,7 +1,7 @@
-"""The parts of megatron-core 0.19.2 that are relied on without being replaced: the seam's names and their callers.
+"""Lists the parts of megatron-core 0.19.2 that are used without being replaced: the seam's names and their callers.
 
-A change in any of these is a reason to read it again before a new version is let in; ``registry.verify`` compares
-them with the installed sources.
+If any of these changes in a new version, review it before supporting that version. ``registry.verify`` compares them
+with the installed sources.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
 
 
 def records() -> tuple[SourceRecord, ...]:
-    """Every definition that is used as it is."""
+    """Every definition that is used without being replaced."""
     seam = (
         SourceRecord(
             target=f"{_ENGINE}:{name}",

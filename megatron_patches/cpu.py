@@ -1,12 +1,12 @@
-"""Lets Megatron train on a machine without CUDA, over gloo. Where CUDA is available nothing here is used.
+"""Lets Megatron train over gloo on a machine without CUDA. With CUDA, nothing here is used.
 
 Megatron-core calls ``torch.cuda`` unconditionally: for the current device, for streams and events, for random state.
-The records below give those calls their meaning on a CPU, where every operation has finished when it returns: streams
-do nothing, events have always happened, "the current device" is the CPU, and its random state is the CPU
-generator's. ``torch.cuda.is_available()`` stays False.
+The records below define those calls for a CPU, where every operation has finished when it returns: streams do nothing,
+events are always complete, "the current device" is the CPU, and its random state is that of the CPU generator.
+``torch.cuda.is_available()`` stays False.
 
-:func:`records` lists every replacement with its reason; :func:`required_arguments` the settings of Megatron's own
-that only make sense with CUDA, with the value that a CPU run needs.
+:func:`records` lists every replacement with its reason. :func:`required_arguments` lists Megatron settings that only
+make sense with CUDA, with the values that a CPU run needs.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ def needed() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that Megatron or torch read at import time. A user's own values stay."""
-    # Megatron's fused element-wise functions go through torch.compile: seconds of compilation for a small CPU run.
+    """Set environment variables that Megatron or torch read at import time. Values set by the user are kept."""
+    # Megatron's fused element-wise functions use torch.compile, which costs seconds in a small CPU run.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    # Megatron's validation wants it with tensor parallelism; it has no meaning without CUDA.
+    # Megatron's validation requires it with tensor parallelism; it has no effect without CUDA.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 class _NotOnCpu(logging.Filter):
-    """Drops a warning that is right for a GPU only: the random-state tracker forks the CPU generator here."""
+    """Drops a warning that only applies to GPUs: here the random-state tracker forks the CPU generator."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
 def silence_random_state_warning() -> None:
-    """Keep Megatron from warning, at every forward, that the CPU's random state is used."""
+    """Suppress Megatron's warning in every forward pass that the CPU's random state is used."""
     tracker_logger = logging.getLogger("megatron.core.tensor_parallel.random")
     if not any(isinstance(present, _NotOnCpu) for present in tracker_logger.filters):
         tracker_logger.addFilter(_NotOnCpu())
 
 
 class CpuStream:
-    """A stream on which all work is always finished; also its own context manager."""
+    """A stream whose work is always finished; also its own context manager."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self.device = _CPU
@@ -98,12 +98,12 @@ class CpuStream:
         return True
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """Return ``event``, or a new one; it has happened already."""
+        """Return ``event``, or a new one; it is already complete."""
         return event if event is not None else CpuEvent()
 
 
 class CpuEvent:
-    """An event that has always happened already. Its times are not measured: elapsed time is 0."""
+    """An event that is always complete. Times are not measured: elapsed time is 0."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         return None
@@ -118,7 +118,7 @@ class CpuEvent:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Whether the event has happened: always."""
+        """Whether the event is complete: always."""
         return True
 
     def elapsed_time(self, _end: CpuEvent) -> float:
@@ -127,7 +127,7 @@ class CpuEvent:
 
 
 def records() -> tuple[PatchRecord, ...]:
-    """Every replacement that a CPU run needs, those in torch first, so that Megatron's modules import with them."""
+    """Every replacement that a CPU run needs, torch's first, so that they are in place when Megatron is imported."""
     return (
         gloo_threads.RECORD,
         *_device_records(),
@@ -138,7 +138,7 @@ def records() -> tuple[PatchRecord, ...]:
 
 
 def _constant(value: object) -> Callable[[Any], Callable[..., Any]]:
-    """A replacement that returns ``value`` whatever it is called with."""
+    """A replacement that returns ``value`` for any arguments."""
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def replacement(*_args: object, **_kwargs: object) -> object:
@@ -161,7 +161,7 @@ def _device_records() -> tuple[PatchRecord, ...]:
     constants: tuple[tuple[str, object, str], ...] = (
         ("current_device", _CPU, "Megatron allocates on torch.cuda.current_device()"),
         ("device_count", 1, "Megatron sets up its process groups only where the count is above 0"),
-        # PYTORCH_NVML_BASED_CUDA_CHECK=1, which vLLM sets, lets torch answer from the count above.
+        # With PYTORCH_NVML_BASED_CUDA_CHECK=1, which vLLM sets, torch derives the answer from the count above.
         ("is_available", False, "there is no CUDA, whatever the count of devices"),
         ("set_device", None, "Megatron selects the local rank's device"),
         ("get_device_capability", (0, 0), "Megatron asks for the architecture when it validates arguments"),
@@ -185,7 +185,7 @@ def _device_records() -> tuple[PatchRecord, ...]:
 
 
 def _random_state_records() -> tuple[PatchRecord, ...]:
-    # Not torch.manual_seed: it seeds torch.cuda in turn and would recurse.
+    # Not torch.manual_seed, which seeds torch.cuda in turn and would recurse.
     def manual_seed(_original: object) -> Callable[[int], None]:
         def seed_cpu(seed: int) -> None:
             torch.default_generator.manual_seed(int(seed))
@@ -224,12 +224,13 @@ def _tensor_records() -> tuple[PatchRecord, ...]:
 
         return replacement
 
-    # ``with torch.device(...)`` learns once, at its first use, which functions make tensors. If these were the
-    # replacements, it would not know the originals that they call, and a model built on "meta" would not be there.
+    # At its first use, ``with torch.device(...)`` records once which functions create tensors. If it recorded the
+    # replacements, it would not intercept the originals that they call, and a model built on "meta" would not be on
+    # "meta".
     with torch.device("meta"):
         torch.empty(0)
 
-    # One function each: torch.compile refuses two torch functions that are one object.
+    # A separate function for each: torch.compile refuses two torch functions that are the same object.
     def keep(_original: object) -> Callable[..., Any]:
         return lambda tensor_or_module, *_args, **_kwargs: tensor_or_module
 
@@ -240,7 +241,7 @@ def _tensor_records() -> tuple[PatchRecord, ...]:
         @functools.wraps(original)
         def replacement(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
-            # A tensor subclass comes here twice, the second time through torch's dispatch of its methods.
+            # A tensor subclass gets here twice, the second time through torch's dispatch of its methods.
             if isinstance(result, str) and not result.startswith("torch.cuda."):
                 return result.replace("torch.", "torch.cuda.", 1)
             return result
@@ -264,9 +265,9 @@ def _tensor_records() -> tuple[PatchRecord, ...]:
 
 
 def _start_adam(distributed_optimizer: Any) -> None:
-    """Let Adam allocate its state as of before the first step.
+    """Let Adam allocate its state as it is before the first step.
 
-    Megatron's own helper takes a step with gradients of zero, in which weight decay would shrink the weights.
+    Megatron's own helper takes a step with zero gradients, in which weight decay would shrink the weights.
     """
     adam = distributed_optimizer.optimizer
     rates = [group["lr"] for group in adam.param_groups]
@@ -356,7 +357,7 @@ def _norm_for_sequence_parallelism(original: Callable[..., torch.nn.Module]) -> 
         with _attribute(config, "sequence_parallel", False):
             norm = original(cls, config, *args, **kwargs)
         for parameter in norm.parameters():
-            # Megatron adds these parameters' gradients up over the tensor-parallel ranks.
+            # Megatron sums the gradients of these parameters over the tensor-parallel ranks.
             setattr(parameter, "sequence_parallel", True)  # noqa: B010  # not an attribute that torch declares
         return norm
 
@@ -374,7 +375,7 @@ def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def required_arguments() -> dict[str, object]:
-    """Values of Megatron's parsed arguments that a CPU run needs; the defaults are for CUDA."""
+    """Values that a CPU run needs for Megatron's parsed arguments; the defaults are for CUDA."""
     from megatron.core.transformer.enums import AttnBackend
 
     return {
@@ -394,10 +395,10 @@ def required_arguments() -> dict[str, object]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what needs CUDA and would fail, or wait for ever, once the training is under way.
+    """Refuse settings that need CUDA and would fail, or hang, during training.
 
     Raises:
-        UnsupportedConfigurationError: for CUDA graphs, and for checkpoints that another process writes.
+        UnsupportedConfigurationError: for CUDA graphs, and for checkpoints written by another process.
     """
     if args.cuda_graph_impl != "none":
         raise UnsupportedConfigurationError(

@@ -1,11 +1,11 @@
-"""Gives each of gloo's process groups one thread, because two write one string at once.
+"""Gives each gloo process group a single thread, because two threads race on one string.
 
-The threads of a ``ProcessGroupGloo``, two by default, each note the name of the collective that they have completed
-in one ``std::string`` without a lock (``runLoop`` in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Names of more
-than 15 characters lie on the heap. If two such collectives of a group end at the same time, the string is freed twice
-and the process aborts. Megatron's overlapped gathers of parameters are such: ``ALLGATHER_COALESCED``.
+The threads of a ``ProcessGroupGloo``, two by default, write the name of the collective that they have completed to a
+shared ``std::string`` without a lock (``runLoop`` in torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Names of more
+than 15 characters are on the heap. If two such collectives of a group end at the same time, the string is freed twice
+and the process aborts. Megatron's overlapped parameter gathers have such a name: ``ALLGATHER_COALESCED``.
 
-All ranks issue the collectives of a group in one order, so that one thread can run them.
+All ranks issue the collectives of a group in the same order, so one thread is enough.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The reason for which a process ends, left where torchrun reads it and ends its own output with it.
+"""Stores the reason why a process ends where torchrun reads it and prints it as its last line.
 
-torchrun gives each process a file for that (``TORCHELASTIC_ERROR_FILE``) and prints what the first of them has left. So
-the reason is the last thing that a user sees, rather than a line among the tracebacks of all ranks.
+torchrun gives each process a file for this (``TORCHELASTIC_ERROR_FILE``) and prints the content of the first one
+written. The reason is then the last line that the user sees, instead of being buried in the tracebacks of all ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def leave(reason: str) -> None:
-    """Leave ``reason`` for torchrun, unless there is one already; do nothing where torchrun has not started this."""
+    """Store ``reason`` for torchrun, unless one is stored already. Without torchrun, do nothing."""
     name = os.environ.get(_VARIABLE)
     if not name or Path(name).exists():
         return
-    # The format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which would leave a whole traceback.
+    # The format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, which would store a whole traceback.
     details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
     Path(name).write_text(json.dumps({"message": {"message": reason, "extraInfo": details}}), encoding="utf-8")

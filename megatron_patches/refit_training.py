@@ -1,8 +1,8 @@
 """Pushes the weights of a Megatron training run into running engines, from inside the training loop.
 
-With ``--refit-engines`` every Megatron script pushes after every ``--refit-interval`` steps; a run that continues from
-a checkpoint, or begins with the weights of one (``--finetune``), also pushes what it has loaded, before its first step.
-The version that engines get is the number of the run's steps that the weights have seen.
+With ``--refit-engines`` every Megatron script pushes after every ``--refit-interval`` steps. A run that loads a
+checkpoint, to resume or with ``--finetune``, also pushes the loaded weights before its first step. A version is the
+number of steps of the run that the weights have been trained for.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse settings with which no push could work.
+    """Refuse settings with which no push can succeed.
 
     Raises:
         UnsupportedConfigurationError: naming the flag.
@@ -119,10 +119,10 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
 
 
 class Pusher:
-    """Pushes one training run's weights; does nothing without ``--refit-engines``.
+    """Pushes the weights of one training run; does nothing without ``--refit-engines``.
 
     Attributes:
-        stopped: whether the run is to end because of an engine that failed.
+        stopped: whether the run must end because an engine failed.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Pusher:
         self.stopped = False
 
     def before_step(self, model: Sequence[Any], iteration: int) -> None:
-        """Meet the engines before the first step, and push weights that were loaded."""
+        """Connect to the engines before the first step, and push loaded weights."""
         args = _args()
         if not args.refit_engines or self._session is not None:
             return
@@ -142,9 +142,9 @@ class Pusher:
             _exit_with(error)
 
     def after_step(self, iteration: int) -> None:
-        """Push where the interval says so. ``iteration`` counts the steps made.
+        """Push if the interval is due. ``iteration`` is the number of completed steps.
 
-        If the run is to stop, Megatron saves a checkpoint of this step, and leaves its training loop.
+        If the run must stop, Megatron saves a checkpoint of this step and leaves its training loop.
         """
         if self._session is None or iteration % _args().refit_interval != 0:
             return
@@ -155,7 +155,7 @@ class Pusher:
             _args().exit_interval = 1
 
     def finish(self) -> None:
-        """Wait for the last commit, and leave the engines. The run is complete, so it is not stopped any more."""
+        """Wait for the last commit and disconnect from the engines. The run is complete, so nothing stops it."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -164,7 +164,7 @@ class Pusher:
                 self._stop(error)
 
     def end(self) -> None:
-        """The same where this rank ends by itself: a daemon's thread would take the last commit with it."""
+        """Do the same if this rank exits by itself: its daemon thread would abandon the last commit."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -210,7 +210,7 @@ def _line(report: PushReport, until_served: float | None) -> str:
 
 
 def _exit_with(error: RefitError) -> NoReturn:
-    """Ends the run on all ranks, with one line from the first.
+    """End the run on all ranks, with one line from the first.
 
     Raises:
         SystemExit: always.
@@ -230,7 +230,7 @@ def _args() -> argparse.Namespace:
 
 
 def _print(text: str) -> None:
-    """On the rank whose output Megatron's own progress goes to."""
+    """Print on the rank that prints Megatron's own progress."""
     from megatron.training.utils import print_rank_last
 
     print_rank_last(text)
@@ -240,7 +240,7 @@ def records(pusher: Pusher | None = None) -> tuple[PatchRecord, ...]:
     """The replacements in Megatron's training loop.
 
     Args:
-        pusher: what pushes; a new one by default.
+        pusher: pushes the weights; a new one by default.
     """
     pushing = pusher or Pusher()
 

@@ -1,4 +1,4 @@
-"""Settings of Megatron that do not go with Extended Tensor Parallelism, each with the way out.
+"""Lists the Megatron settings that Extended Tensor Parallelism does not support, each with the alternative.
 
 :mod:`megatron_patches.arguments` raises for the first one that is set.
 """
@@ -15,7 +15,7 @@ from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_a
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that does not go with Extended Tensor Parallelism, and the way out."""
+    """A setting that Extended Tensor Parallelism does not support, and the alternative."""
 
     culprit: str
     applies: Callable[[argparse.Namespace], bool]
@@ -31,13 +31,13 @@ def _is_set(name: str) -> Callable[[argparse.Namespace], bool]:
 
 
 def dense_size(args: argparse.Namespace) -> int:
-    """Ranks that one copy of the dense weights takes without shards."""
+    """Number of ranks that hold one copy of the dense weights, without sharding."""
     size: int = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     return size
 
 
 def expert_size(args: argparse.Namespace) -> int:
-    """Ranks that one copy of the experts takes without shards."""
+    """Number of ranks that hold one copy of the experts, without sharding."""
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     size: int = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
     return size
@@ -59,18 +59,18 @@ def _offloads_sharded_layers(args: argparse.Namespace) -> bool:
 
 
 def _graph_modules(args: argparse.Namespace) -> set[str]:
-    """What ``--cuda-graph-modules`` names; Megatron turns the names into members of an enumeration."""
+    """The modules in ``--cuda-graph-modules``; Megatron converts the names to enum members."""
     modules: list[object] = getattr(args, "cuda_graph_modules", None) or []
     return {str(getattr(module, "name", module)) for module in modules}
 
 
 def _splits_layers(args: argparse.Namespace) -> bool:
-    """Whether attention, MLP and experts may be layers of their own: in hybrid models, or in a specification's."""
+    """Whether attention, MLP and experts may be separate layers: in hybrid models, or with a specification."""
     return bool(_get(args, "hybrid_layer_pattern")) or _get(args, "spec") is not None
 
 
 def _captures_any_number_of_tokens(args: argparse.Namespace) -> bool:
-    """Whether experts are captured whose number of tokens the host reads in each pass, which a capture forbids."""
+    """Whether captured experts have a token count that the host reads in each pass, which a capture forbids."""
     if not args.num_experts or _get(args, "moe_token_dispatcher_type") not in ("allgather", "alltoall"):
         return False
     if _get(args, "moe_expert_capacity_factor") is not None and _get(args, "moe_pad_expert_input_to_capacity"):

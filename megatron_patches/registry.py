@@ -1,8 +1,8 @@
-"""Records of every patch to other packages, and the check that the installed sources are those they were written for.
+"""Records every patch to other packages, and checks that the installed sources are those it was written for.
 
-A :class:`PatchRecord` says which function is replaced, why, and what its source looked like when the replacement
-was written. :func:`verify` reads the installed sources as text, before anything is imported, and refuses to go on
-where the version, a signature or a source differs: a patch on code that has moved on fails far from its cause.
+A :class:`PatchRecord` says which function is replaced, why, and what its source looked like when the replacement was
+written. :func:`verify` reads the installed sources as text, before anything is imported, and raises if the version, a
+signature or a source differs, because a patch on changed code fails far from its cause.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARK = "__megatron_patches_record__"
 
 
 class IncompatibleMegatronError(RuntimeError):
-    """The installed Megatron or Transformer Engine is not the one that this package was written for."""
+    """The installed Megatron or Transformer Engine is not one that this package supports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class PatchRecord(Target):
 
     Attributes:
         target: what is replaced, as ``"package.module:qualified.name"``.
-        replace: called with the original, returns what takes its place.
+        replace: called with the original; returns the replacement.
         reason: what goes wrong without it.
         upstream: the pull request or issue of the original project, or "" where there is none.
-        sha256: hash of the original's source, see :func:`source_digest`; None for other than Megatron's.
+        sha256: hash of the original's source, see :func:`source_digest`; None for packages other than Megatron.
     """
 
     replace: Callable[[Any], Any]
@@ -70,13 +70,13 @@ class PatchRecord(Target):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord(Target):
-    """A file, or one definition in it, that is used as it is and must not change unnoticed.
+    """A file, or one definition in it, that is used without being replaced and must not change unnoticed.
 
     Attributes:
         target: ``"package.module"`` for a file, ``"package.module:name"`` for a definition.
         sha256: hash of the source, see :func:`source_digest`.
         signature: parameters of the definition as :func:`ast.unparse` prints them; None to compare the hash only.
-        reason: what is relied upon.
+        reason: what this package relies on.
     """
 
     sha256: str
@@ -85,12 +85,12 @@ class SourceRecord(Target):
 
 
 def relied_upon(table: Iterable[tuple[str, str, str]]) -> tuple[SourceRecord, ...]:
-    """Records of what is used as it is, whatever its parameters, from rows of target, hash and reason."""
+    """Source records without a signature, from rows of target, hash and reason."""
     return tuple(SourceRecord(target=target, sha256=sha256, reason=reason) for target, sha256, reason in table)
 
 
 def source_digest(source: str) -> str:
-    """Hash of Python source that ignores blank lines, whole-line comments and trailing blanks.
+    """Hash of Python source that ignores blank lines, whole-line comments and trailing whitespace.
 
     Returns:
         The first 16 hexadecimal digits of the SHA-256 of what remains.
@@ -114,7 +114,7 @@ class Definition:
 
 
 class InstalledPackage:
-    """The sources of an installed package, read as text: nothing is imported but its parent namespace.
+    """The sources of an installed package, read as text: only its parent namespace is imported.
 
     Args:
         name: import name, such as ``"megatron.core"``.
@@ -138,7 +138,7 @@ class InstalledPackage:
         self._modules: dict[str, tuple[str, ast.Module]] = {}
 
     def definition(self, module: str, qualified_name: str = "") -> Definition | None:
-        """The source of ``module``, or of one definition in it; None where there is no such thing."""
+        """The source of ``module``, or of one definition in it; None if it does not exist."""
         if module not in self._modules:
             relative = module.removeprefix(self.name).strip(".").replace(".", "/")
             candidates = [self.root / f"{relative}.py", self.root / relative / "__init__.py"]
@@ -173,10 +173,10 @@ def _segment(text: str, node: ast.AST) -> str:
 def megatron_core_version() -> str:
     """Version of the ``megatron.core`` that an import would load, read from its sources.
 
-    The distribution's metadata may belong to another copy: a script in a clone of Megatron-LM finds the clone first.
+    The distribution's metadata may belong to another copy: a script in a Megatron-LM clone imports the clone.
 
     Raises:
-        IncompatibleMegatronError: if megatron.core is not installed or does not say its version.
+        IncompatibleMegatronError: if megatron.core is not installed or does not state its version.
     """
     package = InstalledPackage("megatron.core")
     info = package.definition("megatron.core.package_info")
@@ -190,7 +190,7 @@ def megatron_core_version() -> str:
 
 
 def check_versions() -> None:
-    """Refuse versions of megatron-core and Transformer Engine that this package was not written for.
+    """Refuse versions of megatron-core and Transformer Engine that this package does not support.
 
     Raises:
         IncompatibleMegatronError: naming what is installed, what is needed and how to get it.
@@ -215,7 +215,7 @@ def check_versions() -> None:
 
 
 def check_not_initialized() -> None:
-    """Refuse to patch a Megatron that has built its process groups: too late for all that depends on them.
+    """Refuse to patch Megatron after it has built its process groups, which is too late for what depends on them.
 
     Raises:
         IncompatibleMegatronError: if ``megatron.core`` is loaded and its process groups exist.
@@ -268,7 +268,7 @@ def _difference(record: PatchRecord | SourceRecord, found: Definition | None) ->
 
 
 def install(records: Iterable[PatchRecord]) -> list[str]:
-    """Replace every record's target, also where a loaded module holds the original under a name of its own.
+    """Replace every record's target, also where a loaded module holds the original under its own name.
 
     A target that already carries its replacement is left alone, so that a second call changes nothing.
 
@@ -279,7 +279,7 @@ def install(records: Iterable[PatchRecord]) -> list[str]:
     targets = []
     for record in records:
         owner, name = _owner(record)
-        # A class's own entry, so that a staticmethod or classmethod keeps its wrapper.
+        # The class's own entry, so that a staticmethod or classmethod keeps its wrapper.
         original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
         if getattr(original, _MARK, None) == record.target:
             continue

@@ -1,8 +1,8 @@
 """Installs an implementation of sharded weights in place of Megatron's own.
 
-Megatron-core reaches its sharded-weight engine through one module, ``megatron.core.tensor_parallel.gtp_api``, and
-imports from it at the call sites, so a module of the same name that is there first takes its place. Three modules
-import from it at their top level; where they are loaded already, their names are set too.
+Megatron-core accesses its sharded-weight engine through one module, ``megatron.core.tensor_parallel.gtp_api``, and
+imports from it at the call sites. A module of the same name that is installed first therefore replaces it. Three
+modules import from it at their top level; if they are already loaded, their names are set too.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class WeightShardSeam(Protocol):
     """An implementation of Megatron's sharded weights."""
 
     def as_module(self) -> types.ModuleType:
-        """A module with :data:`SEAM_NAMES`, the functions among them bound to this object."""
+        """A module with :data:`SEAM_NAMES`, whose functions are bound to this object."""
 
     def configure(self, config: MegatronEtpConfig) -> None:
         """Take the options of the run, before Megatron builds a model."""
 
 
 def installed() -> WeightShardSeam | None:
-    """The implementation in Megatron's place, or None while that is Megatron's own."""
+    """The installed implementation, or None while Megatron's own is in use."""
     return getattr(sys.modules.get(SEAM), _OWNER, None)
 
 
 def install(api: WeightShardSeam) -> None:
-    """Put ``api`` in the place of Megatron's own module.
+    """Replace Megatron's own module with ``api``.
 
     Raises:
         AttributeError: if its module lacks one of :data:`SEAM_NAMES`.

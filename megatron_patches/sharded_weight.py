@@ -1,8 +1,8 @@
 """A sharded parameter with the attributes and methods that Megatron-core 0.19.2 expects of its own.
 
-Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints reach a sharded weight through these
-attributes and methods; each forwards to the engine. There is no ``prev_w`` and ``next_w``, by which Megatron would look
-for the gradient in the graph of another layer: each graph finishes the gradients that it computes.
+Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints access a sharded weight through these
+attributes and methods, which forward to the engine. There is no ``prev_w`` and ``next_w``, through which Megatron would
+look for the gradient in another layer's graph: each graph finishes the gradients that it computes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class MegatronShardedParam(ETPShardedParam):
     Attributes:
         is_gtp_weight_remat: Megatron's marker of a sharded weight.
         is_routed_expert: whether it is one of a grouped layer's experts.
-        chain_id: Megatron's key of prefetch chains; constant here, because a runtime has one chain.
-        knows_copies: no, because Megatron's checkpoints go by rows of whole weights, and its optimizers compute with
-            copies, which should be plain tensors.
+        chain_id: Megatron's key for prefetch chains; constant, because a runtime has one chain.
+        knows_copies: False, because Megatron's checkpoints address rows of whole weights, and its optimizers compute
+            with copies, which should be plain tensors.
     """
 
     is_gtp_weight_remat = True
@@ -34,7 +34,7 @@ class MegatronShardedParam(ETPShardedParam):
 
     @property
     def gtp_remat_size(self) -> int:
-        """Ranks that hold a shard each."""
+        """Number of ranks that hold a shard each."""
         return self.layout.num_shards
 
     @property
@@ -51,14 +51,14 @@ class MegatronShardedParam(ETPShardedParam):
         return list(self.weight_group.shards)
 
     def numel(self) -> int:
-        """Elements of the shard, padding included, which Megatron's optimizers take for those in memory."""
+        """Elements of the shard, including padding, which Megatron's optimizers use as the number in memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.numel(self)
 
     nelement = numel
 
     def belong_to_current_stream(self) -> None:
-        """Belong to the current stream for autograd from now on."""
+        """From now on, belong to the current stream for autograd."""
         if self.requires_grad:
             self._leaf = torch.autograd.graph.get_gradient_edge(self)
 
@@ -84,17 +84,17 @@ class MegatronShardedParam(ETPShardedParam):
     def register_grad_accum_hook(self, grad_accum_node: Any, hook: Callable[..., None]) -> None:
         """Call DistributedDataParallel's ``hook`` once this weight's gradient is in ``main_grad``."""
         del grad_accum_node
-        # Those of a grouped layer are told of together: see megatron_patches/fixes/grouped_experts.py.
+        # Hooks of a grouped layer are called together: see megatron_patches/fixes/grouped_experts.py.
         if not getattr(hook, "told_with_its_layer", False):
             self.register_reduce_hook(hook)
-        # Megatron calls it by this name behind the replay of a layer's graph, where no reduction is seen to end.
+        # Megatron calls it by this name after the replay of a layer's graph, where no reduction is seen to finish.
         self._grad_accum_hook = hook
 
 
 def shard_parameter(
     param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, fqn: str
 ) -> MegatronShardedParam:
-    """Cut this rank's shard out of a full (TP-local) Megatron parameter, keeping the attributes Megatron set on it."""
+    """Cut this rank's shard from a full (TP-local) Megatron parameter and keep the attributes that Megatron set."""
     try:
         shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
     except ValueError as error:
@@ -106,7 +106,7 @@ def shard_parameter(
 def wrap_shard(
     param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, pad_length: int
 ) -> MegatronShardedParam:
-    """Make a sharded parameter of one that was built at the size of a shard."""
+    """Convert a parameter that was built with the size of a shard to a sharded parameter."""
     rows = param.shape[0] * dist.get_world_size(group) - pad_length
     layout = ShardLayout((rows, *param.shape[1:]), dist.get_world_size(group), pad_for_alignment)
     shard = MegatronShardedParam(param.detach(), layout, group, param.requires_grad)
@@ -121,13 +121,13 @@ def _adopt_attributes(shard: MegatronShardedParam, param: torch.nn.Parameter) ->
 
 
 class EmbeddingWeight(torch.autograd.Function):
-    """The full table of a sharded embedding, differentiable: Megatron looks rows up in it."""
+    """The full table of a sharded embedding, differentiable; Megatron looks up rows in it."""
 
     @staticmethod
     def forward(ctx: Any, weight: MegatronShardedParam) -> torch.Tensor:
         """Args: ``weight`` a shard. Returns ``[vocabulary, hidden]``, valid until the next gather of that shape."""
-        # Not save_for_backward: hooks on saved tensors, such as those that offload activations, would return a plain
-        # tensor in the shard's place.
+        # Not save_for_backward: hooks on saved tensors, such as activation offloading, would return a plain tensor
+        # instead of the shard.
         ctx.weight = weight
         (full,) = weight.materialize()
         return full.requires_grad_(False)

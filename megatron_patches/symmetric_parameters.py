@@ -1,8 +1,8 @@
 """Moves DistributedDataParallel's parameter buffers into symmetric memory, so that peers read shards in place.
 
-With the distributed optimizer all parameters of a model chunk are views of a few flat buffers. Where a shard group's
-transport gathers by peer copies, these buffers move into symmetric memory: otherwise the transport would keep a copy
-of every shard, 1/N of the model's bytes.
+With the distributed optimizer, all parameters of a model chunk are views of a few flat buffers. If a shard group's
+transport gathers by peer copies, these buffers move into symmetric memory. Otherwise the transport would keep a copy of
+every shard, 1/N of the model's bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from etp.runtime import EtpRuntime
 
 
 def move_into_symmetric_memory(chunk: Any, runtime: EtpRuntime) -> None:
-    """Move the parameter buffers of a model chunk that hold shards, before an optimizer is built on them. Collective.
+    """Move a model chunk's parameter buffers that hold shards, before an optimizer is built on them. Collective.
 
     Args:
-        chunk: Megatron's DistributedDataParallel; anything else (``--skip-train`` wraps nothing) is left alone, as are
-            chunks without the distributed optimizer, whose parameters are in no common buffer.
-        runtime: what drives the chunk's shards.
+        chunk: Megatron's DistributedDataParallel. Anything else is left unchanged (``--skip-train`` wraps nothing), and
+            so are chunks without the distributed optimizer, whose parameters share no buffer.
+        runtime: drives the chunk's shards.
     """
     if not hasattr(chunk, "expert_parallel_buffers"):
         return

@@ -1,8 +1,8 @@
 """Megatron's weight-shard seam, implemented with the engine.
 
-Megatron-core 0.19.2 imports 17 names from ``megatron.core.tensor_parallel.gtp_api``. :class:`WeightShardApi` makes a
-module with these names whose functions are bound to it, so that options and runtimes live on an object and two
-of them never meet. One runtime drives each model chunk: virtual pipeline stages share no chain and no slot.
+Megatron-core 0.19.2 imports 17 names from ``megatron.core.tensor_parallel.gtp_api``. :class:`WeightShardApi` creates a
+module with these names whose functions are bound to it, so options and runtimes live on an object, and two such objects
+never interact. Each model chunk has its own runtime: virtual pipeline stages share no chain and no slot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_patches.symmetric_parameters import move_into_symmetric_memory
 
 
 class WeightChain(StrEnum):
-    """Megatron's names of prefetch chains. The engine tells captured work from other work by itself."""
+    """Megatron's names for prefetch chains. The engine distinguishes captured work by itself."""
 
     GRAPHED = "graphed"
     UNGRAPHED = "eager"
@@ -50,11 +50,11 @@ class WeightShardApi:
     def __init__(self, config: MegatronEtpConfig) -> None:
         self.config = config
         self._engine = config.engine
-        # In order of creation, which all ranks share: they finish their collectives in this order.
+        # In order of creation, which is the same on all ranks: they finish their collectives in this order.
         self._runtimes: list[weakref.ref[EtpRuntime]] = []
         self._chains_to_print: list[tuple[str, weakref.ref[EtpRuntime]]] = []
         self._graph_streams: dict[tuple[str, dist.ProcessGroup | None], torch.cuda.Stream] = {}
-        # Weakly: a runtime lives as long as the weights that it drives.
+        # Weak references: a runtime lives as long as the weights that it drives.
         self._unannounced: dict[dist.ProcessGroup, weakref.ref[EtpRuntime]] = {}
 
     def configure(self, config: MegatronEtpConfig) -> None:
@@ -64,7 +64,7 @@ class WeightShardApi:
         self._unannounced.clear()
 
     def as_module(self) -> types.ModuleType:
-        """The module to put in the place of ``megatron.core.tensor_parallel.gtp_api``."""
+        """The module that replaces ``megatron.core.tensor_parallel.gtp_api``."""
         from megatron_patches.checkpoint.model_state import make_sharded_tensors_for_checkpoint_with_gtp_remat
 
         module = types.ModuleType("megatron.core.tensor_parallel.gtp_api", doc=__doc__)
@@ -101,7 +101,7 @@ class WeightShardApi:
         fp8: bool = False,
         calculate_per_token_loss: bool = False,
     ) -> None:
-        """Take what Megatron decides before it builds the model: how losses, and so gradients, are normalised.
+        """Take the loss (and thus gradient) normalisation, which Megatron decides before it builds the model.
 
         Raises:
             UnsupportedConfigurationError: for FP8 and FP4.
@@ -115,7 +115,7 @@ class WeightShardApi:
         self._unannounced.clear()
 
     def shard_rows(self, dim0: int, group: dist.ProcessGroup) -> tuple[int, int]:
-        """Rows of a shard of ``dim0`` rows, padding included, and the padding rows of all shards together."""
+        """Rows per shard of ``dim0`` rows, including padding, and the total padding rows of all shards."""
         layout = ShardLayout((dim0,), dist.get_world_size(group), self._engine.pad_for_alignment)
         return layout.shard_rows, layout.pad_rows
 
@@ -126,10 +126,10 @@ class WeightShardApi:
         group: dist.ProcessGroup,
         is_grouped: bool | None = None,
     ) -> None:
-        """Cut the full weights of a layer that was just built, in place.
+        """Shard the full weights of a layer that was just built, in place.
 
         Raises:
-            ValueError: if it is one of Transformer Engine's whose sharded form would be wrong, for example because its
+            ValueError: if it is a Transformer Engine layer whose sharded form would be wrong, for example because its
                 weight gradients are delayed.
         """
         if dist.get_world_size(group) == 1:
@@ -149,7 +149,7 @@ class WeightShardApi:
     def attach_presharded(
         self, module: torch.nn.Module, group: dist.ProcessGroup, pad_length: int, is_grouped: bool = False
     ) -> None:
-        """Make shards of the weights of a layer that was built at the size of a shard."""
+        """Convert the weights of a layer that was built with the size of a shard to shards."""
         names = [f"weight{index}" for index in range(int(module.num_gemms))] if is_grouped else ["weight"]  # type: ignore[arg-type]
         shards: list[MegatronShardedParam] = []
         for name in names:
@@ -168,10 +168,10 @@ class WeightShardApi:
         shard.attach(self._unannounced_runtime(group), f"{type(module).__name__}.{name}")
 
     def _unannounced_runtime(self, group: dist.ProcessGroup) -> EtpRuntime:
-        """Drives weights of models that nobody announces with classify_chains; finishes with each backward pass.
+        """Drives weights of models that are never passed to classify_chains; finishes with each backward pass.
 
-        One for each shard group: its ranks have built and visited the same weights, so that they gather the same ones
-        ahead. Ranks that also have models over other groups would not.
+        There is one per shard group: its ranks have built and visited the same weights, so they prefetch the same ones.
+        Ranks that also have models over other groups would not.
         """
         ref = self._unannounced.get(group)
         runtime = None if ref is None else ref()
@@ -197,10 +197,10 @@ class WeightShardApi:
         moe_shared_expert_overlap: bool = False,
         cuda_graph_impl: str = "none",
     ) -> None:
-        """Give each model chunk a runtime of its own, once the model is built and wrapped.
+        """Give each model chunk its own runtime, once the model is built and wrapped.
 
         Raises:
-            UnsupportedConfigurationError: for CUDA graphs that are made by Transformer Engine.
+            UnsupportedConfigurationError: for CUDA graphs made by Transformer Engine.
         """
         del cuda_graph_modules, moe_shared_expert_overlap
         if cuda_graph_impl not in GRAPH_IMPLEMENTATIONS:
@@ -209,8 +209,8 @@ class WeightShardApi:
                 f"{', '.join(GRAPH_IMPLEMENTATIONS)}"
             )
         chunks = list(model) if isinstance(model, Sequence) else [model]
-        # finish_gradients is collective over all live runtimes, so models that are gone must be gone on all ranks,
-        # wherever their garbage collectors have come to.
+        # finish_gradients is collective over all live runtimes, so deleted models must be gone on all ranks, regardless
+        # of when each rank's garbage collector runs.
         gc.collect()
         self._chains_to_print.clear()
         for index, chunk in enumerate(chunks):
@@ -227,8 +227,8 @@ class WeightShardApi:
                 self._chains_to_print.append((f"model chunk {index}", weakref.ref(runtime)))
 
     def _new_runtime(self, *, finish_with_backward: bool) -> EtpRuntime:
-        # Once per iteration, in finish_gradients, a trained model's weights are announced to have changed; nothing
-        # announces it for a model that no training loop finishes.
+        # finish_gradients announces once per iteration that a trained model's weights have changed. Nothing announces
+        # this for a model outside a training loop.
         engine = dataclasses.replace(self._engine, reuse_across_forwards=not finish_with_backward)
         runtime = EtpRuntime(engine, finish_with_backward=finish_with_backward)
         self._runtimes = [ref for ref in self._runtimes if ref() is not None]
@@ -247,7 +247,7 @@ class WeightShardApi:
     def wait_async_comms(
         self, chain_id: str | None = None, skip_rs: bool = False, finalize_after_drain: bool = False
     ) -> None:
-        """Finish all communication of sharded weights; in a graph, all that the graph has started."""
+        """Finish all communication of sharded weights; in a graph, all communication that the graph has started."""
         del chain_id, finalize_after_drain
         capturing = [runtime for runtime in self.runtimes() if runtime.capturing]
         for runtime in capturing:
@@ -258,7 +258,7 @@ class WeightShardApi:
     def _graph_stream(
         self, direction: str, chain_id: str = WeightChain.GRAPHED, group: dist.ProcessGroup | None = None
     ) -> torch.cuda.Stream:
-        """A stream for Megatron to tie to its graphs and to run hooks on. The engine's own streams tie themselves."""
+        """A stream that Megatron joins to its graphs and runs hooks on. The engine's own streams join by themselves."""
         del chain_id
         key = (direction, group)
         if key not in self._graph_streams:
@@ -266,7 +266,7 @@ class WeightShardApi:
         return self._graph_streams[key]
 
     def finish_gradients(self) -> None:
-        """Complete every shard's gradient, before Megatron reduces them over the data-parallel replicas."""
+        """Complete every shard's gradient before Megatron reduces it over the data-parallel replicas."""
         join_replays()
         for runtime in self.runtimes():
             runtime.wait()
@@ -292,9 +292,9 @@ def _innermost(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _gather_after_parameter_sync(chunk: torch.nn.Module, runtime: EtpRuntime) -> None:
-    """With overlapped parameter gathers, finish a weight's before its shard is read for a prefetch.
+    """With overlapped parameter gathers, finish a weight's parameter gather before a prefetch reads its shard.
 
-    DistributedDataParallel waits for it in a hook of the module that owns the weight, and a prefetch is earlier
+    DistributedDataParallel waits for it in a hook of the module that owns the weight, but a prefetch runs earlier
     (NVIDIA/Megatron-LM#6388).
     """
     if not getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
@@ -306,7 +306,7 @@ def _gather_after_parameter_sync(chunk: torch.nn.Module, runtime: EtpRuntime) ->
 
 def _finish_parameter_sync(chunk_ref: weakref.ref[Any], shard: Any) -> None:
     chunk = chunk_ref()
-    # The handles are removed while Megatron has turned the overlap off (first iteration, evaluation, checkpoints).
+    # The handles are removed while Megatron disables the overlap (first iteration, evaluation, checkpoints).
     if chunk is None or not chunk.remove_forward_pre_hook_handles or shard not in chunk.param_to_bucket_group:
         return
     skip_next = chunk.ddp_config.align_param_gather or chunk.overlap_param_gather_with_optimizer_step
@@ -331,7 +331,7 @@ def _no_fp8(*_: Any, **__: Any) -> None:
 
 
 def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
-    """Let Megatron capture the layers whose weights ``runtime`` drives one by one."""
+    """Let Megatron capture, one by one, the layers whose weights ``runtime`` drives."""
     # Megatron calls wait_async_comms at the end of each graph.
     runtime.drained_after_parts = True
     _capture_leaves_on(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream, runtime)
@@ -345,12 +345,12 @@ def _prepare_for_whole_graphs(runtime: EtpRuntime) -> None:
 
 
 def _capture_leaves_on(stream: torch.cuda.Stream | None, runtime: EtpRuntime) -> None:
-    """Tie the shards that ``runtime`` drives to the stream that Megatron captures on.
+    """Associate the shards that ``runtime`` drives with the stream that Megatron captures on.
 
-    A backward pass ends with waiting for the streams on which its leaves were first used, which in a capture must be
-    the capture's own. Megatron keeps passes before it alive, whose leaves would belong to another: all those that layer
-    graphs warm up with, and what a layer with experts remembers of its last pass. Other leaves join the capture by
-    their gradients, which shards do not get from autograd.
+    At its end, a backward pass waits for the streams on which its leaves were first used. In a capture, these must be
+    the capture's own stream. Megatron keeps earlier passes alive, whose leaves would belong to another stream: the
+    warm-up passes of layer graphs, and the state that a layer with experts keeps from its last pass. Other leaves join
+    the capture through their gradients, but shards do not get gradients from autograd.
     """
     with torch.cuda.stream(stream):
         for group in runtime.groups:
@@ -359,7 +359,7 @@ def _capture_leaves_on(stream: torch.cuda.Stream | None, runtime: EtpRuntime) ->
 
 
 def join_replays() -> None:
-    """Order the current stream after the replays of Megatron's layer graphs, which run on streams of their own."""
+    """Make the current stream wait for the replays of Megatron's layer graphs, which run on their own streams."""
     if not torch.cuda.is_available():
         return
     from megatron.core.transformer.cuda_graphs import get_gtp_runner_streams
@@ -369,11 +369,11 @@ def join_replays() -> None:
 
 
 def _no_pool_needed(device: Any, mempool: Any) -> None:
-    """Megatron announces the memory pool of its graphs; the engine's own buffers are made before a capture."""
+    """Megatron passes the memory pool of its graphs; the engine allocates its own buffers before a capture."""
     del device, mempool
 
 
 def _nothing_to_convert(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Megatron converts FP8 shards around a load; there are none."""
+    """Megatron converts FP8 shards before and after a load; there are none here."""
     del module
     return contextlib.nullcontext()

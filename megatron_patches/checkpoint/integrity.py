@@ -1,8 +1,8 @@
-"""Reads a checkpoint's index without running code from it, and finds bytes that have changed in its files.
+"""Reads a checkpoint's index without running code from it, and finds changed bytes in its files.
 
-The index (``.metadata``) is a pickle, and unpickling calls whatever it names: only the classes of PyTorch's distributed
-checkpoints are let through. Each tensor in the other files is a zip archive of its own with a checksum, which PyTorch
-writes and does not compare.
+The index (``.metadata``) is a pickle, and unpickling calls whatever it names, so only the classes of PyTorch's
+distributed checkpoints are allowed. Each tensor in the other files is a separate zip archive with a checksum, which
+PyTorch writes but never compares.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _CLASSES: dict[str, str] = {
 
 
 class ForeignCodeError(pickle.UnpicklingError):
-    """An index names something that indexes do not have, which loading it would call."""
+    """An index names something that does not belong in an index and that loading it would call."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Classes of an index, and PyTorch's element types."""
+        """Allow the classes of an index, and PyTorch's element types."""
         if global_name in _CLASSES.get(module_name, "").split():
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
@@ -51,7 +51,7 @@ def read_index(directory: Path) -> Metadata:
     """A checkpoint's index.
 
     Raises:
-        ForeignCodeError: if it names what no index has. Nothing of it has been run then.
+        ForeignCodeError: if it names anything that does not belong in an index. None of its code has run.
         pickle.UnpicklingError: if it is damaged.
     """
     with (directory / INDEX).open("rb") as file:
@@ -67,13 +67,13 @@ def find_changed(
     """The first entry whose bytes differ from the checksum that was written with them.
 
     Args:
-        directory: one iteration's directory, whose files have their full length.
+        directory: one iteration's directory, whose files must have their full length.
         wanted: which entries to read, by name.
-        part: which of ``parts`` shares of the entries to read, so that ranks divide the work.
+        part: which of ``parts`` shares of the entries to read; ranks divide the work this way.
         parts: number of shares.
 
     Returns:
-        The entry's name, its file's name, and what is wrong; None if all is well.
+        The entry's name, its file's name, and the problem; None if there is none.
     """
     index = read_index(directory)
     stored = [(key.fqn, place) for key, place in (index.storage_data or {}).items() if wanted(key.fqn)]
@@ -96,13 +96,13 @@ def _archive_problem(data: _Slice) -> str:
 
 
 class _Slice:
-    """Part of a file as a file of its own, for ``zipfile``."""
+    """Part of a file as a separate file object, for ``zipfile``."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def seekable(self) -> bool:
-        """It can be."""
+        """Always true."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -113,11 +113,11 @@ class _Slice:
         return self._at
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """Position of the next byte to read."""
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Up to ``size`` bytes; all that are left if it is negative or None."""
+        """Up to ``size`` bytes; all remaining bytes if it is negative or None."""
         left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
         data = self._file.read(left if size is None or size < 0 else min(size, left))
@@ -125,4 +125,4 @@ class _Slice:
         return data
 
     def close(self) -> None:
-        """The file stays open."""
+        """Do nothing: the underlying file stays open."""

@@ -1,11 +1,10 @@
 """Sharded weights in Megatron's sharded state dicts: builds the entry of each parameter.
 
-The functions here take the place of Megatron's helpers of the same purpose, for sharded parameters only; every other
-tensor goes to the original. Megatron itself would store the padded weight and let loads disagree about its shape,
-which ties a checkpoint to one number of shards.
+The functions here replace Megatron's corresponding helpers for sharded parameters only; every other tensor goes to the
+original. Megatron itself would store the padded weight, whose shape ties a checkpoint to one number of shards.
 
-Megatron is imported inside the functions only: this module is imported before Megatron is patched, and Megatron's
-modules keep some of what they find at import (its seam, torch's functions as default arguments).
+Megatron is imported only inside the functions: this module is imported before Megatron is patched, and Megatron's
+modules keep some objects that they find at import (its seam, torch's functions as default arguments).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Offsets = Iterable[tuple[int, int, int]]
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """What is read of a sharded parameter. For annotations only; the engine's parameters do not derive from it."""
+    """Attributes of a sharded parameter. For annotations only; the engine's parameters do not derive from it."""
 
     layout: ShardLayout  # type: ignore[assignment]  # hides torch.Tensor.layout, as the engine does
     group: ProcessGroup
@@ -57,17 +56,17 @@ def sharded_rows_entry(
     Args:
         parameter: the shard, with ``layout`` and ``group``.
         key: name of the checkpoint's tensor.
-        tp_axis: the axis that tensor parallelism cuts; None where its ranks all have the whole weight.
+        tp_axis: the axis that tensor parallelism splits; None if all of its ranks have the whole weight.
         replica_id: see :class:`ShardedRows`; by default the rank in ``replica_group``.
-        prepend_offsets: ``(axis, index, count)`` of the axes in front, as Megatron passes them.
+        prepend_offsets: ``(axis, index, count)`` of the leading axes, as Megatron passes them.
         tp_group: tensor-parallel group; Megatron's own by default.
-        replica_group: ranks that hold this same shard; by default Megatron's data-parallel group (with context
+        replica_group: ranks that hold the same shard; by default Megatron's data-parallel group (with context
             parallelism) without the weight-shard axis.
         allow_shape_mismatch: see :class:`ShardedRows`.
 
     Raises:
         NotImplementedError: if the parameter's storage is quantized.
-        ValueError: if the axes in front are not the first ones, each once.
+        ValueError: if the leading axes are not the first ones, each once.
     """
     from megatron.core import parallel_state
     from megatron.core.fp8_utils import is_float8tensor
@@ -124,7 +123,7 @@ def wrap_make_tp_sharded_tensor(original: Callable[..., ShardedBase]) -> Callabl
     ) -> ShardedBase:
         if not is_sharded(tensor):
             return original(tensor, key, tp_axis, replica_id, prepend_offsets, **kwargs)
-        # The data-parallel group that Megatron passes spans the ranks of all shards, which are no replicas.
+        # The data-parallel group that Megatron passes spans the ranks of all shards, which are not replicas.
         kwargs.pop("dp_cp_group", None)
         return sharded_rows_entry(tensor, key, tp_axis, replica_id, prepend_offsets, **kwargs)
 
@@ -134,7 +133,7 @@ def wrap_make_tp_sharded_tensor(original: Callable[..., ShardedBase]) -> Callabl
 def wrap_apply_swiglu_factory(original: Callable[..., ShardedBase]) -> Callable[..., ShardedBase]:
     """For ``megatron.core.transformer.mlp.apply_swiglu_sharded_factory``.
 
-    The original halves a rank's rows; of a shard, those are not gate and up.
+    The original splits a rank's rows in half; for a shard, the halves are not gate and up.
     """
     from megatron_patches.checkpoint.sharded_rows import ShardedRows
 
@@ -166,16 +165,16 @@ def make_sharded_tensors_for_checkpoint_with_gtp_remat(
     dp_cp_group: ProcessGroup,
     intra_dp_cp_group: ProcessGroup | None = None,
 ) -> dict[str, ShardedBase]:
-    """Entries of one module's state dict in which at least one parameter is sharded. Part of Megatron's seam.
+    """Entries of a module's state dict with at least one sharded parameter. Part of Megatron's seam.
 
     Args:
         state_dict: the module's parameters (the objects themselves) and extra states, by name.
-        prefix: in front of each name in the result and in the checkpoint.
-        tensor_parallel_layers_axis_map: the axis that tensor parallelism cuts, by name; others are not cut.
-        sharded_offsets: ``(axis, index, count)`` of the axes in front.
-        extra_state_suffix: names that end so are objects, not tensors.
+        prefix: prepended to each name in the result and in the checkpoint.
+        tensor_parallel_layers_axis_map: the axis that tensor parallelism splits, by name; others are not split.
+        sharded_offsets: ``(axis, index, count)`` of the leading axes.
+        extra_state_suffix: names with this suffix are objects, not tensors.
         tp_group: tensor-parallel group.
-        dp_cp_group: data-parallel group, the weight-shard axis included.
+        dp_cp_group: data-parallel group, including the weight-shard axis.
         intra_dp_cp_group: ranks that hold the same shard; by default Megatron's.
 
     Returns:
@@ -208,13 +207,13 @@ def make_sharded_tensors_for_checkpoint_with_gtp_remat(
 
 @dataclass(frozen=True)
 class _Replicas:
-    """Replica ids of what is not sharded, and so replicated over the ranks of the shards.
+    """Replica ids of tensors that are not sharded, and therefore replicated over the ranks of the shards.
 
-    These go into the middle number because Megatron overwrites the last one for experts.
+    They use the middle number because Megatron overwrites the last one for experts.
 
     Attributes:
-        cut: of what tensor parallelism cuts.
-        whole: of what it does not cut.
+        cut: for tensors that tensor parallelism splits.
+        whole: for all other tensors.
     """
 
     cut: tuple[int, int, int]

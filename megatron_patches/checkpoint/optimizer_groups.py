@@ -1,12 +1,12 @@
-"""Loads optimizer state into a run whose experts are distributed differently than in the run that saved it.
+"""Loads optimizer state into a run whose experts are distributed differently from the run that saved it.
 
-Megatron gives experts an optimizer of their own as soon as they are parallel in any way (EP, their own TP, or shards),
-and otherwise keeps them in the one that the dense weights have. Each tensor lies in a checkpoint under its weight's
-name either way, but the rest (learning rates, steps, loss scale) is stored optimizer by optimizer: a run that has two
-does not find its second, and Megatron notices when the weights have been loaded.
+Megatron gives experts a separate optimizer if they are parallel in any way (EP, their own TP, or shards), and otherwise
+keeps them in the optimizer of the dense weights. Either way, a checkpoint stores each tensor under its weight's name,
+but other values (learning rates, steps, loss scale) are stored per optimizer. A run with two optimizers may not find
+its second, and Megatron notices only after the weights have been loaded.
 
-Here the tensors are asked for as this run's optimizers want them, and what is not a tensor is looked up among all
-groups of the checkpoint, before anything is loaded.
+This module requests tensors as this run's optimizers need them, and looks up non-tensor values among all groups of the
+checkpoint, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_known(state: object) -> TypeGuard[State]:
-    """Whether ``state`` is of Megatron's Adam or SGD, with tensors stored weight by weight."""
+    """Whether ``state`` belongs to Megatron's Adam or SGD, with tensors stored weight by weight."""
     return isinstance(state, dict) and all(
         isinstance(part, dict)
         and part.get("param_state_sharding_type", _MODEL_SPACE) == _MODEL_SPACE
@@ -64,7 +64,7 @@ def _is_known(state: object) -> TypeGuard[State]:
 
 
 def _parts(state: State) -> list[State]:
-    """The states of a chain of optimizers, in order; of one optimizer, its state."""
+    """The states of a chain of optimizers, in order; for a single optimizer, its state."""
     return [state[number] for number in sorted(state)] if _is_chain(state) else [state]
 
 
@@ -73,13 +73,13 @@ def _is_chain(state: State) -> bool:
 
 
 def _torch_state(part: State) -> State:
-    """What torch's optimizer takes: Megatron's fp32 optimizer stores just that, the others store it inside."""
+    """The state of torch's optimizer: Megatron's fp32 optimizer stores just that, the others store it inside theirs."""
     inner = part.get(_KEY, part)
     return inner if isinstance(inner, dict) else part
 
 
 def _settings(part: State, saved: list[State], checkpoint: str) -> State:
-    """What is no tensor in the state of one optimizer of this run, from the checkpoint's."""
+    """The non-tensor state of one optimizer of this run, from the checkpoint's."""
     groups = [group for other in saved for group in _torch_state(other)["param_groups"]]
     values = {
         key: value for key, value in saved[0].items() if key not in (_KEY, "state", "param_groups", "param_state")
@@ -102,7 +102,7 @@ def _groups(part: State) -> Iterator[State]:
 
 
 def _counterpart(group: State, saved: list[State], checkpoint: str) -> State:
-    """``group`` of this run with the values that it, or the same weights' group, has in the checkpoint."""
+    """``group`` of this run with the values that it, or the group of the same weights, has in the checkpoint."""
     by_experts = {_identity(other): other for other in saved}
     anyway = {_identity(other, without=_EXPERTS): other for other in reversed(saved)}
     found = by_experts.get(_identity(group)) or anyway.get(_identity(group, without=_EXPERTS))
@@ -121,7 +121,7 @@ def _identity(group: State, without: str | None = None) -> tuple[Any, ...]:
 
 
 def _named_identity(group: State) -> list[tuple[str, Any]]:
-    """By what Megatron recognises a group of parameters, with NeMo's names for the same."""
+    """The keys by which Megatron identifies a parameter group, including NeMo's names for them."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     return [(name, group.get(name, group.get(f"pre_{name}"))) for name in param_group_identifier_keys]

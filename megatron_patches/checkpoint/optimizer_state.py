@@ -16,9 +16,9 @@ _RESHARDABLE = "fully_reshardable"
 def wrap_distributed_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``DistributedOptimizer.sharded_state_dict``.
 
-    Of its layouts, ``fully_reshardable`` alone stores states weight by weight, through the weight's own entry. The
-    others store the flat buffers, in which shards lie with their padding, in an order that depends on every parallel
-    size; a checkpoint in one of them can neither be written nor read while weights are sharded.
+    Among its layouts, only ``fully_reshardable`` stores states weight by weight, through the weight's own entry. The
+    others store the flat buffers, which contain the padded shards in an order that depends on every parallel size.
+    Checkpoints in such a layout can be neither written nor read while weights are sharded.
     """
 
     @functools.wraps(original)
@@ -40,8 +40,8 @@ def wrap_distributed_optimizer_state(original: Callable[..., Any]) -> Callable[.
 def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., None]:
     """For ``DistributedOptimizer._set_main_param_and_optimizer_states``.
 
-    Without Transformer Engine and apex the optimizer is torch's Adam, whose step is a tensor. Megatron restores it
-    from the parameter groups, leaves it out of the states that it loads, and then looks for it among them.
+    Without Transformer Engine and apex the optimizer is torch's Adam, whose step is a tensor. Megatron restores the
+    step from the parameter groups, omits it from the states that it loads, and then looks it up in those states.
     """
 
     @functools.wraps(original)
@@ -54,8 +54,8 @@ def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., No
 def wrap_load_optimizer_state(original: Callable[..., None]) -> Callable[..., None]:
     """For ``DistributedOptimizer.load_state_dict``.
 
-    It gives all states of torch's Adam one step tensor, which every parameter then advances: the first step after a
-    load counts as many steps as there are parameters, and the bias correction is off from there on.
+    The original gives all states of torch's Adam the same step tensor, which every parameter then increments. The first
+    step after a load counts as many steps as there are parameters, and the bias correction is wrong from then on.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""The Megatron functions that checkpoints of sharded weights replace or rely on."""
+"""Lists the Megatron functions that checkpoints of sharded weights replace or rely on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _RELIED_UPON: tuple[tuple[str, str, str], ...] = (
 
 
 def _deferred(module: str, name: str) -> Callable[[Any], Any]:
-    """``name`` of ``megatron_patches.checkpoint.<module>``, imported when it is applied: it imports Megatron."""
+    """``name`` of ``megatron_patches.checkpoint.<module>``, imported only when applied, because it imports Megatron."""
 
     def replace(original: Any) -> Any:
         return getattr(importlib.import_module(f"megatron_patches.checkpoint.{module}"), name)(original)
@@ -57,17 +57,17 @@ def _deferred(module: str, name: str) -> Callable[[Any], Any]:
 
 
 def _in_turn(*replacements: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """All of ``replacements`` as one, the first one innermost."""
+    """All ``replacements`` composed into one, with the first one innermost."""
     return lambda original: functools.reduce(lambda wrapped, replace: replace(wrapped), replacements, original)
 
 
 def records() -> tuple[PatchRecord, ...]:
-    """The replacements that checkpoints need. Importing this module and calling this imports nothing of Megatron."""
+    """The replacements that checkpoints need. Importing this module and calling this does not import Megatron."""
     return (*_state_records(), *_file_records())
 
 
 def sources() -> tuple[SourceRecord, ...]:
-    """What checkpoints rely upon as it is."""
+    """The sources that checkpoints rely on without replacing them."""
     return relied_upon(_RELIED_UPON)
 
 

@@ -1,14 +1,14 @@
-"""Computes where the rows of a shard lie in the tensors of a checkpoint. Integers only: no tensor, no process group.
+"""Computes where the rows of a shard lie in the tensors of a checkpoint, with integers only.
 
-A checkpoint holds each weight whole: neither the weight-shard cut nor its padding can be seen in it. Between a shard
-and the checkpoint's tensor lie up to four steps, which :class:`WeightPlacement` undoes at once:
+A checkpoint holds whole weights: neither the sharding nor its padding is visible in it. Up to four steps lie between a
+shard and the checkpoint's tensor, which :class:`WeightPlacement` undoes at once:
 
-1. padding at the tail of the shards (``ShardLayout``): never part of a piece;
-2. the weight-shard cut, along dim 0 of the tensor-parallel part;
-3. the tensor-parallel cut, along dim 0 or another one. A weight that is several matrices on top of each other (gate
-   and up of a gated MLP) is cut by tensor parallelism part by part, so that one rank's part is not one run of rows of
-   the whole; a shard's rows then make up to one piece per part;
-4. axes in front: Megatron stores the layers of one model, and the experts of one layer, stacked in one tensor.
+1. padding at the end of the shards (``ShardLayout``): never part of a piece;
+2. the weight-shard split, along dim 0 of the tensor-parallel part;
+3. the tensor-parallel split, along dim 0 or another one. Tensor parallelism splits a weight of several
+   stacked matrices (gate and up of a gated MLP) part by part, so one rank's rows are not contiguous in the whole
+   weight; a shard's rows then form up to one piece per part;
+4. leading axes: Megatron stores the layers of one model, and the experts of one layer, stacked in one tensor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from etp.layout import ShardLayout
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a tensor-parallel rank's weight that tensor parallelism cuts by themselves.
+    """Consecutive rows of a tensor-parallel rank's weight that tensor parallelism splits separately.
 
     Attributes:
         rows: rows of the part on one tensor-parallel rank.
-        suffix: added to the checkpoint's key. Parts with one suffix lie on top of each other in one tensor.
+        suffix: added to the checkpoint's key. Parts with the same suffix are stacked in one tensor.
     """
 
     rows: int
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StackAxis:
-    """An axis in front of the weight's own: the weight is number ``index`` of ``count``.
+    """A leading axis before the weight's own axes: the weight is number ``index`` of ``count``.
 
     Raises:
         ValueError: if ``index`` is not in ``[0, count)``.
@@ -51,13 +51,13 @@ class StackAxis:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of one shard, and the region of a checkpoint's tensor that they are.
+    """Consecutive rows of one shard, and the region of a checkpoint's tensor that they occupy.
 
     Attributes:
         suffix: added to the checkpoint's key.
         start: first row in the shard.
-        rows: how many; 0 only in :meth:`WeightPlacement.no_piece`.
-        shape: shape of the region, the axes in front (of size 1) included.
+        rows: number of rows; 0 only in :meth:`WeightPlacement.no_piece`.
+        shape: shape of the region, including the leading axes (of size 1).
         offset: first element of the region in the checkpoint's tensor, per axis.
         global_shape: shape of the checkpoint's tensor.
     """
@@ -75,16 +75,16 @@ class WeightPlacement:
     """Where one shard of one weight lies in a checkpoint.
 
     Attributes:
-        layout: the weight-shard cut of the tensor-parallel part.
+        layout: the weight-shard split of the tensor-parallel part.
         shard: this rank's shard, ``0 <= shard < layout.num_shards``.
-        tp_axis: the axis of the weight that tensor parallelism cuts.
+        tp_axis: the axis of the weight that tensor parallelism splits.
         tp_rank: this rank's tensor-parallel part.
-        tp_size: number of tensor-parallel parts; 1 for a weight that every such rank has whole.
-        stack: the axes in front, outermost first.
-        parts: the parts that tensor parallelism cuts by themselves, top to bottom; empty for one part, the weight.
+        tp_size: number of tensor-parallel parts; 1 for a weight that every tensor-parallel rank holds whole.
+        stack: the leading axes, outermost first.
+        parts: the parts that tensor parallelism splits separately, top to bottom; empty if the weight is one part.
 
     Raises:
-        ValueError: if ranks or axes are out of range, or the parts are not the weight's rows.
+        ValueError: if ranks or axes are out of range, or the parts do not add up to the weight's rows.
     """
 
     layout: ShardLayout
@@ -111,11 +111,11 @@ class WeightPlacement:
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank holds, padding included."""
+        """Shape of what this rank holds, including padding."""
         return self.layout.shard_shape
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The shard's rows, cut at the borders of the parts, in the shard's order; none for a shard of padding."""
+        """The shard's rows, split at the borders of the parts, in the shard's order; none for a shard of padding."""
         first, stop = self.layout.logical_range(self.shard)
         shard_start, _ = self.layout.padded_range(self.shard)
         found: list[Piece] = []
@@ -131,7 +131,7 @@ class WeightPlacement:
         return tuple(found)
 
     def no_piece(self) -> Piece:
-        """A region without elements, behind the last row of the first part's tensor: it overlaps nothing."""
+        """An empty region after the last row of the first part's tensor; it overlaps nothing."""
         suffix = self.parts[0].suffix
         return self._piece(suffix, start=0, rows=0, global_row=self.global_rows[suffix])
 

@@ -1,8 +1,8 @@
-"""Sharded state dict entries of input projections that Megatron stores as several tensors.
+"""Builds sharded state dict entries of input projections that Megatron stores as several tensors.
 
-The projections of Mamba's mixers and of layers of the gated delta rule are several matrices on top of each other, and
-each is a tensor of its own in a checkpoint, cut by tensor parallelism by itself. Megatron gathers the shards of its own
-kind for a mixer, and finds too few rows in those of a gated delta rule. Here each rank stores the rows that it has.
+The input projections of Mamba mixers and gated delta rule layers are several stacked matrices. Each is a separate
+tensor in a checkpoint, and tensor parallelism splits each separately. For a mixer, Megatron gathers only its own kind
+of shards; for a gated delta rule layer, it finds too few rows in a shard. Here each rank stores the rows that it has.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def _parts_of_mixer(mixer: Any) -> tuple[Part, ...]:
 
 
 def _parts_of_delta_rule(layer: Any) -> tuple[Part, ...]:
-    """Queries, keys, values, gate and what decays: rows on this tensor-parallel rank, and Megatron's names for them."""
+    """Queries, keys, values, gate and decay: rows on this tensor-parallel rank, and Megatron's names for them."""
     named = zip(layer.in_proj_split_sections, layer.in_proj_split_names, strict=True)
     return tuple(Part(count, f".{name}") for count, name in named)
 
 
 class _Unsharded(torch.nn.Module):
-    """Stands for the projection where Megatron's code counts the rows of its weight; takes no memory."""
+    """Replaces the projection where Megatron's code counts the rows of its weight; takes no memory."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

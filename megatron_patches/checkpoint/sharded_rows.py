@@ -1,8 +1,8 @@
 """The checkpoint entry of a shard: read and written piece by piece, without padding.
 
-:class:`ShardedRows` is a ``ShardedTensorFactory``: Megatron's optimizers build their own entries from a parameter's by
-``dataclasses.replace(entry, key=..., data=...)``, so the master weight and each moment go the weight's way without
-code of their own. A plain ``ShardedTensor`` could not do it: trimmed of its padding, it would no longer be the
+:class:`ShardedRows` is a ``ShardedTensorFactory``. Megatron's optimizers build their entries from a parameter's entry
+with ``dataclasses.replace(entry, key=..., data=...)``, so the master weight and each moment are handled like the
+weight, without extra code. A plain ``ShardedTensor`` would not work: without its padding, it would no longer be the
 parameter that the optimizer looks for.
 """
 
@@ -24,12 +24,12 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from megatron_patches.checkpoint.pieces import Part, Piece, WeightPlacement
 
-# Megatron writes what has replica id 0 on every axis. A shard of padding is written by nobody.
+# Megatron writes entries with replica id 0 on every axis. No rank writes a shard of padding.
 _NEVER_WRITTEN = (1, 1, 1)
 
 
 def _refuse_direct_build(key: str, *_args: Any) -> NoReturn:
-    """Stands in ``build_fn``, which Megatron's conversion from GPT to hybrid models wraps; the rest uses ``build``."""
+    """The ``build_fn``, which only Megatron's conversion from GPT to hybrid models uses; other code calls ``build``."""
     raise NotImplementedError(
         f"{key}: a checkpoint cannot be converted to another model class while its weights are sharded; "
         "convert it in a run with --etp-size 1"
@@ -44,10 +44,11 @@ class ShardedRows(ShardedTensorFactory):
         key: name of the checkpoint's tensor.
         data: the shard, of shape ``placement.shard_shape`` and any dtype; None once the load has begun. Kept by
             identity, because optimizers look it up.
-        replica_id: (pipeline, tensor or shard, data) rank among those that hold the same; all 0 writes.
+        replica_id: (pipeline, tensor or shard, data) rank among those that hold the same rows; the one with all 0
+            writes.
         placement: where the shard lies in the checkpoint.
-        allow_shape_mismatch: the checkpoint's tensor may have another number of rows (a vocabulary with other
-            padding of Megatron's own); what it lacks is loaded as zeros. Megatron sets it from outside.
+        allow_shape_mismatch: the checkpoint's tensor may have a different number of rows (Megatron pads the vocabulary
+            differently); missing rows are loaded as zeros. Megatron sets this attribute.
 
     Raises:
         ValueError: if there is no placement, or ``data`` does not have the shape of a shard.
@@ -70,14 +71,14 @@ class ShardedRows(ShardedTensorFactory):
 
     @torch.no_grad()
     def build(self) -> list[ShardedTensor]:
-        """The shard's pieces as views of ``data``, so that a load writes where the weight lies.
+        """The shard's pieces as views of ``data``, so that a load writes directly into the weight.
 
         Returns:
-            At least one tensor: a shard of padding gives one without elements, because Megatron's walk through lists
-            loses count of entries that vanish.
+            At least one tensor: a shard of padding returns an empty one, because Megatron's traversal of lists
+            miscounts entries that disappear.
 
         Raises:
-            ValueError: if a flattened part is asked for; parts of rows have no place in the checkpoint's tensor.
+            ValueError: if a flattened part is requested; parts of rows have no position in the checkpoint's tensor.
         """
         if self.flattened_range is not None:
             raise ValueError(
@@ -91,7 +92,7 @@ class ShardedRows(ShardedTensorFactory):
         return [self._tensor(piece, self.replica_id) for piece in pieces]
 
     def with_parts(self, parts: tuple[Part, ...]) -> ShardedRows:
-        """The same shard of a weight that tensor parallelism cuts part by part."""
+        """The same shard, of a weight that tensor parallelism splits part by part."""
         return replace(self, placement=replace(_placement(self), parts=parts))
 
     def _tensor(self, piece: Piece, replica_id: ReplicaId) -> ShardedTensor:
@@ -102,8 +103,8 @@ class ShardedRows(ShardedTensorFactory):
             local_shape=piece.shape,
             global_shape=piece.global_shape,
             global_offset=piece.offset,
-            # Shards trimmed of padding differ in size. Megatron's irregular tensors have no axes in front (its
-            # prepend_axis_num), so those are axes of size 1 of the tensor itself; the file is the same.
+            # Shards without padding differ in size. Megatron's irregular tensors support no leading axes (its
+            # prepend_axis_num), so these are axes of size 1 of the tensor itself; the file is the same.
             axis_fragmentations=None,
             replica_id=replica_id,
             allow_shape_mismatch=self.allow_shape_mismatch,
@@ -112,14 +113,14 @@ class ShardedRows(ShardedTensorFactory):
 
 @torch.no_grad()
 def merge_pieces(loaded: Sequence[torch.Tensor], *, placement: WeightPlacement) -> torch.Tensor:
-    """Put a shard's loaded pieces together; the rows of padding are zero.
+    """Assemble a shard from its loaded pieces; padding rows are zero.
 
     Args:
         loaded: the pieces in the order of :meth:`ShardedRows.build`, on any device.
         placement: where the shard lies.
 
     Returns:
-        The shard, ``placement.shard_shape``; a view of the piece where one piece is the whole shard.
+        The shard, ``placement.shard_shape``; a view of the piece if one piece is the whole shard.
     """
     pieces = placement.pieces()
     if len(pieces) == 1 and pieces[0].rows == placement.layout.shard_rows:

@@ -1,9 +1,9 @@
 """Checks a checkpoint for missing, short and unreadable files before it is loaded.
 
-Megatron loads straight into the weights, file after file: a file that turns out to be short leaves a model that is
-half old and half new. The index of a checkpoint (``.metadata``) says how long each file must be, so one look at the
-directory suffices. It is also the first to read the index, without running code from it. Bytes that have changed are
-not noticed here; Megatron's ``--verify-integrity`` hashes them, and ``integrity.py`` compares checksums for export.
+Megatron loads directly into the weights, file by file: a truncated file would leave a model that is half old and half
+new. The index of a checkpoint (``.metadata``) says how long each file must be, so listing the directory is enough. This
+module is also the first to read the index, without running code from it. It does not detect changed bytes; Megatron's
+``--verify-integrity`` hashes files, and ``integrity.py`` compares checksums for export.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OLD_FORMAT = (
     "it has the format torch, which cannot be loaded into shards; convert it in a run with --etp-size 1 "
     "--auto-detect-ckpt-format --ckpt-convert-format torch_dist --ckpt-convert-save DIRECTORY"
 )
-# What reading a truncated pickle or a truncated archive raises.
+# Exceptions raised when reading a truncated pickle or archive.
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -56,8 +56,8 @@ def find_problem(directory: str | os.PathLike[str]) -> str | None:
         directory: one iteration's directory.
 
     Returns:
-        One line that names the directory, the first file that is missing, short or unreadable, and what to do; None
-        if all are there.
+        One line that names the directory, the first file that is missing, short or unreadable, and the remedy; None if
+        all files are complete.
     """
     root = Path(directory)
     problem = _directory_problem(root) or _storage_problem(root)
@@ -102,7 +102,7 @@ def _storage_problem(root: Path) -> str | None:
 
 
 def _needed_sizes(index: Metadata) -> dict[str, int]:
-    """Least size in bytes of each file, by its path relative to the checkpoint."""
+    """Minimum size in bytes of each file, by its path relative to the checkpoint."""
     sizes: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
@@ -154,7 +154,7 @@ def _require_complete(directory: str, *, collective: bool, group: torch.distribu
     if not collective or not torch.distributed.is_initialized():
         problem = find_problem(directory)
     else:
-        # One rank looks: thousands of ranks asking for thousands of files would hold up a shared file system.
+        # Only one rank checks: thousands of ranks querying thousands of files would overload a shared file system.
         verdict: list[str | None] = [None]
         if torch.distributed.get_rank(group) == 0:
             verdict = [find_problem(directory)]
@@ -167,7 +167,7 @@ def _require_complete(directory: str, *, collective: bool, group: torch.distribu
 def wrap_load_common_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``megatron.core.dist_checkpointing.serialization.load_common_state_dict``.
 
-    It reads a few bytes on every rank and changes nothing, so the look at the files can wait until it fails.
+    The original reads a few bytes on every rank and changes nothing, so the files are checked only if it fails.
     """
 
     @functools.wraps(original)
@@ -186,8 +186,7 @@ def wrap_load_common_state_dict(original: Callable[..., Any]) -> Callable[..., A
 def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """For ``megatron.training.checkpointing._get_checkpoint_format``.
 
-    Without ``metadata.json`` Megatron takes the checkpoint for one of another format. In its old format, files hold
-    whole weights.
+    Without ``metadata.json``, Megatron assumes another format. Files of its old format hold whole weights.
     """
 
     @functools.wraps(original)

@@ -1,6 +1,6 @@
 """Fixes for bugs of megatron-core 0.19.2 with sharded weights, one file per bug.
 
-Every fix is inert where no weight is sharded, so that ``--etp-size 1`` is bitwise the stock run.
+Every fix is inactive if no weight is sharded, so ``--etp-size 1`` is bitwise equal to stock Megatron.
 """
 
 from __future__ import annotations

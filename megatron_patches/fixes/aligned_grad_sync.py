@@ -1,13 +1,13 @@
 """A pipeline stage reduces gradients over its replicas before they have arrived on the shards.
 
-With ``--overlap-grad-reduce`` and more than one pipeline stage Megatron lets all stages start the reduction over the
-data-parallel replicas at the same time, by ``DistributedDataParallel.start_grad_sync`` at the end of a model chunk's
-last backward pass (``--align-grad-reduce``, its default). The last reduce-scatters of the shard group are still under
-way then: what they bring would be left out of the reduction and stay different on each replica. In
-``finalize_model_grads`` Megatron waits for them, and so does ``start_grad_sync`` with this fix.
+With ``--overlap-grad-reduce`` and more than one pipeline stage, all stages start the reduction over the data-parallel
+replicas at the same time, through ``DistributedDataParallel.start_grad_sync`` at the end of a model chunk's last
+backward pass (``--align-grad-reduce``, the default). The last reduce-scatters of the shard group are still in flight at
+that point. Their gradients would be missing from the reduction and differ between replicas. Megatron waits for them in
+``finalize_model_grads``, and with this fix also in ``start_grad_sync``.
 
-While it waits, gradients are not counted as ready: bucket groups that are started from outside must see none of their
-gradients counted in an iteration, or all.
+During this wait, gradients are not counted as ready: a bucket group that is started explicitly must have counted either
+none or all of its gradients in an iteration.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _replace(start_grad_sync: Callable[..., None]) -> Callable[..., None]:
 
 
 def _runtimes(chunk: Any) -> list[EtpRuntime]:
-    """What drives the shards of a model chunk, in the order of its parameters, which all ranks share."""
+    """The runtimes of a model chunk's shards, in the order of its parameters, which is the same on all ranks."""
     drivers = (p.driver for p in chunk.module.parameters() if getattr(p, "is_gtp_weight_remat", False))
     return list({id(driver): driver for driver in drivers}.values())
 

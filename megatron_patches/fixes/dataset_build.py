@@ -1,8 +1,8 @@
 """``pretrain()`` compiles its data-set helpers with a Makefile that the wheel does not have.
 
-``initialize_megatron`` calls ``_compile_dependencies``, which runs ``make`` in ``megatron/core/datasets`` and ends the
-process where that fails. The wheel ships the helpers compiled but not the Makefile, so every ``pretrain()`` from PyPI
-ends there, on a GPU too. Where the compiled helpers can be imported there is nothing to compile.
+``initialize_megatron`` calls ``_compile_dependencies``, which runs ``make`` in ``megatron/core/datasets`` and exits the
+process if that fails. The wheel ships the compiled helpers but not the Makefile, so every ``pretrain()`` from PyPI
+fails there, also on GPUs. If the compiled helpers can be imported, there is nothing to compile.
 """
 
 from __future__ import annotations

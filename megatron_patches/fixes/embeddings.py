@@ -1,13 +1,13 @@
 """A model whose output layer uses the embedding's weight cannot start with sharded weights.
 
-``ColumnParallelLinear`` has no weight of its own then: GPTModel passes the embedding's in each forward. Two things
-go wrong. Its constructor asks for the missing weight to be sharded; the seam's ``wrap_module_params_gtp`` leaves a
-weight that is None alone. And ``forward`` compares the shape of the weight that it was given with the full one, while
-a sharded weight has its shard's. With this fix the comparison is made with the weight's logical shape, and the rest
-of ``forward``, which gathers the weight, runs as for a layer that owns it.
+In this case ``ColumnParallelLinear`` has no weight: GPTModel passes the embedding's weight in each forward. Two things
+go wrong. The constructor requests sharding of the missing weight; the seam's ``wrap_module_params_gtp`` ignores a
+weight that is None. And ``forward`` compares the shape of the given weight with the full shape, but a sharded weight
+has the shape of its shard. With this fix, ``forward`` compares the weight's logical shape; the rest of it, which
+gathers the weight, runs as for a layer that owns its weight.
 
-On two pipeline stages each has a copy of its own; Megatron sums both and their gradients over the embedding group,
-shard by shard, which is right as it is.
+With two pipeline stages, each stage has its own copy. Megatron sums both copies and their gradients over the embedding
+group, shard by shard, which is already correct.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The evaluation loss is averaged over one shard's share of the data only.
+"""The evaluation loss is averaged over only one shard's share of the data.
 
-The ranks of a shard group read different batches. ``evaluate`` counts them when it computes the number of
-microbatches, but reduces the losses over the model's ``dp_cp`` group, which leaves the shard group out; each of its
-ranks then reports the loss of its own share. ``train_step`` uses ``dp_cp_gtp_remat``, the group of all data, and so
-does evaluation with this fix: while it runs, the model shows a copy of its process groups in which ``dp_cp`` is that.
+The ranks of a shard group read different batches. ``evaluate`` includes these ranks when it computes the number of
+microbatches, but reduces the losses over the model's ``dp_cp`` group, which excludes the shard group. Each rank of the
+shard group then reports the loss of its own share. ``train_step`` uses ``dp_cp_gtp_remat``, the group of all data. With
+this fix, so does evaluation: while it runs, the model exposes a copy of its process groups in which ``dp_cp`` is that
+group.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Gradients of experts come out too large by dense over expert shards, unless the loss is per token.
+"""Expert gradients are too large by the ratio of dense to expert shards, unless the loss is per token.
 
-DistributedDataParallel scales all gradients by one over the size of the dense replicate group, which leaves out the
-``G`` dense shards: for a dense weight the reduce-scatter has averaged over those already. An expert's gradient has
-been averaged over its own ``E`` shards instead, so the sum over the expert replicate group comes out as
+DistributedDataParallel scales all gradients by one over the size of the dense replicate group. This excludes the ``G``
+dense shards, because the reduce-scatter has already averaged a dense gradient over them. An expert's gradient has been
+averaged over its own ``E`` shards instead, so the sum over the expert replicate group is
 
     sum / (E * DP / G)    where    sum / DP
 
-is wanted. The scale of the expert buffers is therefore corrected by ``E / G``. With per-token loss nothing is
-averaged on the way, and nothing is corrected.
+is correct. The scale of the expert buffers is therefore multiplied by ``E / G``. With per-token loss, nothing is
+averaged and nothing is corrected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_patches.registry import PatchRecord
 
 
 def correction(dense_shards: int, expert_shards: int, per_token_loss: bool) -> float:
-    """Factor on the expert buffers' gradient scale; 1.0 where the scale is right."""
+    """Factor on the expert buffers' gradient scale; 1.0 if the scale is correct."""
     return 1.0 if per_token_loss else expert_shards / dense_shards
 
 

@@ -1,10 +1,10 @@
-"""Experts are reduced with dense weights when there is neither expert parallelism nor expert tensor parallelism.
+"""Experts are reduced with dense weights if there is neither expert parallelism nor expert tensor parallelism.
 
-A layer's parameters are marked ``allreduce=False`` to be reduced over the expert process groups, but only where EP is
-above 1 or the experts' TP differs. Otherwise experts count as dense: DistributedDataParallel then reduces them over
-the ranks that hold one *dense* shard, while experts are cut over another group, and adds up gradients of different
-rows as soon as ``--etp-size`` and ``--expert-etp-size`` differ. With this fix experts are always in their own groups
-when anything is sharded.
+Expert parameters are marked ``allreduce=False``, and thus reduced over the expert process groups, only if EP is above 1
+or the experts' TP differs. Otherwise experts count as dense: DistributedDataParallel reduces them over the ranks that
+hold the same *dense* shard, but experts are sharded over another group. If ``--etp-size`` and ``--expert-etp-size``
+differ, this adds gradients of different rows. With this fix, experts always use their own groups if anything is
+sharded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A frozen layer keeps its gathered weight from forward to backward.
 
-``linear_with_frozen_weight`` gathers a sharded weight and saves the result for the gradient of its input. That keeps
-a full-size weight alive per frozen layer, and where the gather's buffer is shared with other layers, backward reads
-what another layer has gathered there since. With this fix the shard is saved, and the weight gathered again.
+``linear_with_frozen_weight`` gathers a sharded weight and saves the result for the gradient of its input. This keeps
+one full-size weight alive per frozen layer. If the gather buffer is shared with other layers, backward reads a weight
+that another layer has gathered there since. With this fix, the shard is saved, and backward gathers the weight again.
 """
 
 from __future__ import annotations

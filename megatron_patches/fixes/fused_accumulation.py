@@ -1,8 +1,8 @@
-"""``--gradient-accumulation-fusion`` demands APEX even where a sharded layer would not use it.
+"""``--gradient-accumulation-fusion`` requires APEX even if a sharded layer would not use it.
 
-``ColumnParallelLinear`` refuses to be built with that option unless APEX's ``fused_weight_gradient_mlp_cuda`` is
-installed. Its backward pass turns the fusion off for a sharded weight, whose full gradient goes to a reduce-scatter
-that adds it to ``main_grad``, so the extension is never called. Transformer Engine's layers fuse without APEX.
+With this option, the constructor of ``ColumnParallelLinear`` raises unless APEX's ``fused_weight_gradient_mlp_cuda`` is
+installed. For a sharded weight, the backward pass disables the fusion: the full gradient goes to a reduce-scatter,
+which adds it to ``main_grad``. The extension is therefore never called. Transformer Engine's layers fuse without APEX.
 """
 
 from __future__ import annotations

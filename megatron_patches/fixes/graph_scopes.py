@@ -1,7 +1,7 @@
-"""``--cuda-graph-impl local --cuda-graph-modules mlp`` ends with an AttributeError while the model is built.
+"""``--cuda-graph-impl local --cuda-graph-modules mlp`` fails with an AttributeError while the model is built.
 
-A layer decides what to capture in its base class's constructor, and asks there whether it has experts, which it only
-knows once its own constructor has built them. Here the specification that they are built from answers instead. A layer
+A layer decides what to capture in its base class's constructor. There it checks whether it has experts, but its own
+constructor builds them only later. With this fix, the check uses the specification from which they are built. A layer
 with experts has no dense MLP, so this scope captures nothing of it.
 """
 

@@ -1,9 +1,9 @@
-"""DistributedDataParallel is told of each expert's gradient one by one, which takes longer than reducing them.
+"""DistributedDataParallel is notified of each expert's gradient separately, which takes longer than reducing them.
 
-The gradients of a grouped layer's experts are complete at the same time. With this fix one call per layer and
-backward pass tells DistributedDataParallel of all of them: it counts those of a bucket group in C, and lets Megatron's
-own method count the last one, which starts the bucket group's reduction when all are there. Where autograd has left a
-gradient of its own on an expert, as after a penalty, Megatron's own hooks run for each.
+The gradients of a grouped layer's experts are complete at the same time. With this fix, one call per layer and backward
+pass notifies DistributedDataParallel of all of them. The call counts the gradients of a bucket group in C, and lets
+Megatron's own method count the last one, which starts the bucket group's reduction once all have arrived. If autograd
+has left its own gradient on an expert, as with a penalty, Megatron's own hooks run for each expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOOKS = "_grouped_experts"
 
 
 class GroupReady:
-    """Tells a DistributedDataParallel that the gradients of one grouped layer are complete.
+    """Notifies a DistributedDataParallel that the gradients of one grouped layer are complete.
 
     Args:
         ddp: the DistributedDataParallel that reduces the layer's experts.
@@ -36,11 +36,11 @@ class GroupReady:
         self._by_bucket_group: list[tuple[Any, list[Any], Any]] = []
 
     def add(self, expert: Any, hook: Callable[..., None]) -> None:
-        """Tell of ``expert`` too; ``hook`` is Megatron's own for it alone."""
+        """Include ``expert``; ``hook`` is Megatron's own hook for this expert alone."""
         self._hooks[expert] = hook
 
     def __call__(self) -> None:
-        """All gradients are complete."""
+        """Notify that all gradients are complete."""
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         if is_graph_capturing():
@@ -60,7 +60,7 @@ class GroupReady:
             bucket_group.register_grad_ready(last, self._ddp.force_all_reduce)
 
     def _bucket_groups(self) -> list[tuple[Any, list[Any], Any]]:
-        """The bucket groups of the experts, with all of their experts but the last, and that one."""
+        """The bucket groups of the experts, each with all of its experts except the last, and the last one."""
         if not self._by_bucket_group:
             found: defaultdict[Any, list[Any]] = defaultdict(list)
             for expert in self._hooks:

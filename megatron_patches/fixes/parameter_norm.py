@@ -1,8 +1,8 @@
-"""``--log-params-norm`` leaves out the biases of experts on all ranks but those of the first expert shards.
+"""``--log-params-norm`` omits the biases of experts on all ranks except those of the first expert shards.
 
-``calc_params_l2_norm`` counts parameters that are replicated over the expert shard group on its first rank only, and
-then adds up over groups that do not span it. The last rank of a run, whose output is the log, has another shard of the
-experts as soon as they are sharded at all. With this fix all ranks take the result of the first one.
+``calc_params_l2_norm`` counts parameters that are replicated over the expert shard group only on the group's first
+rank, and then sums over groups that do not span the shard group. The last rank of a run, which writes the log, never
+holds the first shard if experts are sharded. With this fix, all ranks use the result of the group's first rank.
 """
 
 from __future__ import annotations

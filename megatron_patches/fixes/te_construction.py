@@ -1,11 +1,12 @@
-"""With Transformer Engine layers, biases are built at the size of a shard, while the output has full size.
+"""With Transformer Engine layers, biases are built with the size of a shard, but the output has full size.
 
-Megatron passes Transformer Engine a shard's ``out_features``, so that it allocates a shard of the weight only; the
-bias, which is not sharded, comes out just as small, and forward fails or adds too little. It also draws each shard's
-initial values from a generator of its own, so that a sharded run starts elsewhere than the same run unsharded.
+Megatron passes Transformer Engine a shard's ``out_features``, so that it allocates only a shard of the weight. The
+bias, which is not sharded, then has the size of a shard too, and forward fails or adds too little. Megatron also draws
+each shard's initial values from a separate generator, so a sharded run starts from different weights than the same run
+unsharded.
 
-With this fix the layer is built whole, exactly as without shards, and its weights are cut afterwards. One layer at a
-time exists at full size while the model is built.
+With this fix, the layer is built at full size, exactly as without shards, and its weights are sharded afterwards. While
+the model is built, only one layer at a time exists at full size.
 """
 
 from __future__ import annotations

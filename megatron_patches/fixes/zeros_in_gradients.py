@@ -1,7 +1,7 @@
 """``--log-num-zeros-in-grad`` counts the padding of shards, whose gradient is always zero.
 
-Megatron's optimizers count what they hold: flat parts of shards with the distributed optimizer, else whole shards, or
-copies of them in fp32. With this fix the padding in these is subtracted.
+Megatron's optimizers count what they hold: flat parts of shards with the distributed optimizer, otherwise whole shards
+or fp32 copies of them. With this fix, their padding is subtracted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _replace_chained(count_zeros: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def _padding(optimizers: Iterable[Any], group: dist.ProcessGroup) -> int:
-    """Padding elements among what all ranks of ``group`` count in these optimizers. Collective if any is sharded."""
+    """Padding elements that all ranks of ``group`` count in these optimizers. Collective if any is sharded."""
     from megatron.core import parallel_state
 
     if parallel_state.get_gtp_weight_remat_world_size() * parallel_state.get_expert_gtp_weight_remat_world_size() == 1:
@@ -56,7 +56,7 @@ def _padding(optimizers: Iterable[Any], group: dist.ProcessGroup) -> int:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """The model's parameters, and which of their elements, flat, this rank's optimizer holds."""
+    """The model's parameters, and which flat range of their elements this rank's optimizer holds."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if hasattr(optimizer, "model_param_gbuf_map"):
