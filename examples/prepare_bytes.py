@@ -27,7 +27,7 @@ _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__
 
 
 def documents(root: Path, max_bytes: int, seed: int) -> Iterator[bytes]:
-    """Contents of Python files under ``root``, in an order that depends on their names and ``seed`` only.
+    """Contents of Python files under ``root``, in an order that depends only on their names and ``seed``.
 
     Ends before the file that would bring the total above ``max_bytes``.
     """
@@ -39,7 +39,7 @@ def documents(root: Path, max_bytes: int, seed: int) -> Iterator[bytes]:
         total += len(content)
         if total > max_bytes:
             return
-        # A file in another encoding than UTF-8 could hold the end-of-document byte.
+        # A file that is not UTF-8 could contain the end-of-document byte.
         if content and END_OF_DOCUMENT not in content:
             yield content
 
@@ -51,7 +51,7 @@ def write(prefix: Path, contents: Iterator[bytes]) -> tuple[int, int]:
         Number of documents and number of tokens.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of optional packages that are not installed
+        warnings.simplefilter("ignore")  # Megatron's warnings about optional packages
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write(prefix: Path, contents: Iterator[bytes]) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Write the data set that the command line asks for."""
+    """Write the data set specified on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="path of the data set, without .bin and .idx")
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder to read")

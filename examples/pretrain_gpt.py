@@ -1,7 +1,7 @@
 """Pretrains a GPT or Llama-like model with ``megatron.training``.
 
-The model's shape, its parallelism, the data and the schedule are Megatron's own command-line arguments. As a plain
-script it is a stock Megatron run; through the launcher it also takes ``--etp-size``::
+The model's shape, its parallelism, the data and the schedule are Megatron's own command-line arguments. Run as a plain
+script, it is a stock Megatron run; through the launcher it also accepts ``--etp-size``::
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py ...
     torchrun --nproc-per-node 4 -m megatron_patches examples/pretrain_gpt.py ... --etp-size 2
@@ -27,10 +27,10 @@ Batch = dict[str, torch.Tensor]
 
 
 def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-    """Sum of a microbatch's losses, number of tokens that it is the sum over, and both together for the log.
+    """Sum of a microbatch's losses, the number of tokens in the sum, and both together for the log.
 
     Args:
-        loss_mask: ``[batch, sequence]``, 1 for a token that counts and 0 for one that does not.
+        loss_mask: ``[batch, sequence]``, 1 for tokens that count and 0 for others.
         losses: ``[batch, sequence]``, the model's output.
     """
     mask = loss_mask.flatten().float()
@@ -44,7 +44,7 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Batch]]]:
     """Run one microbatch through this rank's model chunk; Megatron's schedule calls the returned loss function."""
     if not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
-        # The model takes its input from the stage before and reads neither tokens nor labels.
+        # The model takes its input from the previous stage and reads neither tokens nor labels.
         return model(None, None, None), partial(loss_function, torch.empty(0))
     if data_iterator is None:
         raise RuntimeError("this pipeline stage needs data and has none; is the data set too small?")
@@ -85,18 +85,18 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> list[
     return list(builder.build())
 
 
-# Every tensor-parallel rank reads its batches itself: they are mapped from a file, and no broadcast is needed.
+# Every tensor-parallel rank reads its own batches from a memory-mapped file, so no broadcast is needed.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train as specified on the command line."""
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     ours = not torch.distributed.is_initialized()
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
     if ours:
-        # Threads of a process group that is still there may take the process down when the interpreter ends.
+        # Threads of a process group that still exists may abort the process when the interpreter exits.
         torch.distributed.destroy_process_group()
 
 

@@ -66,22 +66,22 @@ _SHARD = re.compile(r"number of parameters on .*rank \(0, 0, 0\): (\d+)")
 
 
 class QuickstartError(Exception):
-    """A phase failed; the text says which, and where its output is."""
+    """A phase failed; the message says which one, and where its output is."""
 
 
 @dataclass
 class Summary:
-    """What the run showed.
+    """Results of the run.
 
     Attributes:
         losses: training loss of each iteration.
         validation: loss on the held-out files, after training.
-        shard_parameters: parameters that a rank held.
-        parameters: parameters of the whole model.
+        shard_parameters: number of parameters on one rank.
+        parameters: number of parameters of the whole model.
         logits_difference: largest difference between Megatron's logits and the export's.
         seconds: duration of each phase.
-        pushes: what each push into vLLM reported.
-        written: what vLLM wrote, with the weights that it then had.
+        pushes: report of each push into vLLM.
+        written: text that vLLM generated, with the weights that it had at that time.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -102,10 +102,10 @@ class Summary:
 
 
 def run(command: list[str], log: Path) -> Iterator[str]:
-    """Run ``command``, write all it prints to ``log``, and yield it line by line.
+    """Run ``command``, write its output to ``log``, and yield the output line by line.
 
     Raises:
-        QuickstartError: if it fails; its processes are gone then, as after an interrupt.
+        QuickstartError: if it fails; its processes have been ended, as after an interrupt.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
     deadline = time.monotonic() + PHASE_TIMEOUT_S
@@ -135,7 +135,7 @@ def run(command: list[str], log: Path) -> Iterator[str]:
     if status != 0:
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
         told = [line for line in lines if line.startswith("megatron_patches: error: ")]
-        tail = "".join(told[:1] or lines[-15:])  # torchrun adds tens of lines to what a run has said
+        tail = "".join(told[:1] or lines[-15:])  # torchrun adds tens of lines to a run's own output
         raise QuickstartError(f"{' '.join(command[:6])} ... ended with status {status}; see {log}\n{tail}")
 
 
@@ -176,10 +176,10 @@ def train(folder: Path, iterations: int, progress: Progress, summary: Summary) -
 
 
 def complete(server: Server, weights: str, expected: int) -> tuple[str, str]:
-    """What vLLM writes with ``weights``.
+    """The text that vLLM generates with ``weights``.
 
     Raises:
-        QuickstartError: if another version of the weights than ``expected`` answers.
+        QuickstartError: if a version of the weights other than ``expected`` answers.
     """
     text, version = server.complete(PROMPT, 60)
     if version != str(expected):
@@ -196,7 +196,7 @@ def push(folder: Path, server: Server, summary: Summary) -> None:
 
 
 def train_on(folder: Path, iterations: int, server: Server, summary: Summary) -> None:
-    """Train further from the checkpoint, and let the run push what it has learnt."""
+    """Continue training from the checkpoint, and let the run push its new weights."""
     total = iterations + MORE_ITERATIONS
     more = f"--load {folder / 'checkpoint'} --override-opt_param-scheduler --refit-engines {server.url}"
     command = training_command(folder, total, *more.split(), "--refit-interval", str(MORE_ITERATIONS))
@@ -206,10 +206,10 @@ def train_on(folder: Path, iterations: int, server: Server, summary: Summary) ->
 
 
 def serve_and_push(folder: Path, iterations: int, progress: Progress, summary: Summary) -> None:
-    """Start vLLM, push, train further, push again; note what it writes each time.
+    """Start vLLM, push, continue training, push again; record the generated text each time.
 
     Raises:
-        QuickstartError: if a push has not changed what vLLM writes.
+        QuickstartError: if a push has not changed the generated text.
     """
     write_byte_tokenizer(folder / "hf", VOCABULARY - 1)
     with ExitStack() as stack:
@@ -279,7 +279,7 @@ def megatron_logits(checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def generate(model: Any, length: int) -> str:
-    """``length`` bytes that the model writes after :data:`PROMPT`."""
+    """``length`` bytes that the model generates after :data:`PROMPT`."""
     import torch
 
     torch.manual_seed(0)
@@ -322,7 +322,7 @@ def show(console: Console, summary: Summary, text: str) -> None:
 
 
 def quiet() -> None:
-    """Keep Megatron, torch and transformers from reporting on this process's terminal."""
+    """Silence Megatron, torch and transformers in this process."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""vLLM on this machine's CPU, for the quick start: a server of the exported model, and requests to it."""
+"""Serves the exported model with vLLM on this machine's CPU, for the quick start, and sends requests to it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from examples.vllm_process import ON_A_CPU, ServerError, running_server
 
 
 def write_byte_tokenizer(folder: Path, end: int) -> None:
-    """A tokenizer in ``folder`` whose tokens are the 256 bytes, with ``end`` to end a text."""
+    """Write a tokenizer to ``folder`` whose tokens are the 256 bytes, with ``end`` as the end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # ByteLevel writes each byte as a character of its own; in what order is known from the alphabet's definition:
-    # printable bytes stand for themselves, the others for characters from 256 on.
+    # ByteLevel maps each byte to a separate character. The alphabet's definition gives the order: printable bytes map
+    # to themselves, the others to characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -38,7 +38,7 @@ class Server:
         self.url = url
 
     def complete(self, prompt: str, length: int) -> tuple[str, str]:
-        """``length`` tokens after ``prompt``, always the likeliest, and the version of the weights that wrote them.
+        """``length`` tokens after ``prompt``, decoded greedily, and the version of the weights that generated them.
 
         Raises:
             ServerError: if there is no answer.
@@ -62,8 +62,8 @@ def serve(model: Path, length: int, log: Path) -> Iterator[Server]:
 
     Args:
         model: folder with a configuration and a tokenizer.
-        length: longest text, in tokens.
-        log: where its output goes.
+        length: maximum text length, in tokens.
+        log: file for its output.
 
     Raises:
         ServerError: if it does not start.

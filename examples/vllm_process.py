@@ -1,4 +1,4 @@
-"""A vLLM server as a process of this machine: started, waited for, and ended with all that it has started."""
+"""Runs a vLLM server as a local process: starts it, waits for it, and ends it with all of its child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILL_TIMEOUT_S = 180.0
 """Killed, it still has to give back its memory: on a busy machine that took more than half a minute."""
 
 OF_A_SERVER = {
-    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that weights are replaced through
+    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that replace weights
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -39,7 +39,7 @@ class ServerError(Exception):
 
 
 def _free_port() -> int:
-    """A port that nobody listens at, of those that systems do not give to connections: vLLM takes long to come to it.
+    """A free port outside the ephemeral range, because it must stay free until vLLM binds it, which takes a while.
 
     Raises:
         ServerError: if none is found.
@@ -52,11 +52,11 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: its base.
-        process: its first process, which leads a session of its own.
+        url: its base URL.
+        process: its first process, the leader of its own session.
     """
 
     url: str
@@ -75,17 +75,17 @@ def running_server(
     *,
     port: int = 0,
 ) -> Iterator[RunningServer]:
-    """Start a server whose weights mean nothing until some are pushed; it ends with the context.
+    """Start a server whose weights are random until weights are pushed; it ends with the context.
 
     Args:
         model: folder with a configuration and a tokenizer.
-        name: the model's, for requests.
-        backend: vLLM's name of the way weights are to come.
-        arguments: of the command line, beside those that follow from the above.
+        name: the model's name in requests.
+        backend: vLLM's name of the weight transfer backend.
+        arguments: additional command-line arguments.
         variables: environment variables, on top of this process's and of :data:`OF_A_SERVER`.
-        log: where its output goes.
+        log: file for its output.
         python: the interpreter of vLLM's environment.
-        port: to listen at; 0 for any that is free.
+        port: port to listen on; 0 for any free port.
 
     Raises:
         ServerError: with the end of its log and the first error in it, if it does not start.
@@ -106,7 +106,7 @@ def running_server(
 
 
 def _started(command: Sequence[str], environment: Mapping[str, str], log: Path, url: str) -> subprocess.Popen[bytes]:
-    """A server that answers; raises ServerError as :func:`running_server` does."""
+    """Start a server and wait until it answers; raises ServerError as :func:`running_server` does."""
     deadline = time.monotonic() + START_TIMEOUT_S
     tries_left = 3
     while True:
@@ -126,20 +126,20 @@ def _started(command: Sequence[str], environment: Mapping[str, str], log: Path, 
         late = process.poll() is None
         _end(process)
         said = log.read_text()
-        # Its processes look for free ports and take them later: on a busy machine another process may be first.
+        # Its processes look for free ports and bind them later: on a busy machine, another process may bind them first.
         if late or not tries_left or "address already in use" not in said.lower():
             why = f"it did not answer within {START_TIMEOUT_S:g} s" if late else _first_error(said)
             raise ServerError(f"the end of {log}:\n{said[-4000:]}\nvLLM did not start: {why}")
 
 
 def _first_error(said: str) -> str:
-    """The first exception that a server's output names: what follows are its other processes', which only end."""
+    """The first exception in a server's output; later ones come from other processes that end as a consequence."""
     errors = (line for line in said.splitlines() if _AN_ERROR.search(line))
     return next(errors, "it has ended").strip()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it end by itself, and kill what is left of its session then."""
+    """Let the process exit by itself, then kill what is left of its session."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -46,7 +46,7 @@ def _replace(init: Callable[..., None]) -> Callable[..., None]:
         timeout: timedelta = default_pg_timeout,
         **more: Any,
     ) -> None:
-        if options is None or isinstance(options, timedelta):  # in place of options torch takes a time-out too
+        if options is None or isinstance(options, timedelta):  # torch also accepts a timeout instead of options
             limit = timeout if options is None else options
             options = type(self)._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
             options._devices, options._timeout, options._threads = _devices(), limit, 1

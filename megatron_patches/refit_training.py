@@ -138,7 +138,7 @@ class Pusher:
             self._session = self._open(args, model)
             if iteration > 0 or args.finetune:
                 self._push(iteration)
-        except RefitError as error:  # no step was made, so nothing is lost
+        except RefitError as error:  # no step was taken, so nothing is lost
             _exit_with(error)
 
     def after_step(self, iteration: int) -> None:
@@ -155,7 +155,7 @@ class Pusher:
             _args().exit_interval = 1
 
     def finish(self) -> None:
-        """Wait for the last commit and disconnect from the engines. The run is complete, so nothing stops it."""
+        """Wait for the last commit and disconnect from the engines; the run is already complete."""
         session, self._session = self._session, None
         if session is not None:
             try:

@@ -126,7 +126,7 @@ class InstalledPackage:
     def __init__(self, name: str) -> None:
         try:
             spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:  # not even the namespace that it is in
+        except ModuleNotFoundError:  # not even its namespace is installed
             spec = None
         if spec is None or not spec.submodule_search_locations:
             raise IncompatibleMegatronError(

@@ -30,12 +30,12 @@ from examples.vllm_process import ON_A_CPU, RunningServer, ServerError, running_
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1234
-GRPO_SEED = 2  # of which prompts a step asks, and of the samples
+GRPO_SEED = 2  # seed of the choice of prompts and of the samples
 VOCABULARY, END = 256, ord("\n")
-SHEET_LENGTH, LENGTH = 64, 16  # tokens that are read at a time, and of a prompt with its answer
+SHEET_LENGTH, LENGTH = 64, 16  # tokens per pretraining sequence, and per prompt with answer
 PRETRAINING = 500
 SAMPLES, PROMPTS = 8, 16
-SHAPE = {"layers": 2, "hidden": 128, "ffn": 384, "heads": 4}  # heads 32 wide, the least that vLLM serves on CPUs
+SHAPE = {"layers": 2, "hidden": 128, "ffn": 384, "heads": 4}  # head size 32, the minimum of vLLM on CPUs
 
 MODEL = (
     "--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
@@ -64,10 +64,10 @@ CONFIG = {
 
 
 class Engines:
-    """vLLM servers of this machine; all end with the context.
+    """vLLM servers on this machine; all end with the context.
 
     Attributes:
-        urls: their bases.
+        urls: their base URLs.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -84,13 +84,13 @@ class Engines:
             *("--middleware", "megatron_patches.refit.vllm.version_header.WeightsVersionHeader"),
             *("--worker-extension-cls", "megatron_patches.refit.vllm.worker.RefitWorker"),
         ]
-        # Nothing of a model of this size is worth compiling, and vLLM would start compilers first.
+        # Compiling is not worthwhile for such a small model, and vLLM would start compilers first.
         variables = {**ON_A_CPU, "TORCH_COMPILE_DISABLE": "1"}
         server = running_server(self._folder, "sums", "etp", arguments, variables, self._folder / log, port=port)
         return self._stack.enter_context(server)
 
     def kill_last(self) -> None:
-        """Kill the last server as if its machine were lost, and start another at its port meanwhile."""
+        """Kill the last server as if its machine were lost, and start another one on its port in the background."""
         lost = self._servers[-1]
         os.killpg(lost.process.pid, signal.SIGKILL)
         lost.process.wait(60.0)
@@ -99,7 +99,7 @@ class Engines:
         self._back.start()
 
     def close(self) -> None:
-        """End all."""
+        """Stop all servers."""
         if self._back is not None:
             self._back.join()
         self._stack.close()
@@ -117,7 +117,7 @@ def engines(folder: Path, number: int) -> Iterator[Engines]:
 
 
 def pretrain(folder: Path, ranks: int, iterations: int, progress: Progress) -> None:
-    """Let the model read the exercise sheet, and save it to ``folder``/checkpoint, if no run before has done so."""
+    """Pretrain on the exercise sheet and save to ``folder``/checkpoint, unless an earlier run has done so."""
     from examples.prepare_bytes import write
 
     if (folder / "checkpoint" / "latest_checkpointed_iteration.txt").exists():
@@ -138,7 +138,7 @@ def pretrain(folder: Path, ranks: int, iterations: int, progress: Progress) -> N
 def train(
     folder: Path, urls: list[str], options: argparse.Namespace, progress: Progress, *, stale: bool
 ) -> Iterator[Step]:
-    """Train by GRPO from the checkpoint, and yield each step."""
+    """Train with GRPO from the checkpoint, and yield each step."""
     name = "stale" if stale else "grpo"
     log = folder / f"{name}.jsonl"
     log.unlink(missing_ok=True)
@@ -163,13 +163,13 @@ def train(
 
 
 def training(ranks: int, script: str, iterations: int, flags: str) -> list[str]:
-    """Command line of a Megatron script on this machine."""
+    """Command line that runs a Megatron script on this machine."""
     common = f"--etp-size {min(2, ranks)} --train-iters {iterations}"
     return torchrun(ranks, "-m", "megatron_patches", str(ROOT / script), *f"{MODEL} {common} {flags}".split())
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="make grpo, or python -m examples.grpo",
         description=__doc__,

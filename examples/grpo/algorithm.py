@@ -1,7 +1,7 @@
-"""What GRPO computes: advantages within groups of samples, and the loss of their tokens.
+"""Computes GRPO's advantages within groups of samples, and the loss of their tokens.
 
-GRPO is "group relative policy optimization": Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300. Tokens weigh
-the same, however long their sample is, as in DAPO (https://arxiv.org/abs/2503.14476).
+GRPO is "group relative policy optimization": Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300. All tokens
+have the same weight, regardless of the length of their sample, as in DAPO (https://arxiv.org/abs/2503.14476).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _EPSILON = 1e-4
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """How much better each sample is than the others of its prompt, in standard deviations.
+    """How much better each sample is than the others of the same prompt, in standard deviations.
 
     Args:
         rewards: ``[prompts, samples]``.
 
     Returns:
-        ``[prompts, samples]``; exactly 0 where all samples of a prompt got the same reward.
+        ``[prompts, samples]``; exactly 0 if all samples of a prompt have the same reward.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     same = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
@@ -28,9 +28,9 @@ def advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Estimate of KL(of || to) from each token that was drawn from ``of``: never negative, and right on average.
+    """Estimate of KL(of || to) from each token drawn from ``of``; never negative, and unbiased.
 
-    Source: http://joschu.net/blog/kl-approx.html, the estimator k3.
+    This is the estimator k3 of http://joschu.net/blog/kl-approx.html.
 
     Args:
         of: log-probabilities of the tokens, any shape.
@@ -45,9 +45,9 @@ class Losses:
     """Sums over the tokens that count.
 
     Attributes:
-        loss: to be divided by the number of tokens of the whole batch, and minimized.
-        kl_engine: of the estimates of KL(engine || trainer).
-        clipped: number of tokens whose ratio the clipping cut off.
+        loss: to be divided by the number of tokens of the whole batch and minimized.
+        kl_engine: sum of the estimates of KL(engine || trainer).
+        clipped: number of tokens whose ratio was clipped.
         tokens: number of tokens.
     """
 
@@ -67,18 +67,18 @@ def grpo_loss(
     reference: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> Losses:
-    """The clipped objective: ratios are of the trainer's probabilities to those with which the engine drew the tokens.
+    """The clipped objective, with ratios of the trainer's probabilities to the engine's sampling probabilities.
 
     Args:
-        trainer: ``[batch, sequence]``, log-probabilities under the weights that are trained; the gradient goes here.
+        trainer: ``[batch, sequence]``, log-probabilities under the trained weights; the gradient flows here.
         engine: ``[batch, sequence]``, those that the engine reported.
-        advantage: ``[batch]``, of each sample.
-        mask: ``[batch, sequence]``, 1 for tokens that the engine wrote, else 0.
-        clip: how far the ratio may move from 1 before it earns nothing more.
-        reference: ``[batch, sequence]``, log-probabilities under a model to stay near; None for none.
+        advantage: ``[batch]``, one per sample.
+        mask: ``[batch, sequence]``, 1 for tokens that the engine generated, otherwise 0.
+        clip: how far the ratio may move from 1 before the objective is clipped.
+        reference: ``[batch, sequence]``, log-probabilities under the reference model; None for none.
         kl_coefficient: weight of KL(trainer || reference).
     """
-    # Where the mask is 0, log-probabilities may be anything; inf times 0 would be nan.
+    # Where the mask is 0, log-probabilities may have any value; inf times 0 would be nan.
     counts = mask.bool()
     difference = torch.where(counts, trainer - engine, 0.0)
     ratio, gain = difference.exp(), advantage[:, None]

@@ -1,4 +1,4 @@
-"""Asks running vLLM servers for samples, and says which version of the weights has written each."""
+"""Requests samples from running vLLM servers, and reports which version of the weights generated each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_patches.refit.credentials import Credentials
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # directly, as pushes are sent
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for pushes
 _HOW_TO_SAY_VERSIONS = (
     "start it with --middleware megatron_patches.refit.vllm.version_header.WeightsVersionHeader and "
     "--worker-extension-cls megatron_patches.refit.vllm.worker.RefitWorker"
@@ -19,11 +19,11 @@ _HOW_TO_SAY_VERSIONS = (
 
 
 class GrpoError(Exception):
-    """What ends a run; its text is one line that says what to change."""
+    """An error that ends the run; its message is one line that says what to change."""
 
 
 class EngineError(Exception):
-    """An engine does not answer; another one may."""
+    """An engine does not answer; another engine may."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Answer:
 
     Attributes:
         prompt_ids: tokens of the prompt.
-        token_ids: tokens that the engine wrote, with the one that ends a text.
-        log_probabilities: of ``token_ids``, as the engine drew them.
-        text: the same as text, without the end.
-        versions: of the weights that wrote it, the oldest first; more than one if weights changed meanwhile.
+        token_ids: tokens that the engine generated, including the end-of-text token.
+        log_probabilities: those of ``token_ids`` under the engine's sampling distribution.
+        text: the same as text, without the end-of-text token.
+        versions: versions of the weights that generated it, oldest first; several if weights changed during generation.
     """
 
     prompt_ids: list[int]
@@ -50,8 +50,8 @@ class Engine:
 
     Args:
         url: its base.
-        timeout_s: seconds that an answer may take.
-        credentials: what it is shown.
+        timeout_s: maximum seconds per answer.
+        credentials: credentials sent with each request.
 
     Attributes:
         url: its base.
@@ -63,20 +63,20 @@ class Engine:
         self._model = ""
 
     def sample(self, prompt: str, number: int, most_tokens: int, *, seed: int, greedy: bool = False) -> list[Answer]:
-        """Samples of the answer to one prompt, from the model's own distribution.
+        """Sample answers to one prompt from the model's own distribution.
 
         Args:
-            prompt: as the model is to read it.
-            number: how many.
-            most_tokens: the longest answer, in tokens.
-            seed: of the samples.
-            greedy: whether to take the likeliest token each time instead.
+            prompt: the exact text for the model.
+            number: number of samples.
+            most_tokens: maximum answer length, in tokens.
+            seed: seed of the samples.
+            greedy: whether to decode greedily instead.
 
         Raises:
             EngineError: if the engine does not answer.
-            GrpoError: if it refuses the request, or does not say which version has answered.
+            GrpoError: if it refuses the request, or does not report which version answered.
         """
-        # All that a model's generation_config.json may set: samples must come from the distribution that is trained.
+        # Override everything that generation_config.json may set: samples must come from the trained distribution.
         plain = {"temperature": 0.0 if greedy else 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1}
         body = {"prompt": prompt, "n": number, "max_tokens": most_tokens, "seed": seed, "logprobs": 0, **plain}
         answer, headers = self._complete({**body, "return_token_ids": True})

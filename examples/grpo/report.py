@@ -1,4 +1,4 @@
-"""What a run of GRPO has shown: read from its output, as a table and as a plot."""
+"""Reads the results of a GRPO run from its output, and shows them as a table and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
 _FIELD = re.compile(r"\| ([\w ()]+): (\S+)")
 _PUSH = re.compile(r"refit: version (\d+) sent, \S+ MB in (\S+) s .*served (\S+) s later")
 PHASES = ("sample", "evaluate", "train", "push")
-LAST = 5  # steps that the reward at the end is the mean of
+LAST = 5  # the final reward is the mean of this many steps
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Step:
     """One step.
 
     Attributes:
-        number: from 0; the number of steps that the trainer's weights had seen.
+        number: from 0; the number of steps that the trainer's weights had been trained for.
         reward: mean over its samples.
         kl: estimate of KL(engine || trainer) before the step, in nats per token.
-        held_out: accuracy on prompts that are not trained on; None where it was not measured.
-        seconds: by phase.
-        versions: how many samples each version has written; of several, where weights changed meanwhile.
+        held_out: accuracy on held-out prompts; None if it was not measured.
+        seconds: time per phase.
+        versions: number of samples per weight version; a sample has several if weights changed during generation.
     """
 
     number: int
@@ -42,7 +42,7 @@ class Step:
 
 
 class Reader:
-    """Makes steps of what a training prints and logs.
+    """Parses steps from the output and the log of a training run.
 
     Args:
         log: the file of ``--grpo-log``.
@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, log: Path) -> None:
         self._log, self._read = log, 0
         self._pushes: dict[int, float] = {}
-        self._logged: dict[int, Any] = {}  # by step: what is printed may be read late, and the next one logged by then
+        self._logged: dict[int, Any] = {}  # by step: output may be read late, when the next step is already logged
 
     def line(self, line: str) -> Step | None:
         """The step that a printed line completes, if it does."""
@@ -83,12 +83,12 @@ class Reader:
 
 
 def reward_at_end(steps: Sequence[Step]) -> float:
-    """Mean over the last steps."""
+    """Mean reward of the last steps."""
     return fmean(step.reward for step in steps[-LAST:])
 
 
 def table(steps: Sequence[Step], title: str) -> Table:
-    """The figures of one run."""
+    """The results of one run as a table."""
     found = Table(title=title, show_header=False)
     found.add_row("reward, first step and last steps", f"{steps[0].reward:.3f} -> {reward_at_end(steps):.3f}")
     accuracy = [step.held_out for step in steps if step.held_out is not None]
@@ -118,7 +118,7 @@ def _lag(step: int, versions: Sequence[int]) -> str:
 
 
 def plot(runs: Mapping[str, Sequence[Step]], file: Path) -> None:
-    """Reward, accuracy and KL of each run, by step, and the first run's seconds by phase."""
+    """Plot reward, accuracy and KL of each run by step, and the first run's time per phase."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""Scores answers that can be verified: the last number of a text against the right one."""
+"""Scores verifiable answers: compares the last number of a text with the correct one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NUMBER = re.compile(
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, however it is written: ``1,234``, ``+72`` and ``72.0`` are 1234, 72 and 72.
+    """The last number of a text in any notation: ``1,234``, ``+72`` and ``72.0`` are 1234, 72 and 72.
 
-    What stands between ``<think>`` and ``</think>`` does not count, nor what follows a ``<think>`` without an end.
+    Text between ``<think>`` and ``</think>`` is ignored, and so is text after an unclosed ``<think>``.
 
     Returns:
         The number; None if there is none.
@@ -32,10 +32,10 @@ def last_number(text: str) -> Decimal | None:
 
 
 def exact_number(text: str, answer: str) -> float:
-    """1 if the last number of ``text`` is ``answer``, else 0.
+    """1 if the last number of ``text`` is ``answer``, otherwise 0.
 
     Raises:
-        ValueError: if ``answer`` holds no number, so that nothing could be right.
+        ValueError: if ``answer`` contains no number, so that no answer could be correct.
     """
     right = last_number(answer)
     if right is None:

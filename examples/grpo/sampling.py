@@ -1,4 +1,4 @@
-"""Gets each step's samples from the engines, and scores them; runs on the trainer's first rank only."""
+"""Gets each step's samples from the engines and scores them; runs only on the trainer's first rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from examples.grpo.engines import Answer, Engine, EngineError, GrpoError
 
 Reward = Callable[[str, str], float]
-_AT_ONCE = 32  # requests that one engine is sent
+_AT_ONCE = 32  # concurrent requests per engine
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt as the model reads it, and the right answer."""
+    """A prompt as sent to the model, and the correct answer."""
 
     prompt: str
     answer: str
@@ -29,10 +29,10 @@ class Sample:
     """A scored answer.
 
     Attributes:
-        problem: what was asked.
-        answer: what the engine wrote.
-        reward: what it is worth.
-        reference: log-probabilities of the answer's tokens under the reference; None without one.
+        problem: the prompt and its correct answer.
+        answer: the engine's answer.
+        reward: its score.
+        reference: log-probabilities of the answer's tokens under the reference model; None without one.
     """
 
     problem: Problem
@@ -42,10 +42,10 @@ class Sample:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """The problems of a file: each line is a JSON object with ``prompt`` and ``answer``.
+    """Read the problems of a file, in which each line is a JSON object with ``prompt`` and ``answer``.
 
     Raises:
-        GrpoError: if there are none, or a line is something else.
+        GrpoError: if there are none, or a line has a different format.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -64,14 +64,14 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 class Sampler:
-    """Asks several engines.
+    """Samples from several engines.
 
     Args:
-        engines: at least one. One that fails, or is behind, is left out for the rest of a step.
-        reward: gives an answer's worth, from its text and the right answer.
-        most_tokens: the longest answer, in tokens.
-        seed: of the choice of prompts, and of the samples.
-        reference: engine of the model to stay near; None for none.
+        engines: at least one. An engine that fails or has old weights is skipped for the rest of a step.
+        reward: computes the reward from an answer's text and the correct answer.
+        most_tokens: maximum answer length, in tokens.
+        seed: seed of the choice of prompts and of the samples.
+        reference: engine with the reference model; None for none.
     """
 
     def __init__(
@@ -81,27 +81,27 @@ class Sampler:
         self._most_tokens, self._seed = most_tokens, seed
 
     def step(self, problems: Sequence[Problem], prompts: int, size: int, step: int, oldest: int) -> list[list[Sample]]:
-        """Scored samples of one step; the same prompts for the same step.
+        """Scored samples of one step; the same step always uses the same prompts.
 
         Args:
-            problems: to choose from.
-            prompts: how many to choose.
-            size: samples of each prompt.
+            problems: problems to choose from.
+            prompts: number of prompts to choose.
+            size: samples per prompt.
             step: number of the step.
-            oldest: answers of older versions are not taken.
+            oldest: answers from older versions are discarded.
 
         Returns:
-            For each prompt its samples.
+            The samples of each prompt.
 
         Raises:
-            GrpoError: if no engine gives them, or the reward fails.
+            GrpoError: if no engine answers, or the reward fails.
         """
         draw = random.Random(f"{self._seed} {step}")  # noqa: S311
         chosen = draw.sample(problems, prompts) if prompts <= len(problems) else draw.choices(problems, k=prompts)
         return self._ask_all(chosen, size, draw.randrange(2**31), oldest)
 
     def accuracy(self, problems: Sequence[Problem], oldest: int) -> float:
-        """Mean reward of the likeliest answers; arguments and errors as of :meth:`step`."""
+        """Mean reward with greedy decoding; arguments and errors as for :meth:`step`."""
         found = self._ask_all(problems, 1, 0, oldest, greedy=True)
         return sum(sample.reward for (sample,) in found) / len(problems)
 

@@ -1,8 +1,8 @@
-"""The task of ``make grpo``: an exercise sheet with several sums a line, and single sums as problems for GRPO.
+"""Defines the task of ``make grpo``: a sheet with several sums per line, and single sums as problems for GRPO.
 
-A model that has read the sheet answers a sum, and mostly goes on with the next one, as the sheet does. The last number
-that it writes is wrong then. GRPO teaches it to stop, and better sums. Those that are held out are on the sheet too;
-GRPO never asks them.
+A model pretrained on the sheet answers a sum, but mostly continues with the next one, as the sheet does, so its last
+number is wrong. GRPO teaches it to stop and to add better. The held-out sums are also on the sheet, but GRPO never uses
+them as prompts.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HELD_OUT = 6
-LAST_OF_LINE = 0.35  # probability of a sum to be that
+LAST_OF_LINE = 0.35  # probability that a sum ends its line
 _NUMBERS = range(1, 7)
 
 Sum = tuple[int, int]
 
 
 def split(seed: int) -> tuple[list[Sum], list[Sum]]:
-    """The sums that GRPO asks, and those that are held out."""
+    """The sums that GRPO trains on, and the held-out ones."""
     sums = [(a, b) for a in _NUMBERS for b in _NUMBERS]
     random.Random(seed).shuffle(sums)  # noqa: S311
     return sums[HELD_OUT:], sums[:HELD_OUT]
 
 
 def sheet(number: int, seed: int) -> bytes:
-    """The text to pretrain on, of lines such as ``6+5=11 3+3=6``, with ``number`` sums in all."""
+    """The pretraining text, with lines such as ``6+5=11 3+3=6``, with ``number`` sums in all."""
     draw = random.Random(seed)  # noqa: S311
     written = []
     for _ in range(number):
@@ -37,6 +37,6 @@ def sheet(number: int, seed: int) -> bytes:
 
 
 def write_problems(path: Path, sums: Sequence[Sum]) -> None:
-    """The file that ``--grpo-prompts`` reads. A prompt starts where a line does, as the model has learnt to read."""
+    """Write the file that ``--grpo-prompts`` reads. Each prompt starts like a line of the pretraining text."""
     lines = [json.dumps({"prompt": f"\n{a}+{b}=", "answer": str(a + b)}) for a, b in sums]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

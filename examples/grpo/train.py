@@ -1,13 +1,13 @@
-"""Trains a model by GRPO on what running vLLM servers answer, and pushes the weights into them after each step.
+"""Trains a model with GRPO on the answers of running vLLM servers, and pushes the weights to them after each step.
 
-A Megatron script: shape, parallelism and schedule are Megatron's flags, pushes are those of ``--refit-``. Complete
-commands are in ``docs/rl.md``::
+This is a Megatron script: Megatron's flags set shape, parallelism and schedule, and the ``--refit-`` flags configure
+pushes. Complete commands are in ``docs/rl.md``::
 
     PYTHONPATH=. torchrun --nproc-per-node 4 -m megatron_patches examples/grpo/train.py ... --etp-size 2 \
         --dataloader-type external --refit-engines http://127.0.0.1:8000 --refit-wait --grpo-prompts train.jsonl
 
-Each step chooses prompts, gets ``--grpo-samples`` answers to each from the engines, scores them, and takes one step of
-the optimizer. ``--global-batch-size`` counts answers.
+Each step chooses prompts, gets ``--grpo-samples`` answers per prompt from the engines, scores them, and takes one
+optimizer step. ``--global-batch-size`` counts answers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 class Asking:
-    """The first rank's part: samples of each step, and the log of them."""
+    """The first rank's part: samples each step, and logs the samples."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         credentials = push_flags.credentials_from(args, "refit-")
@@ -113,7 +113,7 @@ class Asking:
         self._next: Future[list[Group]] | None = None
 
     def groups(self, step: int) -> list[Group]:
-        """Scored answers of a step, by prompt."""
+        """Scored answers of a step, grouped by prompt."""
         args, started = self._args, time.monotonic()
         accuracy = None
         if self._held_out and (step % args.grpo_held_out_interval == 0 or step + 1 == args.train_iters):
@@ -135,7 +135,7 @@ class Asking:
         )
 
     def _oldest(self, step: int) -> int:
-        """The version that was pushed last before a step, which its answers must be of."""
+        """The last version pushed before a step, which must have generated its answers."""
         return step - step % self._args.refit_interval
 
     def _write(self, step: int, groups: list[Group], accuracy: float | None, seconds: dict[str, float]) -> None:
@@ -154,7 +154,7 @@ class Asking:
 
 
 class Rollouts:
-    """Gives this rank its microbatches; the first rank asks for those of all."""
+    """Provides this rank's microbatches; the first rank samples for all ranks."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -177,7 +177,7 @@ class Rollouts:
         return self._left.pop(0)
 
     def _groups(self, step: int) -> list[Group]:
-        """What the first rank got; if it failed, all ranks end."""
+        """The first rank's answers; if it failed, all ranks end."""
         found: list[Any] = [None]
         if self._asking is not None:
             try:
@@ -194,7 +194,7 @@ class Rollouts:
 
 
 def check_length(group: Group, length: int) -> None:
-    """Refuse answers that the trainer's sequences cannot hold.
+    """Refuse answers that do not fit into the trainer's sequences.
 
     Raises:
         GrpoError: naming the flag.
@@ -209,7 +209,7 @@ def check_length(group: Group, length: int) -> None:
 
 
 def row(sample: Sample, gain: float, args: argparse.Namespace) -> Batch:
-    """One sample as tensors ``[sequence]``: each position predicts the label, which is the token after its own."""
+    """One sample as tensors ``[sequence]``: each position predicts its label, the next token."""
     answer, length = sample.answer, args.seq_length
     tokens = torch.zeros(length + 1, dtype=torch.long)
     known = answer.prompt_ids + answer.token_ids
@@ -233,10 +233,10 @@ def row(sample: Sample, gain: float, args: argparse.Namespace) -> Batch:
 
 
 def loss_function(batch: Batch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-    """Loss of a microbatch, its number of tokens, and what Megatron averages and logs.
+    """Loss of a microbatch, its number of tokens, and the values that Megatron averages and logs.
 
     Args:
-        batch: of :func:`row`, ``[batch, sequence]``.
+        batch: stacked results of :func:`row`, ``[batch, sequence]``.
         losses: ``[batch, sequence]``, the model's output: minus the log-probability of each label.
     """
     args = get_args()
@@ -269,13 +269,13 @@ def forward_step(
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train as specified on the command line."""
     args = parse_and_validate_args(add_arguments, args_defaults={"tokenizer_type": "NullTokenizer"})
 
     def build_rollouts(*_: Any) -> tuple[Rollouts, None, None]:
         return Rollouts(args), None, None
 
-    build_rollouts.is_distributed = True  # type: ignore[attr-defined]  # every rank gets its samples itself
+    build_rollouts.is_distributed = True  # type: ignore[attr-defined]  # every rank gets its own samples
     try:
         check(args)
         config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

@@ -46,7 +46,7 @@ def wrap_set_optimizer_states(original: Callable[..., None]) -> Callable[..., No
 
     @functools.wraps(original)
     def set_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        original(self, model_param, {"step": None, **tensors})  # None is passed over
+        original(self, model_param, {"step": None, **tensors})  # None is skipped
 
     return set_optimizer_states
 
