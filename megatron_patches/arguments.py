@@ -215,7 +215,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse settings that would train incorrectly. Call after :func:`apply_to_megatron`, before Megatron's own checks.
 
     Raises:
-        UnsupportedConfigurationError: naming the first culprit and the way out.
+        UnsupportedConfigurationError: naming the first conflicting setting and the alternative.
     """
     if not is_active(args):
         return
@@ -229,7 +229,7 @@ def check_graphs(args: argparse.Namespace) -> None:
     """Refuse settings that cannot be captured into CUDA graphs. Call after Megatron's own checks.
 
     Raises:
-        UnsupportedConfigurationError: naming the first culprit and the way out.
+        UnsupportedConfigurationError: naming the first conflicting setting and the alternative.
     """
     if is_active(args):
         _refuse(args, GRAPH_REFUSALS)

@@ -1,4 +1,4 @@
-"""A sharded parameter with the attributes and methods that Megatron-core 0.19.2 expects of its own.
+"""Defines a sharded parameter with the attributes and methods that Megatron-core 0.19.2 expects.
 
 Megatron's local layers, DistributedDataParallel, the optimizers and checkpoints access a sharded weight through these
 attributes and methods, which forward to the engine. There is no ``prev_w`` and ``next_w``, through which Megatron would
