@@ -1,4 +1,4 @@
-"""One party's side of a rendezvous: takes steps, and learns the outcome of every party's part."""
+"""One party's client of the rendezvous: takes steps and receives the outcome of every party's part."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from megatron_patches.refit.rendezvous_messages import (
     endpoint,
 )
 
-_GRACE_S = 5.0  # how much longer than the server a client waits for the server's verdict
-_LEAVING_S = 1.0  # for the rendezvous to take what this party said last
-_REFUSED_S = 2.0  # for a way to the rendezvous, which listens before anybody is invited, to come up
-_UNREACHABLE_S = 10.0  # the same where nobody refuses
-_TOPICS = 16  # on which notices are kept for whoever collects them
+_GRACE_S = 5.0  # how much longer than the server's timeout a client waits for a verdict
+_LEAVING_S = 1.0  # for the rendezvous to receive this party's last message
+_REFUSED_S = 2.0  # for the network path to the rendezvous to come up; the server listens before any party is invited
+_UNREACHABLE_S = 10.0  # the same where the connection is not refused
+_TOPICS = 16  # for which notices are kept until collected
 
 
 class Assembly:
@@ -41,17 +41,17 @@ class Assembly:
 
     Attributes:
         local_host: address of this machine from which it reached the rendezvous.
-        next_step: number of the next step. A party that was not there for a step that failed sets it to the others'.
-        most_silence_s: seconds without a word of the rendezvous after which this party takes it for lost, as its
-            process may hang; None for any.
+        next_step: number of the next step. A party that missed a failed step sets it to the others' number.
+        most_silence_s: seconds without a message after which this party takes the rendezvous for lost, because the
+            server's process may hang; None for no limit.
 
     Args:
         invitation: from :class:`Rendezvous`.
         party: this party's number, from 0.
-        name: for messages: "trainer rank 3 on host a".
+        name: for messages, such as "trainer rank 3 on host a".
 
     Raises:
-        PartyFailedError: if the server cannot be reached within seconds, or nobody listens there.
+        PartyFailedError: if the server cannot be reached within seconds, or does not listen.
     """
 
     def __init__(self, invitation: Invitation, party: int, name: str) -> None:
@@ -70,12 +70,12 @@ class Assembly:
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = round(_LEAVING_S * 1000)
         self._dealer.sndhwm = 0
-        self._dealer.reconnect_ivl = -1  # another connection would be another party's
+        self._dealer.reconnect_ivl = -1  # the server would take a new connection for another party
         self._dealer.ipv6 = ":" in server
         self._dealer.curve_serverkey = bytes.fromhex(invitation.token)
         self._dealer.curve_publickey, self._dealer.curve_secretkey = zmq.curve_keypair()
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        # What other threads say goes through a socket of theirs to the one thread that uses the others.
+        # zmq sockets are not thread-safe: other threads send through this queue to the one thread that uses the dealer.
         self._said = self._context.socket(zmq.PULL)
         self._said.bind("inproc://said")
         self._saying, self._sending = self._context.socket(zmq.PUSH), threading.Lock()
@@ -97,14 +97,14 @@ class Assembly:
             The parts of all parties, in order of their numbers.
 
         Raises:
-            PartyFailedError: on every party if any failed, with all reasons; the cause is this party's own error. On
-                this one alone if it cannot read what another one answered.
+            PartyFailedError: on every party if any failed, with all reasons; its cause is this party's own error. On
+                this party alone if it cannot decode another's answer.
         """
         found = self._take(what, work)
         return [self._decode(what, kind, payload) for payload in found]
 
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
-        """Like :meth:`gather`, of a step in which the rendezvous has an answer of its own for each party.
+        """Like :meth:`gather`, for a step in which the rendezvous computes a separate answer for each party.
 
         Args:
             what: name of the step; the same for all parties.
@@ -112,10 +112,10 @@ class Assembly:
             work: this party's part.
 
         Returns:
-            What this party is told.
+            The answer for this party.
 
         Raises:
-            PartyFailedError: as :meth:`gather`; also if the rendezvous could make nothing of the parts.
+            PartyFailedError: as :meth:`gather`; also if the rendezvous could not process the parts.
         """
         found = self._take(what, work)
         if len(found) != 1:
@@ -123,7 +123,7 @@ class Assembly:
         return self._decode(what, kind, found[0])
 
     def _take(self, what: str, work: Callable[[], object]) -> list[bytes]:
-        """Takes a step; what the rendezvous answers."""
+        """Takes a step. Returns the payloads that the rendezvous sends."""
         step, self.next_step = self.next_step, self.next_step + 1
         mine: Exception | None = None
         try:
@@ -150,43 +150,43 @@ class Assembly:
             ) from error
 
     def check(self) -> None:
-        """Raises if another party has failed in the step that this one is at work in.
+        """Raises if another party has failed in the step that this party is working on.
 
         Raises:
             PartyFailedError: with its reason.
         """
         step = self.next_step - 1
         reason, verdict = self._alerts.get(step), self._answers.get(step)
-        if isinstance(verdict, Failure):  # such as that this party has taken too long
+        if isinstance(verdict, Failure):  # for example because this party has taken too long
             reason = "; ".join(verdict.reasons)
         if reason is not None or self._lost is not None:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
         self._check_heard()
 
     def gone(self) -> list[str]:
-        """Who has ended, whether in a step or not; each as a sentence."""
+        """Parties that have disconnected, during a step or not; a sentence for each."""
         with self._condition:
             return [reason for reason in self._notices.get("", {}).values() if reason is not None]
 
     def fail(self, step: int, what: str, reason: str) -> None:
-        """Fails a step from another thread than the one that takes it, even before that one has begun it.
+        """Fails a step from a thread other than the one that takes it, even before that thread has begun it.
 
         Args:
-            step: its number, from :attr:`next_step`; if this party is further already, the step under way fails.
+            step: its number, from :attr:`next_step`. If this party is already past it, the step under way fails.
             what: its name.
-            reason: why, for everybody.
+            reason: why, for all parties.
         """
         self._send(Outcome(max(step, self.next_step - 1), what, reason=reason))
 
     def post(self, topic: str, reason: str | None) -> None:
-        """Reports an outcome outside of any step to all parties: ``reason`` is why it failed, or None."""
+        """Reports an outcome outside of any step to all parties. ``reason`` is why it failed, or None on success."""
         self._send(Notice(topic, self.party, reason))
 
     def collect(self, topic: str, parties: Iterable[int], timeout_s: float) -> dict[int, str | None]:
-        """Waits until each of ``parties`` has posted on ``topic`` or ended; one that does neither has failed.
+        """Waits until each of ``parties`` has posted on ``topic`` or disconnected; one that does neither has failed.
 
         Returns:
-            By party: why it failed, or None.
+            For each party, why it failed, or None.
         """
         deadline = time.monotonic() + timeout_s
         wanted = set(parties)
@@ -201,7 +201,7 @@ class Assembly:
         return {party: found.get(party, missing) for party in wanted}
 
     def close(self) -> None:
-        """Leaves the rendezvous. Steps of other parties fail, and so do waits of other threads of this party."""
+        """Leaves the rendezvous. Other parties' steps fail, and so do waits in this party's other threads."""
         with self._sending:
             if not self._saying.closed:
                 self._saying.send(b"")
@@ -224,13 +224,13 @@ class Assembly:
                     raise PartyFailedError(f"{what}: {self.name} got no answer from the rendezvous in time")
                 self._condition.wait(TICK_S)
             answer = self._answers.pop(step)
-            for kept in (self._alerts, self._answers):  # of steps that this party has not taken as well
+            for kept in (self._alerts, self._answers):  # also drop steps that this party has skipped
                 for old in [number for number in kept if number <= step]:
                     del kept[old]
             return answer
 
     def _run(self) -> None:
-        """Moves messages both ways until it is over."""
+        """Moves messages in both directions until the connection ends."""
         poller = zmq.Poller()
         for each in (self._dealer, self._monitor, self._said):
             poller.register(each, zmq.POLLIN)
@@ -239,7 +239,7 @@ class Assembly:
             while lost is None:
                 poller.poll()
                 lost = self._pass_on()
-        except Exception as error:  # noqa: BLE001 - whatever it was, nobody listens any more
+        except Exception as error:  # noqa: BLE001  - whatever the error, nothing reads the sockets after it
             lost = describe_error(error)
         with self._sending:
             self._saying.close()
@@ -249,12 +249,12 @@ class Assembly:
         self._context.destroy()
 
     def _pass_on(self) -> str | None:
-        """What has come, either way; why it is over, if it is."""
+        """Moves pending messages in both directions. Returns why the connection ended, or None."""
         lost: str | None = None
         if self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             lost = "the connection has ended, or was refused"
-        while self._dealer.poll(0):  # what was said before the end counts
+        while self._dealer.poll(0):  # messages sent before the end count
             message = decode_of_server(self._dealer.recv())
             if isinstance(message, Refusal):
                 return message.reason
@@ -286,7 +286,7 @@ class Assembly:
             )
 
     def _keep(self, notice: Notice) -> None:
-        """Keeps a notice for :meth:`collect`, which most parties never call."""
+        """Keeps a notice for :meth:`collect`. Most parties never call it, so old topics are dropped."""
         if notice.topic not in self._notices:
             topics = [topic for topic in self._notices if topic]
             for old in topics[: len(topics) - _TOPICS + 1]:
@@ -295,12 +295,13 @@ class Assembly:
 
 
 def _reach(invitation: Invitation) -> tuple[str, str]:
-    """The addresses of this machine and of the other one, on the way to the rendezvous.
+    """The local and the remote address of a connection to the rendezvous.
 
-    Whoever asks may be an engine, which answers no request meanwhile; and zmq does not tell why it cannot connect.
+    This tries a plain TCP connection first, because zmq does not report why it cannot connect, and the caller may be an
+    engine that answers no requests while it waits.
 
     Raises:
-        PartyFailedError: if it cannot be reached within seconds; sooner where nobody listens, as after its end.
+        PartyFailedError: if the server cannot be reached within seconds; sooner if it refuses, as after its end.
     """
     began = time.monotonic()
     while True:

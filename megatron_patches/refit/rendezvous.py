@@ -1,13 +1,13 @@
-"""The server at which trainer ranks and engine workers meet; all parties proceed in common steps.
+"""The server at which trainer ranks and engine workers meet; all parties take the same steps together.
 
-In a step every party does its part and reports the outcome; when all have, each gets everybody's. If any part fails,
-the step fails for all, with every reason; a party whose part depends on another's is told at once
-(:meth:`megatron_patches.refit.assembly.Assembly.check`). A party that ends, or does not answer in time, has failed. So
-a step either succeeds for all or raises for all, and none waits for ever.
+In each step, every party does its part and reports the outcome. Once all have reported, each party receives all
+outcomes. If any part fails, the step fails for all parties, with every reason. A party whose part depends on another's
+learns of the failure at once (:meth:`megatron_patches.refit.assembly.Assembly.check`). A party that disconnects or
+misses the timeout has failed. So a step succeeds for all or raises for all, and no party waits for ever.
 
-Messages travel through zmq, encrypted by CURVE (RFC 26 of ZeroMQ). The server's key is made for one session and told in
-its invitation alone; who has not got it gets past no handshake, which is libzmq's, and so can neither read nor say a
-word.
+Messages travel over zmq, encrypted with CURVE (RFC 26 of ZeroMQ). The server's key is generated for one session and
+appears only in its invitation. A client without the key fails libzmq's handshake, and can neither read nor send
+messages.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from megatron_patches.refit.rendezvous_messages import (
 
 logger = logging.getLogger(__name__)
 
-_AFTER_FAILURE_S = 10.0  # for parties that have not answered yet once a step has failed
-_REMEMBERED = 4  # steps that are kept for a party that is late
-_CLOSING_S = 5.0  # for all parties to take what they have been told before the end
-_HANDSHAKE_S = 5.0  # for whoever connects to show that he was invited
-_ARRIVING_S = 3.0  # for what a party said when it joined to be read here
-_MOST_BYTES = 1 << 30  # of what a party says at a time
+_AFTER_FAILURE_S = 10.0  # timeout for the remaining parties once a step has failed
+_REMEMBERED = 4  # steps kept for late parties
+_CLOSING_S = 5.0  # for all parties to receive pending messages before the end
+_HANDSHAKE_S = 5.0  # for a new connection to prove that it was invited
+_ARRIVING_S = 3.0  # for a Join that was sent to be read here
+_MOST_BYTES = 1 << 30  # largest message from a party
 _ENDED = "has ended or closed its connection"
 
 
 class _Member(NamedTuple):
-    """A party that has joined: its name, how zmq addresses it, and the descriptor of its connection."""
+    """A party that has joined: its name, its zmq address, and the file descriptor of its connection."""
 
     name: str
     address: bytes
@@ -62,16 +62,16 @@ class _Member(NamedTuple):
 
 
 class Rendezvous:
-    """Serves the steps of ``parties`` parties, in threads of its own, until :meth:`close`.
+    """Serves the steps of ``parties`` parties, in a thread of its own, until :meth:`close`.
 
     Args:
         parties: how many will join, numbered from 0.
         timeout_s: seconds that a step may take after its first party has finished.
         host: address to listen on; other machines must reach it if parties run there.
-        answer: gives, for the name of a step and all parts, what each party is told; None where all are told all.
+        answer: given a step's name and all parts, returns an answer for each party, or None to send all parts to all.
 
     Raises:
-        PartyFailedError: if the address is none of this machine.
+        PartyFailedError: if ``host`` is not an address of this machine.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Rendezvous:
         self._gone: dict[int, str] = {}
         self._culprits: set[int] = set()
         self._steps: dict[int, _Step] = {}
-        self._open: set[int] = set()  # descriptors of connections
+        self._open: set[int] = set()  # file descriptors of connections
         self._closed = False
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = round(_CLOSING_S * 1000)
         self._router.handshake_ivl = round(_HANDSHAKE_S * 1000)
         self._router.maxmsgsize = _MOST_BYTES
-        # Without a limit, as one machine sends hundreds of parties gigabytes, and what is beyond a limit is dropped.
+        # Unlimited: one machine may send gigabytes to hundreds of parties, and zmq drops messages beyond a limit.
         self._router.sndhwm = 0
         public, self._router.curve_secretkey = zmq.curve_keypair()
         self._router.curve_server = True
@@ -113,19 +113,19 @@ class Rendezvous:
 
     @property
     def culprits(self) -> frozenset[int]:
-        """Parties of which something has failed, that have ended or kept silent; not those that passed that on."""
+        """Parties that failed, disconnected or timed out; not those that only passed on another's failure."""
         with self._lock:
             return frozenset(self._culprits)
 
     def check_joined(self, parties: Iterable[int], who: str) -> None:
-        """Raises unless all of ``parties`` have joined, whatever has become of them since.
+        """Raises unless all of ``parties`` have joined, even if they have left since.
 
         Args:
-            parties: their numbers. They have all said so; it may take a moment until that is here.
-            who: they are, for the message.
+            parties: their numbers. All have reported that they joined; their messages may take a moment to arrive.
+            who: name of the parties for the error message.
 
         Raises:
-            RefitError: naming the address that they must reach.
+            RefitError: with the address that they must reach.
         """
         deadline, absent = time.monotonic() + _ARRIVING_S, set(parties)
         while absent and not self._closed and time.monotonic() < deadline:
@@ -140,12 +140,12 @@ class Rendezvous:
             )
 
     def close(self) -> None:
-        """Ends it, once parties have what they were told, or have had time to; those that still wait are told so."""
+        """Stops the server once parties have received pending messages or a timeout passed; waiting parties fail."""
         self._closed = True
         self._thread.join()
 
     def _serve(self) -> None:
-        """Until the end. This thread alone uses the sockets."""
+        """Runs until :meth:`close`. Only this thread uses the sockets."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -160,10 +160,10 @@ class Rendezvous:
                         said = time.monotonic()
                         self._tell_all(Beat())
         finally:
-            self._context.destroy()  # once all is sent, or the time for it has passed
+            self._context.destroy()  # blocks until all messages are sent or the linger time has passed
 
     def _take_what_came(self) -> None:
-        """Messages, then ends: what a party said before its connection ended counts."""
+        """Handles messages before disconnects, so that what a party sent before its connection ended counts."""
         closed = self._closed_connections()
         ended = {party: _ENDED for party, member in self._members.items() if member.connection in closed}
         while self._router.poll(0):
@@ -189,7 +189,7 @@ class Rendezvous:
                 self._leave(party, how)
 
     def _closed_connections(self) -> set[int]:
-        """Those that have ended since the last call. Their numbers may be used again."""
+        """File descriptors of connections that have ended since the last call. The numbers may be reused."""
         closed: set[int] = set()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
@@ -236,14 +236,14 @@ class Rendezvous:
         for gone, reason in self._gone.items():
             step.outcomes.setdefault(gone, Outcome(outcome.step, step.what, reason=reason))
             step.fail()
-        # Who fails a step by another name, such as an engine that could not be asked to take part, says why it fails.
+        # A failure counts under any step name: an engine that could not be asked to take part reports it under its own.
         if step.what != outcome.what and outcome.reason is None and not step.failed:
             outcome.reason = (
                 f"{self._members[party].name} is at step {outcome.what!r} while others are at {step.what!r}; "
                 "do all run the same version of this package?"
             )
         before = step.outcomes.get(party)
-        if before is None or before.reason is None:  # a failure that was reported for it already stands
+        if before is None or before.reason is None:  # keep a failure that was already reported for this party
             step.outcomes[party] = outcome
         if outcome.reason is not None and not step.verdicts:
             if all(item.reason != outcome.reason for other, item in step.outcomes.items() if other != party):
@@ -309,16 +309,16 @@ class Rendezvous:
 
 
 class _Step:
-    """A step that some party has answered."""
+    """A step that at least one party has answered."""
 
     def __init__(self, what: str, deadline: float) -> None:
         self.what, self.deadline = what, deadline
         self.outcomes: dict[int, Outcome] = {}
-        self.verdicts: list[Results | Failure] = []  # one for all, or one a party
+        self.verdicts: list[Results | Failure] = []  # one for all, or one per party
         self.failed = False
 
     def verdict_of(self, party: int) -> Results | Failure:
-        """What a party is told of the step, which has ended."""
+        """The verdict for one party; the step must have ended."""
         return self.verdicts[party if len(self.verdicts) > 1 else 0]
 
     def fail(self) -> None:
@@ -328,10 +328,10 @@ class _Step:
 
 
 def _listen(server: zmq.Socket[bytes], host: str) -> int:
-    """Listens on a free port of an address of this machine, of whichever IP version; the port.
+    """Listens on a free port of a local address, IPv4 or IPv6. Returns the port.
 
     Raises:
-        OSError: if it is none; or ZMQError.
+        OSError: if the address is not local; or ZMQError.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     server.ipv6 = family is socket.AF_INET6

@@ -1,4 +1,4 @@
-"""Messages between a rendezvous and its parties: msgpack in messages of zmq."""
+"""Messages between a rendezvous and its parties: msgpack over zmq."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Outcome(msgspec.Struct, tag=True):
-    """What a party's part of a step came to."""
+    """The result of a party's part of a step."""
 
     step: int
     what: str
@@ -38,14 +38,14 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Alert(msgspec.Struct, tag=True):
-    """A party has failed in a step that others are still at work in."""
+    """A party has failed in a step that others are still working on."""
 
     step: int
     reason: str
 
 
 class Notice(msgspec.Struct, tag=True):
-    """What a party has to say outside of any step; with an empty topic, that it has ended."""
+    """A party's message outside of any step. An empty topic means that the party has disconnected."""
 
     topic: str
     party: int
@@ -53,21 +53,21 @@ class Notice(msgspec.Struct, tag=True):
 
 
 class Refusal(msgspec.Struct, tag=True):
-    """Who wanted to join may not."""
+    """The party may not join."""
 
     reason: str
 
 
 class Beat(msgspec.Struct, tag=True):
-    """The rendezvous is there."""
+    """The rendezvous is alive."""
 
 
 LONGEST_TIMEOUT_S = 3600.0
-"""The longest that a step may wait for a party, whoever asks for it; an engine may answer no request meanwhile."""
+"""Longest timeout of a step, in seconds. An engine may answer no requests while it waits."""
 BEAT_S = 1.0
-"""How often it says so."""
+"""Interval of the server's :class:`Beat`, in seconds."""
 TICK_S = 0.2
-"""How often a wait on either side looks around."""
+"""Polling interval of waits on either side, in seconds."""
 
 decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
 decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Refusal | Beat).decode
@@ -81,8 +81,8 @@ class Invitation:
     Attributes:
         host: address that the server listens on.
         port: its port.
-        token: the server's public key as 64 hexadecimal digits, secret all the same: who has it is invited.
-        parties: how many there are.
+        token: the server's public key as 64 hexadecimal digits. Secret nevertheless: anyone who has it may join.
+        parties: number of parties.
         timeout_s: seconds that a step may take after its first party has finished.
     """
 
@@ -94,5 +94,5 @@ class Invitation:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """What zmq calls a port of an address, which may be of either IP version."""
+    """The zmq endpoint of a port at an IPv4 or IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

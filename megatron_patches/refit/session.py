@@ -42,13 +42,13 @@ class RefitSession:
     """One training run and the engines that it feeds. Every method is collective over the trainer's ranks.
 
     Attributes:
-        exchange: of the ranks.
-        version: number of the weights that were pushed last; -1 before.
+        exchange: collectives over the trainer's ranks.
+        version: number of the last version pushed; -1 before the first push.
 
     Args:
-        model_chunks: this rank's part: a GPTModel a virtual pipeline stage, wrapped or not.
-        engines: on the first rank, the engines; elsewhere anything, such as an empty list.
-        vocab_size: number of tokens; rows of the embedding beyond it are padding and are left out.
+        model_chunks: this rank's part of the model: one GPTModel per virtual pipeline stage, wrapped or not.
+        engines: on the first rank, the engines; ignored on other ranks, where an empty list will do.
+        vocab_size: number of tokens; embedding rows beyond it are padding and are not sent.
         options: how to push; the same on all ranks. None for the defaults.
         group: ranks that hold the model, replicas included; None for all processes.
         tp_group: tensor-parallel group; None for Megatron's own.
@@ -72,13 +72,13 @@ class RefitSession:
         self._party: SourceParty | None = None
         self._assembly: Assembly | None = None
         self._live: LiveMemory | None = None
-        self._commit: Commit | None = None  # of the version that was pushed last
-        self._left: Commit | None = None  # of an earlier meeting with the engines
-        self._sizes: list[int] = []  # of the engines: how many workers each has
-        self._calls: EngineCalls | None = None  # that engines are in, or were in last
+        self._commit: Commit | None = None  # of the last version pushed
+        self._left: Commit | None = None  # left under way by close()
+        self._sizes: list[int] = []  # number of workers of each engine
+        self._calls: EngineCalls | None = None  # the latest call to the engines
         self._pauses = Pauses(self._options.pause)
         self._at_work = threading.Lock()
-        self.version = -1  # that was pushed last
+        self.version = -1  # the last version pushed
 
     @property
     def _first(self) -> bool:
@@ -89,16 +89,16 @@ class RefitSession:
         return self._options.memory is MemoryMode.IN_PLACE
 
     def prepare(self, engines: Sequence[EngineClient] | None = None) -> str:
-        """Meets the engines and agrees with them on a plan. Call it again after an engine or a rank was lost.
+        """Connects to the engines and agrees with them on a plan. Call it again after losing an engine or a rank.
 
         Args:
-            engines: on the first rank, the engines to push to from now on; None for those of before.
+            engines: on the first rank, the engines to push to from now on; None keeps the current ones.
 
         Returns:
             Digest of the plan.
 
         Raises:
-            PartyFailedError: on every rank, if any rank or engine failed; the engines serve what they served.
+            PartyFailedError: on every rank, if any rank or engine failed; the engines keep serving what they served.
         """
         with self._alone():
             if engines is not None and self._first:
@@ -117,7 +117,7 @@ class RefitSession:
         return self._party.plan.digest
 
     def _meet(self, invitation: Invitation) -> None:
-        """Has the engines join, and agrees with their workers."""
+        """Makes the engines join the rendezvous and agrees on a plan with their workers."""
         rank = self.exchange.rank
         self._assembly = Assembly(invitation, rank, f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}")
         device = str(next(self._chunks[0].parameters()).device)
@@ -129,31 +129,31 @@ class RefitSession:
         self._party.prepare(self._describe, partial(self._have_recorded, self._assembly))
 
     def _have_recorded(self, assembly: Assembly) -> None:
-        """Has the engines' workers look at their models, for which alone requests wait."""
+        """Makes the engines' workers record their models' layouts. Requests wait for this step of prepare() only."""
         self._calls = calls = EngineCalls(assembly, RECORDING)
         for engine, _ in self._parties():
             calls.start(engine, {"call": "record"})
 
     def _parties(self) -> Iterator[tuple[EngineClient, range]]:
-        """On the first rank, the engines with the numbers of their workers among the parties."""
+        """On the first rank, yields each engine with its workers' party numbers."""
         first = self.exchange.size
         for engine, size in zip(self._engines, self._sizes, strict=False):
             yield engine, range(first, first + size)
             first += size
 
     def push(self, version: int, *, wait: bool = True) -> PushReport:
-        """Sends the weights as they are now and lets the engines serve them as ``version``.
+        """Sends the current weights and makes the engines serve them as ``version``.
 
-        When it returns, the weights may change again.
+        The weights may change again once it returns.
 
         Args:
-            version: number of the weights, from 0; later than any that this session has pushed.
-            wait: whether to wait until all engines have committed it. Without it they commit while the caller goes
-                on, and :meth:`wait`, which the next push begins with, raises what went wrong.
+            version: number of the weights, at least 0 and greater than any that this session has pushed.
+            wait: whether to wait until all engines have committed the version. If False, they commit in the background,
+                and :meth:`wait`, which the next push calls first, raises any error.
 
         Raises:
-            RefitError: on every rank, if any rank or engine failed. Every engine serves the old weights or, where
-                its own commit had succeeded, the new ones; none a mixture.
+            RefitError: on every rank, if any rank or engine failed. Each engine serves the old weights or, if its own
+                commit succeeded, the new ones; never a mixture.
             ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
@@ -171,7 +171,7 @@ class RefitSession:
                 f"version {version} is not later than {self.version}, which was pushed before; versions rise within a "
                 "session, and a new RefitSession may begin anywhere"
             )
-        finish_parameter_gather(self._chunks)  # here, where no rank can have failed yet, as it is collective
+        finish_parameter_gather(self._chunks)  # collective, so here, before any rank can have failed
         self._pauses.begin_push()
         if self._in_place:
             self._on_first(partial(self._pause_all, assembly))
@@ -197,7 +197,7 @@ class RefitSession:
         )
 
     def _send(self, version: int, commit: Commit, party: SourceParty, receive: Callable[[EngineClient], None]) -> Moved:
-        """Has the engines receive a version; paused ones go on with the old one if it fails."""
+        """Makes the engines receive a version. If that fails, paused engines resume with the old version."""
         found: list[Moved] = []
 
         def send() -> None:
@@ -208,7 +208,7 @@ class RefitSession:
         try:
             self._on_all(send)
         except PartyFailedError as error:
-            # In place, workers have put the old weights back where they could not receive all.
+            # In place, workers that could not receive everything have restored the old weights.
             stuck = self._on_first(commit.give_up)
             told = [str(error), *(describe_error(why) for _, why in stuck)]
             raise PartyFailedError("; ".join(told), {*error.engines, *(name for name, _ in stuck)}) from error
@@ -216,19 +216,19 @@ class RefitSession:
         return moved
 
     def wait(self) -> None:
-        """Waits until all engines serve the version that was pushed last.
+        """Waits until all engines serve the last version pushed.
 
         Raises:
-            PartyFailedError: on every rank, if one of them did not take it.
+            PartyFailedError: on every rank, if an engine did not commit it.
         """
         with self._alone():
             self._wait()
 
     def end(self) -> None:
-        """Like :meth:`wait` and :meth:`close`, for a rank that ends by itself: waits for no other rank.
+        """:meth:`wait` and :meth:`close` for a rank that ends on its own: waits for no other rank.
 
         Raises:
-            PartyFailedError: on the first rank, if an engine did not take the version that was pushed last.
+            PartyFailedError: on the first rank, if an engine did not commit the last version pushed.
         """
         commit = self._commit
         try:
@@ -238,7 +238,7 @@ class RefitSession:
             self.close()
 
     def close(self) -> None:
-        """Leaves the engines as they are; a commit under way goes on."""
+        """Disconnects from the engines, which keep what they serve; a commit under way continues."""
         if self._party is not None:
             self._party.close()
         if self._rendezvous is not None:
@@ -247,19 +247,19 @@ class RefitSession:
         self._left, self._commit = self._commit or self._left, None
 
     def _wait(self) -> float:
-        """:meth:`wait`; for how many seconds an engine was paused."""
+        """Implements :meth:`wait`. Returns the longest time, in seconds, that an engine was paused."""
         commit = self._commit
         if commit is None:
             return 0.0
         failure, under_way, paused_s = self._on_first(partial(self._outcome, commit))
-        if not under_way:  # otherwise it would resume engines in the midst of the next push
+        if not under_way:  # otherwise the commit would resume engines during the next push
             self._commit = None
         if failure is not None:
             raise PartyFailedError(*failure)
         return paused_s
 
     def _outcome(self, commit: Commit) -> tuple[tuple[str, tuple[str, ...]] | None, bool, float]:
-        """Why a commit failed, and on which engines; whether it is under way, and how long engines were paused."""
+        """Why a commit failed and on which engines; whether it is under way; an engine's longest pause in seconds."""
         try:
             commit.check()
         except PartyFailedError as error:
@@ -268,10 +268,10 @@ class RefitSession:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lets one thread at a time meet the engines or push: another's failure would resume them in the midst of it.
+        """Allows one thread at a time in prepare, push or wait: a failure in another would resume the engines mid-push.
 
         Raises:
-            RefitError: if another thread does.
+            RefitError: if another thread is in one of them.
         """
         if not self._at_work.acquire(blocking=False):
             raise RefitError(
@@ -284,15 +284,15 @@ class RefitSession:
             self._at_work.release()
 
     def _on_all(self, work: Callable[[], None]) -> None:
-        """Does ``work`` on every rank; raises on all if it fails on any."""
+        """Runs ``work`` on every rank. Raises on all ranks if it fails on any."""
         on_all(self.exchange, work, self._blamed)
 
     def _on_first[T](self, work: Callable[[], T]) -> T:
-        """Does ``work``, which may wait for engines, on the first rank; all get what it gives, or raises."""
+        """Runs ``work``, which may wait for engines, on the first rank. Every rank gets its result or its error."""
         return on_first(self.exchange, work)
 
     def _blamed(self) -> list[str]:
-        """On the first rank, names of the engines of which something has failed since they were met."""
+        """On the first rank, names of the engines that have failed since the session connected to them."""
         failed = set() if self._calls is None else set(self._calls.culprits)
         if self._rendezvous is not None:
             culprits = self._rendezvous.culprits
@@ -308,7 +308,7 @@ class RefitSession:
         )
 
     def _joining(self) -> dict[str, float | str]:
-        """What workers must know of the options, to come to the same as :meth:`_link_options`."""
+        """Options that workers need to build the same :meth:`_link_options`."""
         return {
             "sources": self.exchange.size,
             "transport": AUTO if self._options.transport is None else self._options.transport.value,
@@ -318,13 +318,13 @@ class RefitSession:
         }
 
     def _check_joined(self, engine: EngineClient, parties: range) -> Callable[[], None] | None:
-        """What raises where an engine has answered that it joins, and its workers have not."""
+        """Returns a check that raises if an engine has answered "join" but its workers did not join."""
         if self._rendezvous is None:
             return None
         return partial(self._rendezvous.check_joined, parties, engine.name)
 
     def _make_commit(self, version: int, calls: EngineCalls) -> Commit:
-        """The commit of a version that engines receive in ``calls``."""
+        """Makes the commit of a version that engines receive through ``calls``."""
         return Commit(
             version,
             self._engines,
@@ -336,10 +336,10 @@ class RefitSession:
         )
 
     def _pause_all(self, assembly: Assembly) -> None:
-        """Pauses all engines; none that workers have left, maybe for another trainer, whose pause would end with this.
+        """Pauses all engines, unless workers have left: another trainer may have paused their engine by now.
 
         Raises:
-            PartyFailedError: then, or if one cannot be paused.
+            PartyFailedError: if workers have left, or an engine cannot be paused.
         """
         gone = assembly.gone()
         if gone:
@@ -347,7 +347,7 @@ class RefitSession:
         self._pauses.begin_all(self._engines)
 
     def _let_end(self) -> None:
-        """Waits for a commit that :meth:`close` left under way: it still pauses and resumes engines.
+        """Waits for a commit that :meth:`close` left under way, as it still pauses and resumes engines.
 
         Raises:
             PartyFailedError: if it does not end.
@@ -364,12 +364,12 @@ class RefitSession:
         self._left = None
 
     def _confirm(self, version: int) -> None:
-        """Waits for the workers' word that they serve a version.
+        """Waits until the workers report that they serve a version.
 
         Raises:
-            PartyFailedError: with the reasons of those that do not.
+            PartyFailedError: with the reason of each worker that does not.
         """
-        party = self._party  # another thread may close the session meanwhile
+        party = self._party  # another thread may close the session in the meantime
         if party is None:
             raise PartyFailedError("the session was closed")
         reasons = party.collect_commits(version, sum(self._sizes), self._options.timeout_s)
@@ -380,10 +380,10 @@ class RefitSession:
             raise PartyFailedError("; ".join(told), engines)
 
     def _open(self) -> tuple[Invitation, list[int]]:
-        """Opens the rendezvous on the first rank, for so many workers as each engine has.
+        """Opens the rendezvous on the first rank, sized for the workers of all engines.
 
         Raises:
-            PartyFailedError: if there is no engine, or one cannot be asked.
+            PartyFailedError: if there are no engines, or one does not answer.
         """
         sizes: dict[int, int] = {}
 
@@ -410,16 +410,16 @@ class RefitSession:
         return self._rendezvous.invitation, [sizes[id(engine)] for engine in self._engines]
 
     def _describe(self) -> Held:
-        """What this rank holds."""
+        """Describes what this rank holds."""
         held = describe_rank(self._chunks, self._vocab_size, self.exchange.rank, self._tp_group)
         self._live = LiveMemory(self._chunks, self._tp_group)
-        if not self._first:  # every party is sent what each rank tells, so hundreds must not tell the whole model
+        if not self._first:  # every party receives these, so only one rank sends the whole model
             return Held({}, {}, held.manifest)
         config = build_config(held.family, held.manifest.storages[0].dtype)
         return Held(dict(config), dict(held.family.shapes()), held.manifest, self._options.allow_narrowing)
 
     def _memory(self) -> Memory:
-        """The weights as they are now. Looked up anew: an optimizer may have moved them since :meth:`prepare`."""
+        """The current weights. Looked up each time, because an optimizer may have moved them since :meth:`prepare`."""
         if self._live is None:
             raise RefitError("prepare() has not succeeded")
         return self._live.look_up()

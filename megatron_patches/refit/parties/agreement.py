@@ -1,4 +1,4 @@
-"""Agreement on plans: destinations plan and prove what they want, and sources check what is asked of them."""
+"""Agreement on plans: destinations plan and prove what they want; sources check what destinations request of them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from megatron_patches.refit.proof import prove_with
 
 
 class Steps(Protocol):
-    """A party's place among all, which take steps together.
+    """A party's connection to the other parties, which take steps together.
 
-    It is a :class:`megatron_patches.refit.assembly.Assembly`, or what a simulation has in its place.
+    It is a :class:`megatron_patches.refit.assembly.Assembly`, or a simulation's replacement.
 
     Attributes:
         party: the party's number.
@@ -43,10 +43,10 @@ class Steps(Protocol):
     party: int
 
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
-        """Does this party's part of a step; what it is told."""
+        """Does this party's part of a step. Returns the registry's answer for it."""
 
     def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
-        """Does this party's part of a step; the parts of all."""
+        """Does this party's part of a step. Returns the parts of all."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Agreed:
     """What a party has agreed on with the others.
 
     Attributes:
-        plan: its own part.
+        plan: this party's part.
         digest: of the plans of all destinations together, as hexadecimal digits.
-        nbytes: written by them together.
+        nbytes: bytes written by the plans of all destinations.
     """
 
     plan: Plan
@@ -65,12 +65,12 @@ class Agreed:
 
 
 def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[], None] = lambda: None) -> Agreed:
-    """A source's part: it registers what it holds and checks what destinations ask of it.
+    """A source's part: registers what it holds and checks what destinations request of it.
 
     Args:
-        assembly: this party's place among all, which take these steps together.
+        assembly: this party's connection to the others, which take these steps together.
         held: describes what this party holds.
-        told: called once destinations know the model, and are next to say what they want of it.
+        told: called once destinations know the model, just before they describe what they want.
 
     Raises:
         RefitError: on all parties, if any failed.
@@ -102,11 +102,11 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
 
 
 def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -> Agreed:
-    """A destination's part: it plans what it asks of which source, and proves that this covers all that it wants.
+    """A destination's part: plans what it requests of each source, and proves that this covers all that it wants.
 
     Args:
-        assembly: this party's place among all, which take these steps together.
-        wanted: describes, given the model, what it wants.
+        assembly: this party's connection to the others, which take these steps together.
+        wanted: describes what this party wants of the given model.
 
     Raises:
         RefitError: on all parties, if any failed, or no plan covers what is wanted.

@@ -1,4 +1,4 @@
-"""Chooses the transport if none was named."""
+"""Chooses the transport if the user named none."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_patches.refit.transports.base import TransportName
 
 
 class Site(msgspec.Struct, frozen=True):
-    """Where a party is, as far as transports mind.
+    """Where a party runs, as far as transports depend on it.
 
     Attributes:
-        host: the same for processes that can hand each other memory: one running kernel, and on it one network
-            namespace, which is where local sockets are found.
+        host: equal for processes that can share memory: one running kernel and one network namespace, in which local
+            sockets are found.
         cuda: major version of CUDA; empty if the party's storages are in the host's memory.
         nixl: whether NIXL is installed.
     """
@@ -27,12 +27,12 @@ class Site(msgspec.Struct, frozen=True):
 
 
 def site_of(device: str) -> Site:
-    """This process's.
+    """The site of this process.
 
     Args:
-        device: of its storages: ``cpu``, or torch's name of a GPU.
+        device: of the party's storages: ``cpu``, or torch's name of a GPU.
     """
-    # Imported here: it needs torch, which those that only read this module's rule do without.
+    # Imported here: it needs torch, which users of only this module's rule do without.
     from megatron_patches.refit.transports import nixl_agent
 
     kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -46,14 +46,14 @@ def site_of(device: str) -> Site:
 
 
 def choose(sites: Sequence[Site]) -> TransportName:
-    """The fastest that reaches all.
+    """The fastest transport that reaches all parties.
 
     Args:
         sites: of all parties.
 
     Returns:
-        Within one host ``cuda_ipc`` if all are on GPUs, else ``shm``; between hosts ``nixl`` if all have it, else
-        ``tcp``. Not ``c10d``: with it engines answer no requests while a version arrives.
+        Within one host, ``cuda_ipc`` if all are on GPUs, else ``shm``. Between hosts, ``nixl`` if all have it, else
+        ``tcp``. Never ``c10d``: with it, engines answer no requests while a version arrives.
     """
     if len({site.host for site in sites}) == 1:
         cuda = {site.cuda for site in sites}
@@ -62,11 +62,11 @@ def choose(sites: Sequence[Site]) -> TransportName:
 
 
 def agree_on_transport(assembly: Assembly, device: str) -> TransportName:
-    """The same for all parties; taken by all of them together.
+    """Chooses one transport for all parties, which take this step together.
 
     Args:
-        assembly: this party's place among them.
-        device: of its storages.
+        assembly: this party's connection to the others.
+        device: of this party's storages.
 
     Raises:
         PartyFailedError: on all parties, if any failed.

@@ -22,12 +22,12 @@ class DestinationParty(Party[ReceivingEnd]):
     """One engine worker.
 
     Args:
-        assembly: its place among the parties; its number less ``options.sources`` is its rank as a destination.
+        assembly: connection to the other parties. Its party number less ``options.sources`` is its destination rank.
         options: how to move bytes.
         device: device of its storages: ``cpu``, or torch's name of a GPU.
 
     Attributes:
-        beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by whoever makes the memory.
+        beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by the maker of the memory.
         backup_bytes: likewise.
     """
 
@@ -44,10 +44,10 @@ class DestinationParty(Party[ReceivingEnd]):
         """Agrees on a plan with all parties.
 
         Args:
-            wanted: describes, given the model, what this worker wants and where.
+            wanted: describes what this worker wants of the given model, and where.
 
         Returns:
-            What ``wanted`` gave.
+            What ``wanted`` returned.
 
         Raises:
             RefitError: on all parties, if any failed.
@@ -74,10 +74,10 @@ class DestinationParty(Party[ReceivingEnd]):
 
         Args:
             version: number of the weights.
-            step: number of the step at which the sources are; this party may have missed one that failed.
+            step: number of the sources' next step; this party may have missed one that failed.
             linked: whether the sources' links are up.
-            make_memory: makes the storages of the manifest; called before the first byte comes.
-            meanwhile: done once while bytes arrive; see :func:`megatron_patches.refit.pump.receive_version`.
+            make_memory: makes the storages of the manifest; called before the first byte arrives.
+            meanwhile: called once while bytes arrive; see :func:`megatron_patches.refit.pump.receive_version`.
 
         Returns:
             The memory.
@@ -116,7 +116,7 @@ class DestinationParty(Party[ReceivingEnd]):
             raise
 
     def post_commit(self, version: int, reason: str | None) -> None:
-        """Tells the sources how a commit went; ``reason`` is why it failed, or None."""
+        """Reports a commit to the sources. ``reason`` is why it failed, or None."""
         self._assembly.post(commit_topic(version), reason)
 
     def _unlink(self) -> None:

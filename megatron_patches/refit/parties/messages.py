@@ -1,4 +1,4 @@
-"""Messages of the parties at the rendezvous: what each holds or wants, and how a version was moved."""
+"""The parties' messages at the rendezvous: what each holds or wants, and how a version was moved."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatron_patches.refit.planning.tensors import TensorGrid
 DESCRIBING = "describing the trainer's weights"
 RECORDING = "recording the engine's layout"
 PLANNING = "planning"
-"""Steps in which each party is told what the registry (``parties/registry.py``) makes of all parts."""
+"""Steps in which the registry (``parties/registry.py``) computes an answer for each party from all parts."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a source holds. Of all but the manifest, what the first source says counts, and others may leave it out.
+    """What a source holds. Only the manifest is used of sources other than the first; they may leave the rest empty.
 
     Attributes:
         config: content of the model's ``config.json``.
         shapes: global shape of every tensor of the model, by Hugging Face name.
-        manifest: its own part.
+        manifest: this source's part.
         allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`.
     """
 
@@ -37,19 +37,19 @@ class Held:
     allow_narrowing: bool = False
 
     def tensors(self) -> list[TensorSpec]:
-        """The tensors of the model, without their types, which their holders know."""
+        """The tensors of the model, without dtypes, which only the holders know."""
         return [TensorSpec(name, tuple(shape), "") for name, shape in self.shapes.items()]
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """:class:`Held` in few words.
+    """:class:`Held` in compact form.
 
     Attributes:
         rank: of the source.
         host: name of its machine.
         config: content of the model's ``config.json``.
         tensors: every tensor of the model, without types.
-        layout: its own part.
+        layout: this source's part.
         allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`.
     """
 
@@ -62,13 +62,13 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class Registration(msgspec.Struct):
-    """What any party answers when all are asked what they hold; a destination holds None."""
+    """A party's answer in the step ``DESCRIBING``; None for a destination."""
 
     held: Registered | None
 
 
 class ModelAnswer(msgspec.Struct, frozen=True):
-    """What all are told of the model; see :class:`Model`."""
+    """The model, sent to all parties; see :class:`Model`."""
 
     config: dict[str, Any]
     tensors: tuple[TensorGrid, ...]
@@ -76,17 +76,17 @@ class ModelAnswer(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What any party answers when all are asked what they want; a source wants nothing."""
+    """A party's answer in the step ``RECORDING``: the regions that it wants; none for a source."""
 
     regions: tuple[Region, ...]
 
 
 class Overlap(msgspec.Struct, frozen=True):
-    """What a destination is told of the sources that overlap what it wants.
+    """The sources that overlap what a destination wants.
 
     Attributes:
-        layouts: distinct ones, less what does not overlap.
-        holders: rank and host of each source, and the index of its layout.
+        layouts: distinct layouts, without the parts that do not overlap.
+        holders: rank, host and index of the layout of each source.
     """
 
     layouts: list[Layout]
@@ -94,9 +94,9 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class Asked[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
-    """What a destination asks of each source, by rank; digest and bytes of its plan.
+    """What a destination requests of each source, by rank; digest and bytes of its plan.
 
-    The registry passes requests on as they come, without reading them: the source checks them.
+    The registry forwards the requests without decoding them: the source checks them.
     """
 
     requests: dict[int, R]
@@ -105,7 +105,7 @@ class Asked[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
 
 
 class Orders[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
-    """What is asked of a source, by rank of the destination; digest and bytes of the plans of all destinations."""
+    """What is requested of a source, by destination rank; digest and bytes of the plans of all destinations."""
 
     requests: list[tuple[int, R]]
     digest: str
@@ -114,7 +114,7 @@ class Orders[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Model:
-    """What destinations are told of the model; each makes it of what the sources have answered.
+    """The model as destinations see it; each builds it from the sources' answers.
 
     Attributes:
         config: content of its ``config.json``.
@@ -126,14 +126,15 @@ class Model:
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """How a party moved a version, or how all did.
+    """How one party moved a version, or all parties together.
 
     Attributes:
-        seconds: what its parts took; of all, the longest on any. On a source ``look_up`` its storages. On a destination
-            ``move`` (packing, the way and unpacking, which overlap), ``allocate`` before and ``verify`` after it.
-        staged_bytes: the most memory that packets took at a time; of all, on any party.
-        beside_bytes: memory that a destination made for the version beside what serves; of all, on any.
-        backup_bytes: memory of its host in which it keeps what serves; of all, on any.
+        seconds: time of each part; for all parties, the longest of any. A source has ``look_up`` (of its storages). A
+            destination has ``move`` (packing, transfer and unpacking, which overlap), ``allocate`` before it and
+            ``verify`` after it.
+        staged_bytes: peak memory of packets; for all parties, the highest of any.
+        beside_bytes: memory that a destination allocated for the version beside the one served; likewise.
+        backup_bytes: host memory in which a destination keeps the version served; likewise.
     """
 
     seconds: dict[str, float]
@@ -146,7 +147,7 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
     """How all parties moved a version.
 
     Args:
-        moved: how each did, sources first.
+        moved: of each party, sources first.
         sources: number of sources.
     """
     destinations = moved[sources:]
@@ -162,5 +163,5 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
 
 
 def commit_topic(version: int) -> str:
-    """Under which topic workers post how they have committed a version."""
+    """Topic under which workers post the results of their commits."""
     return f"committing version {version}"

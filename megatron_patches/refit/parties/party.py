@@ -1,4 +1,4 @@
-"""What sources and destinations have in common: their place among the parties, the plan, packet memory, and links."""
+"""What sources and destinations have in common: connection to the other parties, plan, packet memory, and links."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
     """One party.
 
     Args:
-        assembly: its place among the parties.
+        assembly: its connection to the other parties.
         options: how to move bytes.
         device: device of its storages: ``cpu``, or torch's name of a GPU.
 
     Attributes:
         staging: memory of this party's packets.
-        seconds: what the parts of the last version took; see :class:`megatron_patches.refit.parties.messages.Moved`.
+        seconds: time of each part of the last version; see :class:`megatron_patches.refit.parties.messages.Moved`.
     """
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
@@ -63,7 +63,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     @property
     def transport(self) -> TransportName:
-        """How packets travel.
+        """The transport of packets.
 
         Raises:
             PartyFailedError: before :meth:`prepare` has succeeded, if the parties choose.
@@ -74,15 +74,15 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
     @property
     def linked(self) -> bool:
-        """Whether links are up; if not, the next version makes them."""
+        """Whether links are up. If not, the next version connects them."""
         return self._end is not None
 
     def leave(self) -> None:
-        """Leaves the others: what is under way here, in whichever thread, fails, and takes its links down."""
+        """Disconnects from the other parties. Whatever is under way in another thread fails and closes its links."""
         self._assembly.close()
 
     def close(self) -> None:
-        """Leaves and takes the links down, which no other thread may be using; see :meth:`leave`."""
+        """Disconnects and closes the links, which no other thread may be using; see :meth:`leave`."""
         self.leave()
         self._unlink()
 
@@ -102,11 +102,11 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         return links_of_party(self.plan, self._assembly.party, self._options.sources)
 
     def _slot_bytes(self) -> int:
-        """The largest slots that this party can have. Where packets leave a GPU through the host, one more is used."""
+        """The largest slots that this party can have. A party on a GPU needs one slot more, in host memory."""
         return slot_bytes(self._options.staging_bytes, len(self._links()), extra=int(self._device != "cpu"))
 
     def _link(self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer]) -> End:
-        """The links of this party; made together with all others', if they are not up.
+        """Returns the links of this party. If they are not up, all parties connect them together.
 
         Args:
             make: makes this side's end of them.
@@ -124,7 +124,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         try:
             offers = self._assembly.gather("listening", Offer, listen)
             self._terms = terms_of(self.plan, self._links(), offers, self._options, self.transport)
-            # A link names its source and its destination; its peer here is the other one.
+            # A link is a pair of source and destination; the peer is the one that is not this party.
             peer = 1 if self._assembly.party < self._options.sources else 0
             slots = {link[peer]: terms.packet_bytes or 0 for link, terms in self._terms.items()}
             digests = {link[peer]: digest for link, digest in self.plan.digests.items()}
@@ -148,7 +148,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         )
 
     def _unlink(self) -> None:
-        """Takes the links down."""
+        """Closes the links."""
         end, self._end = self._end, None
         if end is not None:
             end.close()

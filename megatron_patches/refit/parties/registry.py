@@ -1,7 +1,7 @@
-"""What the first trainer rank makes of parties' answers, so that each is told what concerns it and nothing else.
+"""What the first trainer rank makes of the parties' answers, so that each party receives only what concerns it.
 
-Sources register layouts, destinations what they want. A destination is told the layouts of the sources that overlap it,
-a source what destinations ask of it. No party is told everything.
+Sources register layouts; destinations register what they want. A destination receives the layouts of the sources that
+overlap it. A source receives the requests of destinations. No party receives everything.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class Registry:
         }
 
     def answer(self, what: str, payloads: list[bytes]) -> list[bytes] | None:
-        """What each party is told at the end of a step; None where all are told everybody's part.
+        """Each party's answer at the end of a step; None if every party receives all parts.
 
         Args:
             what: name of the step.
             payloads: the parts of all parties, in order of their numbers.
 
         Raises:
-            RefitError: if the parts do not go together.
+            RefitError: if the parts are inconsistent.
         """
         step = self._steps.get(what)
         return None if step is None else step(payloads)
 
     def _describe(self, payloads: list[bytes]) -> list[bytes]:
-        """Keeps the layouts of sources; everybody is told the model."""
+        """Keeps the sources' layouts. Returns the model, for every party."""
         parts = [msgspec.msgpack.decode(payload, type=Registration) for payload in payloads]
         held = [part.held for part in parts if part.held is not None]
         holders = [Holder(one.rank, one.host, one.layout) for one in held]
@@ -74,7 +74,7 @@ class Registry:
         return [_encode(ModelAnswer(first.config, tensors, first.allow_narrowing))] * len(payloads)
 
     def _overlaps(self, payloads: list[bytes]) -> list[bytes]:
-        """Each destination is told the layouts that overlap what it wants; the same where several want the same."""
+        """For each destination, the layouts that overlap what it wants; computed once where several want the same."""
         known: dict[bytes, bytes] = {}
         answers = []
         for payload in payloads:
@@ -90,7 +90,7 @@ class Registry:
         return Overlap(*self._index.overlapping(wanted.regions))
 
     def _orders(self, payloads: list[bytes]) -> list[bytes]:
-        """Each source is told what is asked of it; everybody, the digest and the bytes of all plans together."""
+        """For each source, the requests to it; for every party, the digest and the bytes of all plans together."""
         asked = [msgspec.msgpack.decode(payload, type=Asked[msgspec.Raw]) for payload in payloads]
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
         nbytes = sum(part.nbytes for part in asked)
@@ -104,7 +104,7 @@ class Registry:
 
 
 def registered(held: Held, layout: Layout) -> Registered:
-    """What a source tells of what it holds."""
+    """What a source registers of what it holds."""
     manifest = held.manifest
     tensors = fold_tensors(held.tensors())
     return Registered(manifest.rank, manifest.host, held.config, tensors, layout, held.allow_narrowing)
