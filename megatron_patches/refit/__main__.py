@@ -26,7 +26,7 @@ def parse_size(text: str) -> int:
     """Bytes from a number with an optional unit: ``5GB``, ``512MiB``, ``1000``.
 
     Raises:
-        argparse.ArgumentTypeError: if the text is no such thing.
+        argparse.ArgumentTypeError: if the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
@@ -40,7 +40,7 @@ def parse_size(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m megatron_patches.refit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser(
@@ -64,10 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
-    """Builds the model, loads it and exports it, as the command line says.
+    """Builds the model, loads it and exports it as the command line says.
 
     Raises:
-        RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
+        RefitError: on any user error or machine failure, with one line that names it.
     """
     try:
         how = ExportOptions(
@@ -81,7 +81,7 @@ def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
         raise ExportError(str(error)) from error
     directory = checkpoint_model.directory_of(options)
     probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
-    if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading, not after
+    if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading
         probe.create()
         probe.discard()
     with checkpoint_model.loaded(options, directory, progress, how.check_tokens) as found:
@@ -91,7 +91,7 @@ def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
 
 
 def _silence_imports() -> None:
-    """Megatron and torch warn at import of every optional dependency that is not there, on every rank."""
+    """Silences the warnings that Megatron and torch issue on import, on every rank, for missing optional dependencies."""
     warnings.simplefilter("ignore")
     for name in ("megatron", "megatron_patches", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,9 +1,9 @@
 """Regions of tensors and their layout in memory. Integers only; torch is needed only to turn a view into a tensor.
 
-A :class:`Box` is a region of one Hugging Face tensor in that tensor's global coordinates: what it *is*, whoever
+A :class:`Box` is a region of one Hugging Face tensor in that tensor's global coordinates. It does not depend on who
 holds it. A :class:`View` says where the elements of a box lie in one flat storage: offset and strides, counted in
-elements. The two are parallel, dimension by dimension, so cutting a box cuts its view (:meth:`View.cut`), and two
-parties that agree on boxes need to know nothing of each other's memory.
+elements. Box and view have the same dimensions, so cutting a box cuts its view (:meth:`View.cut`), and two parties that
+agree on boxes need to know nothing about each other's memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class TensorSpec:
-    """One tensor of the model, as a whole.
+    """One whole tensor of the model.
 
     Attributes:
         name: Hugging Face name, such as ``model.layers.3.self_attn.q_proj.weight``.
         shape: global shape, unsharded and unpadded.
-        dtype: torch's name of the element type, such as ``bfloat16``.
+        dtype: torch's name of the dtype, such as ``bfloat16``.
     """
 
     name: str
@@ -40,12 +40,12 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size in bytes."""
         return self.numel * itemsize(self.dtype)
 
     @property
@@ -144,10 +144,10 @@ class View:
     """Where the elements of a box lie in one flat storage.
 
     Attributes:
-        storage: name of the storage among those of its party.
+        storage: name of the storage within its party.
         offset: index of the first element in the storage.
-        shape: extents; those of the box that this is the view of.
-        strides: elements from one index to the next, by dimension.
+        shape: extents, equal to those of the box.
+        strides: distance in elements from one index to the next, by dimension.
     """
 
     storage: str
@@ -156,7 +156,7 @@ class View:
     strides: tuple[int, ...]
 
     def cut(self, whole: Box, part: Box) -> View:
-        """The view of ``part``, where this is the view of ``whole``.
+        """The view of ``part``, if this is the view of ``whole``.
 
         Raises:
             ValueError: if ``part`` is not inside ``whole``, or ``whole`` does not have this view's shape.
@@ -176,7 +176,7 @@ class View:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one after the other, in row-major order."""
+        """Whether the elements lie one after another, in row-major order."""
         merged = _merge_dims((self,))
         return not merged or (len(merged) == 1 and merged[0][1] == (1,))
 
@@ -191,8 +191,8 @@ class Runs:
 
     Attributes:
         length: elements in each stretch; the same for all.
-        starts: for each view, int64 array with the storage index at which each stretch begins, in row-major order
-            of the box.
+        starts: for each view, int64 array of the storage index at which each stretch begins, in row-major order of the
+            box.
     """
 
     length: int
@@ -205,10 +205,10 @@ class Runs:
 
 
 def contiguous_runs(*views: View) -> Runs:
-    """The longest stretches that are contiguous in every one of ``views``, which show the same box.
+    """The longest stretches that are contiguous in every one of ``views``, which must show the same box.
 
-    Neighbouring dimensions are merged wherever every view allows it, so a box that is contiguous in all comes back
-    as one run.
+    Neighbouring dimensions are merged wherever every view allows it, so a box that is contiguous in all views becomes one
+    stretch.
 
     Raises:
         ValueError: if the views differ in shape.
@@ -230,11 +230,11 @@ def contiguous_runs(*views: View) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class Pitch:
-    """Rows of equal length that lie at equal distances in each of two views.
+    """Rows of equal length at equal distances in each of two views.
 
     Attributes:
         rows: number of rows.
-        length: elements of a row.
+        length: elements in a row.
         steps: elements from one row to the next, in each view.
     """
 
@@ -244,7 +244,7 @@ class Pitch:
 
 
 def pitch_of(first: View, second: View) -> Pitch | None:
-    """The rows that two views of one box consist of, if they do; one row if both are contiguous."""
+    """The rows that two views of one box consist of; one row if both are contiguous, None if they are not rows."""
     merged = _merge_dims((first, second))
     length = merged.pop()[0] if merged and merged[-1][1] == (1, 1) else 1
     if len(merged) > 1:
@@ -254,7 +254,7 @@ def pitch_of(first: View, second: View) -> Pitch | None:
 
 
 def _merge_dims(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
-    """(extent, stride in each view) by dimension, without those of extent 1, neighbours merged where all allow it."""
+    """(extent, stride in each view) by dimension. Skips extents of 1, and merges neighbours where all views allow it."""
     merged: list[tuple[int, tuple[int, ...]]] = []
     for dim, extent in enumerate(views[0].shape):
         if extent == 1:
@@ -280,8 +280,8 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def overlapping_pair(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Indices of two boxes of one tensor that share an element, or None if all are disjoint.
 
-    A sweep along the dimension that separates the boxes best: a box is compared only with those whose ranges in
-    that dimension are still open. No element is visited.
+    Sweeps along the dimension that separates the boxes best: a box is compared only with those whose ranges in that
+    dimension are still open. No element is visited.
     """
     if len(boxes) < 2:
         return None
@@ -304,7 +304,7 @@ def overlapping_pair(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def subtract(whole: Box, holes: Iterable[Box]) -> list[Box]:
-    """What is left of ``whole`` outside ``holes``, as disjoint boxes."""
+    """The part of ``whole`` outside ``holes``, as disjoint boxes."""
     rest = [whole]
     for hole in holes:
         remaining: list[Box] = []
@@ -313,7 +313,7 @@ def subtract(whole: Box, holes: Iterable[Box]) -> list[Box]:
             if common is None:
                 remaining.append(box)
                 continue
-            core = box  # shrinks to the common region, dimension by dimension; what it loses is left over
+            core = box  # shrinks to the common region, dimension by dimension; what is cut off remains
             for dim in range(len(box.start)):
                 if core.start[dim] < common.start[dim]:
                     remaining.append(core.with_range(dim, core.start[dim], common.start[dim]))
@@ -337,7 +337,7 @@ def coalesce(boxes: Iterable[Box]) -> list[Box]:
 
 
 def _join_line(line: list[Box], dim: int) -> Iterator[Box]:
-    """Joins boxes that differ in dimension ``dim`` only, where one ends as the next begins."""
+    """Joins boxes that differ only in dimension ``dim``, where one ends as the next begins."""
     line = sorted(line, key=lambda box: box.start[dim])
     current = line[0]
     for box in line[1:]:

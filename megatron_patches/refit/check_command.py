@@ -27,11 +27,11 @@ from megatron_patches.refit.session import RefitSession
 
 
 class Samples(msgspec.Struct):
-    """What an engine has written.
+    """Text that an engine has generated.
 
     Attributes:
         tokens: ``[samples, prompt + answer]``.
-        log_probabilities: of the tokens of the answers, as the engine drew them.
+        log_probabilities: log-probabilities of the answers' tokens, as the engine sampled them.
     """
 
     tokens: list[list[int]]
@@ -43,12 +43,12 @@ class Agreement:
     """How a trainer's log-probabilities of an engine's samples differ from the engine's own.
 
     Attributes:
-        tokens: how many were compared.
-        kl: estimate of KL(engine || trainer) in nats a token: the mean of ``r - 1 - log r``, where r is the ratio of
-            the trainer's probability to the engine's. Unbiased, and never negative
+        tokens: number of tokens compared.
+        kl: estimate of KL(engine || trainer) in nats per token: the mean of ``r - 1 - log r``, where r is the ratio of the
+            trainer's probability to the engine's. Unbiased and never negative
             (http://joschu.net/blog/kl-approx.html, k3).
-        mean: of the absolute difference of log-probabilities.
-        largest: the same of any token.
+        mean: mean absolute difference of log-probabilities.
+        largest: largest absolute difference.
     """
 
     tokens: int
@@ -119,7 +119,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, first: bool) -> dict[str, tuple[Agreement, Agreement]]:
-    """How each engine and the trainer agree, before and after a push."""
+    """The agreement of each engine with the trainer, before and after a push."""
     directory = checkpoint_model.directory_of(options)
     timeout_s = options.timeout_minutes * 60
     settings = push_flags.options_from(options, timeout_s, timeout_flag="timeout-minutes")
@@ -139,7 +139,7 @@ def _check(options: argparse.Namespace, first: bool) -> dict[str, tuple[Agreemen
 
 
 def _agreement(server: HttpCalls, model: CheckpointModel, options: argparse.Namespace) -> Agreement:
-    """How the model agrees with a server about what that writes. Collective."""
+    """The model's agreement with a server on the server's samples. Collective."""
     exchange = default_exchange()
     samples = on_first(exchange, partial(_ask, server, model.vocab_size, options))
     scores = log_probabilities(model.chunks, torch.tensor(samples.tokens))
@@ -150,10 +150,10 @@ def _agreement(server: HttpCalls, model: CheckpointModel, options: argparse.Name
 
 
 def _ask(server: HttpCalls, vocab_size: int, options: argparse.Namespace) -> Samples:
-    """Samples of a server, from the model's own distribution.
+    """Samples from a server, drawn from the model's own distribution.
 
     Raises:
-        RefitError: if it does not answer, or refuses such requests.
+        RefitError: if the server does not answer, or refuses such requests.
     """
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(vocab_size, (options.samples, options.prompt_tokens), generator=generator).tolist()
@@ -169,7 +169,7 @@ def _ask(server: HttpCalls, vocab_size: int, options: argparse.Namespace) -> Sam
             "logprobs": 0,
             "return_token_ids": True,
             "ignore_eos": True,
-            # All that a model's generation_config.json may set.
+            # Every setting that a model's generation_config.json may change.
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,

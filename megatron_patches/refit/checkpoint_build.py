@@ -1,6 +1,6 @@
 """Builds the model of a checkpoint's arguments with Megatron's own builders, at other parallel sizes.
 
-The model holds weights alone: no optimizer, no data, no gradient buffers.
+The model has only weights: no optimizer, no data, no gradient buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_patches.refit.errors import ExportError
 if TYPE_CHECKING:
     import torch
 
-# How a model of these weights is trained, not what it is: the value that asks for nothing.
+# Settings that affect training but not the model, each with its neutral value.
 _NOT_TRAINED: dict[str, object] = {
     "pipeline_model_parallel_layout": None,
     "account_for_embedding_in_pipeline_split": False,
@@ -63,11 +63,11 @@ def build_chunks(args: argparse.Namespace, sizes: ParallelSizes) -> list[torch.n
     """This rank's part of the model, not yet loaded.
 
     Args:
-        args: saved in the checkpoint; they are changed to what is built.
-        sizes: how the model is spread; Megatron's groups must have been made for them.
+        args: arguments saved in the checkpoint; changed to those of the model that is built.
+        sizes: parallel sizes; Megatron's groups must have been made for them.
 
     Returns:
-        One module a virtual pipeline stage, wrapped for bf16 or fp16 if the run was.
+        One module per virtual pipeline stage, wrapped for bf16 or fp16 if the run was.
 
     Raises:
         ExportError: if Megatron refuses to build it.
@@ -104,7 +104,7 @@ def build_chunks(args: argparse.Namespace, sizes: ParallelSizes) -> list[torch.n
 
 
 def _ask_for_weights_alone(args: argparse.Namespace, sizes: ParallelSizes) -> None:
-    """Changes the saved arguments to what a model that is only exported needs, at the sizes that it has here."""
+    """Changes the saved arguments to those that a model needs that is only exported, at the given sizes."""
     import torch
 
     from megatron_patches import cpu
@@ -135,22 +135,22 @@ def _ask_for_weights_alone(args: argparse.Namespace, sizes: ParallelSizes) -> No
         cpu.set_required_arguments(args)
     if args.hybrid_layer_pattern is not None:
         args.hybrid_layer_pattern = _staged(main_pattern(args.hybrid_layer_pattern), sizes)
-        # The pattern says it, and Megatron wants to be told once.
+        # The pattern already contains these, and Megatron rejects both.
         args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
 
 
 def _staged(layers: str, sizes: ParallelSizes) -> str:
-    """A hybrid's layers with Megatron's mark between the chunks of pipeline stages."""
+    """A hybrid model's layers, with Megatron's separator between the chunks of pipeline stages."""
     ends = accumulate(sizes.chunk_layers(len(layers)), initial=0)
     return "|".join(layers[low:high] for low, high in pairwise(ends))
 
 
 @contextlib.contextmanager
 def _attention_that_can_be_built(config: Any) -> Iterator[None]:
-    """Lets a model of multi-latent attention be built where Transformer Engine is not installed.
+    """Allows building a model with multi-latent attention where Transformer Engine is not installed.
 
-    Megatron's own product of query, key and value takes no heads whose keys are wider than their values, so that not
-    even the parameters around it could be created. It has none itself, and nothing is computed here.
+    Megatron's own attention product supports no heads whose keys are wider than their values, so that the parameters
+    around it could not be created either. The product has no parameters, and nothing is computed here.
     """
     if not config.multi_latent_attention or config.transformer_impl != "local":
         yield
@@ -159,9 +159,9 @@ def _attention_that_can_be_built(config: Any) -> Iterator[None]:
     from megatron.core.models.backends import LocalSpecProvider
 
     class ProductLeftOut(torch.nn.Module):
-        """The place of a product that is never computed."""
+        """Replaces a product that is never computed."""
 
-        def __init__(self, **settings: object) -> None:  # noqa: ARG002 - those of the product
+        def __init__(self, **settings: object) -> None:  # noqa: ARG002  - settings of the product
             super().__init__()
 
     original = LocalSpecProvider.core_attention

@@ -36,9 +36,9 @@ class CheckpointModel:
     """A loaded model.
 
     Attributes:
-        chunks: this rank's part, one module a virtual pipeline stage.
-        vocab_size: tokens, without padding.
-        iteration: steps that the weights have seen; 0 where the checkpoint's folder does not say.
+        chunks: this rank's part, one module per virtual pipeline stage.
+        vocab_size: number of tokens, without padding.
+        iteration: training steps of the weights; 0 if neither arguments nor directory name say.
     """
 
     chunks: list[torch.nn.Module]
@@ -47,11 +47,11 @@ class CheckpointModel:
 
 
 def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
-    """Adds what says which checkpoint, and how to shard it.
+    """Adds the options that select a checkpoint and its sharding.
 
     Args:
-        parser: of the command.
-        while_doing: "exporting", for the help.
+        parser: parser of the command.
+        while_doing: verb for the help, such as "exporting".
     """
     parser.add_argument("--load", type=Path, required=True, help="directory that Megatron's --save wrote")
     parser.add_argument("--iteration", type=int, help="which iteration; the latest by default")
@@ -63,10 +63,10 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
 
 
 def _tokens(text: str) -> int:
-    """A number of tokens.
+    """Parses a number of tokens.
 
     Raises:
-        argparse.ArgumentTypeError: if it is none.
+        argparse.ArgumentTypeError: if it is not positive.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of tokens")
@@ -74,10 +74,10 @@ def _tokens(text: str) -> int:
 
 
 def _minutes(text: str) -> float:
-    """A time that a process can wait.
+    """Parses a timeout in minutes.
 
     Raises:
-        argparse.ArgumentTypeError: if it is none.
+        argparse.ArgumentTypeError: if it is not positive, or too long.
     """
     try:
         minutes = float(text)
@@ -92,16 +92,16 @@ def _minutes(text: str) -> float:
 def loaded(
     options: argparse.Namespace, directory: Path, progress: Progress, check: Callable[[int], None] = lambda _: None
 ) -> Iterator[CheckpointModel]:
-    """Builds the model and loads its weights; takes the process groups down afterwards.
+    """Builds the model and loads its weights; destroys the process groups afterwards.
 
     Args:
-        options: with what :func:`add_options` added.
-        directory: of the iteration, from :func:`directory_of`.
-        progress: told of the phase.
-        check: raises a RefitError if what is to be done with the model does not fit its number of tokens.
+        options: the options of :func:`add_options`.
+        directory: directory of the iteration, from :func:`directory_of`.
+        progress: receives the phase.
+        check: raises a RefitError if the vocabulary size does not suit the planned use of the model.
 
     Raises:
-        RefitError: on any mistake of the user's or failure of the machine, with one line that says which.
+        RefitError: on any user error or machine failure, with one line that names it.
     """
     sizes = ParallelSizes.from_options(options)
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
@@ -120,7 +120,7 @@ def loaded(
         check(vocab_size)
         chunks = build_chunks(args, sizes)
         exchange = default_exchange()
-        # What has no form outside of Megatron is refused before the weights are read.
+        # Refuse unsupported models before the weights are read.
         together(exchange, f"describing {directory}", lambda: describe_rank(chunks, vocab_size, exchange.rank, None))
         load_weights(chunks, directory)
         yield CheckpointModel(chunks, vocab_size, int(getattr(args, "iteration", 0) or _number(directory)))
@@ -130,7 +130,7 @@ def directory_of(options: argparse.Namespace) -> Path:
     """The iteration's directory.
 
     Raises:
-        RefitError: if there is none.
+        RefitError: if it does not exist.
     """
     return find_iteration(options.load, options.iteration)
 

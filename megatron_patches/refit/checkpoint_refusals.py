@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from megatron_patches.refit.errors import UnsupportedModelError
 
 _NO_FORM = "train without it: no Hugging Face architecture that is written here has it"
-# Of Megatron's arguments: name, flag, way out. All are unset in a model that can be built.
+# Megatron's arguments: name, flag, remedy. A model that can be built has none of them set.
 _SETTINGS: Sequence[tuple[str, str, str]] = (
     ("yaml_cfg", "--yaml-cfg", "train with flags: the file replaces the arguments that the model is built from"),
     ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path", _NO_FORM),
@@ -27,13 +27,13 @@ _SETTINGS: Sequence[tuple[str, str, str]] = (
 
 
 def refuse_unbuildable(args: argparse.Namespace) -> None:
-    """Raises if the model of these arguments cannot be built here, before anything of it is.
+    """Raises if the model of these arguments cannot be built, before any of it is built.
 
     Args:
-        args: saved in the checkpoint.
+        args: arguments saved in the checkpoint.
 
     Raises:
-        UnsupportedModelError: naming each setting, its value and the way out.
+        UnsupportedModelError: with each setting, its value and the remedy.
     """
     found = [*_set_clauses(args), *_spec_clauses(args), *_latent_clauses(args), *_hybrid_clauses(args)]
     if found:
@@ -48,7 +48,7 @@ def _set_clauses(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _spec_clauses(args: argparse.Namespace) -> Iterator[str]:
-    """Megatron builds another model, without a word, where it cannot import the layers that it was told to."""
+    """Megatron silently builds another model if it cannot import the layers of --spec, so this checks the import."""
     spec = getattr(args, "spec", None)
     if not spec:
         return
@@ -81,7 +81,7 @@ def _hybrid_clauses(args: argparse.Namespace) -> Iterator[str]:
         yield f"--hybrid-layer-pattern {pattern}: train without multi-token prediction, which NemotronH does not have"
     spec = getattr(args, "spec", None)
     if spec and not spec[0].startswith("megatron."):
-        return  # layers of the user's own
+        return  # the user's own layers
     needed = ["transformer_engine", *(["mamba_ssm"] if "M" in pattern else [])]
     missing = [name for name in needed if not _importable(name)]
     if missing:

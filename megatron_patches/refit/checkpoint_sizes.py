@@ -12,18 +12,18 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """Sizes of the parallel axes; what is left of the world holds replicas.
+    """Sizes of the parallel axes. The rest of the world holds replicas.
 
     Attributes:
         tensor: tensor-parallel size.
-        pipeline: pipeline stages.
-        chunks: model chunks on each stage: virtual pipeline stages.
+        pipeline: number of pipeline stages.
+        chunks: model chunks per stage (virtual pipeline stages).
         etp: extended-tensor-parallel size.
         expert: expert-parallel size.
         expert_tensor: tensor-parallel size of experts; None for that of the other layers, as in Megatron.
         expert_etp: extended-tensor-parallel size of experts.
         first: layers on the first pipeline stage; None for as many as on the others.
-        last: layers on the last pipeline stage; None alike.
+        last: layers on the last pipeline stage; None for as many as on the others.
     """
 
     tensor: int = 1
@@ -38,11 +38,11 @@ class ParallelSizes:
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser, while_doing: str) -> None:
-        """Adds the flags, which have the names that they have in a training.
+        """Adds the flags, with the same names as in training.
 
         Args:
-            parser: of the command.
-            while_doing: "exporting", for the help.
+            parser: parser of the command.
+            while_doing: verb for the help, such as "exporting".
         """
         for name, flag in FLAGS.items():
             default = cls.__dataclass_fields__[name].default
@@ -52,19 +52,19 @@ class ParallelSizes:
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> ParallelSizes:
-        """What was parsed by the flags of :meth:`add_options`."""
+        """The sizes from the flags of :meth:`add_options`."""
         return cls(**{name: getattr(options, name) for name in FLAGS})
 
     @property
     def experts_tensor(self) -> int:
-        """Tensor-parallel size of experts, in number."""
+        """Tensor-parallel size of experts as a number."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     def check(self, world_size: int) -> None:
-        """Whether ``world_size`` processes can be divided so.
+        """Checks that ``world_size`` processes can be divided this way.
 
         Raises:
-            ExportError: if not.
+            ExportError: if they cannot.
         """
         for name, flag in FLAGS.items():
             value = getattr(self, name)
@@ -91,13 +91,13 @@ class ParallelSizes:
             )
 
     def check_model(self, args: argparse.Namespace) -> None:
-        """Whether the model of a checkpoint can be divided so.
+        """Checks that the model of a checkpoint can be divided this way.
 
         Args:
-            args: saved in the checkpoint.
+            args: arguments saved in the checkpoint.
 
         Raises:
-            ExportError: naming every setting that does not divide, both numbers and the way out.
+            ExportError: with every setting that does not divide, both numbers and the remedy.
         """
         found = [*self._expert_clauses(args), *self._division_clauses(args)]
         try:
@@ -110,10 +110,10 @@ class ParallelSizes:
             raise ExportError("cannot spread this model: " + "; ".join(found))
 
     def chunk_layers(self, num_layers: int) -> list[int]:
-        """Layers of each model chunk, in the order of the layers: the first chunk of every stage, then the second...
+        """Layers of each model chunk, in layer order: the first chunk of every stage, then the second, and so on.
 
         Raises:
-            ValueError: if the layers cannot be divided so.
+            ValueError: if the layers cannot be divided this way.
         """
         mesh = TrainerMesh(pp=self.pipeline, first=self.first or 0, last=self.last or 0)
         stages = mesh.stage_layers(num_layers)
@@ -134,7 +134,7 @@ class ParallelSizes:
             yield self._undivided("--num-experts", experts, "expert", self.expert)
 
     def _division_clauses(self, args: argparse.Namespace) -> Iterator[str]:
-        """What Megatron cuts into equal parts over tensor-parallel ranks."""
+        """Checks the dimensions that Megatron divides equally over tensor-parallel ranks."""
         cut = [("--num-attention-heads", "num_attention_heads"), ("--ffn-hidden-size", "ffn_hidden_size")]
         if getattr(args, "num_experts", None) is not None:
             cut.append(("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"))
@@ -183,7 +183,7 @@ _HELP = {
 
 
 def number_of_layers(args: argparse.Namespace) -> int:
-    """Layers of a saved model, those that predict further tokens left out."""
+    """Number of layers of a saved model, without multi-token prediction."""
     pattern: str | None = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         return int(args.num_layers)
@@ -191,5 +191,5 @@ def number_of_layers(args: argparse.Namespace) -> int:
 
 
 def main_pattern(pattern: str) -> str:
-    """A hybrid's layers by their letters, without the marks of pipeline stages and without what follows them."""
+    """A hybrid model's layers as letters, without pipeline separators and multi-token prediction."""
     return pattern.partition("/")[0].replace("|", "")

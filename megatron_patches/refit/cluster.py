@@ -23,7 +23,7 @@ class Hosts:
 
     Attributes:
         ranks_per_host: consecutive ranks of a side that share a machine.
-        colocated: whether rank 0 of both sides, and all others, share machines; else no machine has both.
+        colocated: whether equal ranks of both sides share a machine; otherwise no machine has ranks of both sides.
     """
 
     ranks_per_host: int = 8
@@ -56,7 +56,7 @@ class Cluster:
         """The whole plan, or the part of one rank.
 
         Raises:
-            RefitError: if the two sides do not fit together, or there is no such rank.
+            RefitError: if the two sides do not match, or the rank does not exist.
         """
         if part is None:
             return make_plan(self.tensors, self.sources, self.destinations, options)
@@ -72,7 +72,7 @@ def describe_cluster(
     """Describes every rank of both sides.
 
     Raises:
-        RefitError: if a mesh does not fit the model; names axis and size. If the engine's layout lacks a tensor.
+        RefitError: if a mesh does not fit the model (names axis and size), or the engine's layout lacks a tensor.
     """
     sources = [
         trainer_manifest(family, trainer, rank, options, hosts.name("trainer", rank)) for rank in range(trainer.size)
@@ -105,21 +105,22 @@ def _check_dtypes(dtypes: Mapping[str, str], destinations: Sequence[Manifest]) -
 
 
 def trainer_mesh(text: str) -> TrainerMesh:
-    """The mesh that ``tp=2,etp=2,pp=2`` describes; what is not named is 1.
+    """The mesh that ``tp=2,etp=2,pp=2`` describes; axes that are not named are 1.
 
     Raises:
-        ValueError: if the text or the mesh cannot be.
+        ValueError: if the text or the mesh is invalid.
     """
     return TrainerMesh(**_sizes(text, tuple(item.name for item in fields(TrainerMesh))))
 
 
 def engine_mesh(text: str) -> EngineMesh:
-    """The mesh that ``tp=4,ep=4,dp=1`` describes; what is not named is 1.
+    """The mesh that ``tp=4,ep=4,dp=1`` describes; axes that are not named are 1.
 
-    Experts lie whole on the ranks of ``tp x dp``, so ``ep`` is that product, or 1 where they are cut.
+    With expert parallelism, each expert lies whole on one of the ``tp x dp`` ranks, so ``ep`` must be that product.
+    Without it, experts are cut and ``ep`` is 1.
 
     Raises:
-        ValueError: if the text or the mesh cannot be.
+        ValueError: if the text or the mesh is invalid.
     """
     sizes = _sizes(text, ("tp", "pp", "dp", "ep"))
     experts = sizes.pop("ep", 1)

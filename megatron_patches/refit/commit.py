@@ -13,7 +13,7 @@ from megatron_patches.refit.exchange import describe_error
 
 
 class Pauses:
-    """Pauses of engines.
+    """Tracks which engines are paused and for how long.
 
     Args:
         mode: what happens to requests in flight.
@@ -21,7 +21,7 @@ class Pauses:
 
     def __init__(self, mode: PauseMode) -> None:
         self._mode = mode
-        # By engine, each written by the one thread that is at work on it.
+        # By engine. Each entry is written only by the thread that works on that engine.
         self._since: dict[int, float] = {}
         self._lasted: dict[int, float] = {}
 
@@ -36,7 +36,7 @@ class Pauses:
         return max(self._lasted.values(), default=0.0)
 
     def begin_push(self) -> None:
-        """Reset the recorded pauses at the start of a push."""
+        """Resets the recorded pauses at the start of a push."""
         self._lasted.clear()
 
     def begin_all(self, engines: Sequence[EngineClient]) -> None:
@@ -58,10 +58,10 @@ class Pauses:
             raise of_engines([*failures, *stuck])
 
     def begin(self, engine: EngineClient) -> None:
-        """Pauses one, if it is not.
+        """Pauses an engine unless it is paused already.
 
         Raises:
-            RefitError: if that fails.
+            RefitError: if pausing fails.
         """
         if id(engine) not in self._since:
             since = time.perf_counter()
@@ -69,10 +69,10 @@ class Pauses:
             self._since[id(engine)] = since
 
     def end(self, engine: EngineClient, *, reset_cache: bool) -> None:
-        """Resumes one, if it is paused.
+        """Resumes an engine if it is paused.
 
         Raises:
-            RefitError: if that fails.
+            RefitError: if resuming fails.
         """
         since = self._since.pop(id(engine), None)
         if since is not None:
@@ -82,7 +82,7 @@ class Pauses:
                 self._lasted[id(engine)] = time.perf_counter() - since
 
     def forget(self, engine: EngineClient) -> None:
-        """Leaves one paused."""
+        """Leaves an engine paused."""
         self._since.pop(id(engine), None)
 
 
@@ -92,14 +92,14 @@ def on_each[E: EngineClient](engines: Sequence[E], work: Callable[[E], None]) ->
     Terminates because every call of an engine has a timeout; see :class:`EngineClient`.
 
     Returns:
-        Of each engine that failed: its name, which others may have as well, and why.
+        For each engine that failed: its name, which need not be unique, and the error.
     """
     failures: list[tuple[str, Exception]] = []
 
     def run(engine: E) -> None:
         try:
             work(engine)
-        except Exception as error:  # noqa: BLE001 - the caller's to raise, for all engines together
+        except Exception as error:  # noqa: BLE001  - the caller raises one error for all engines
             failures.append((engine.name, error))
 
     threads = [
@@ -113,7 +113,7 @@ def on_each[E: EngineClient](engines: Sequence[E], work: Callable[[E], None]) ->
 
 
 def of_engines(failures: Iterable[tuple[str, Exception]]) -> PartyFailedError:
-    """One error for those of several engines, each for its own fault or, if it says so, for others'."""
+    """One error for the failures of several engines. A failure that names other engines as culprits blames those."""
     culprits: set[str] = set()
     reasons: list[str] = []
     for name, error in failures:
@@ -123,17 +123,17 @@ def of_engines(failures: Iterable[tuple[str, Exception]]) -> PartyFailedError:
 
 
 class Commit:
-    """The engines' commit of one version, in a thread of its own; nothing to do on ranks without engines.
+    """The engines' commit of one version, in its own thread. Does nothing on ranks without engines.
 
     Args:
-        version: its number.
-        engines: on the first rank, all; elsewhere none.
-        pauses: theirs.
+        version: number of the version.
+        engines: all engines on the first rank; none on other ranks.
+        pauses: the engines' pauses.
         received: waits until every engine has ended the call in which it receives the version; raises RefitError if one
             could not be reached.
-        confirm: waits for the workers' word that they serve it; raises PartyFailedError with the reasons of others.
-        in_place: whether the engines are paused already, and workers receive in the memory that serves.
-        timeout_s: seconds that one engine may take.
+        confirm: waits until the workers report that they serve it; raises PartyFailedError with others' reasons.
+        in_place: whether engines are already paused and workers receive into serving memory.
+        timeout_s: timeout of one engine, in seconds.
     """
 
     def __init__(
@@ -156,31 +156,31 @@ class Commit:
         self._thread = threading.Thread(target=self._run, name=f"refit-commit-{version}", daemon=True)
 
     def start(self) -> None:
-        """Begins it."""
+        """Starts the commit."""
         self._thread.start()
 
     @property
     def under_way(self) -> bool:
-        """Whether it has begun and not ended: engines may still pause and resume because of it."""
+        """Whether the commit is running: it may still pause and resume engines."""
         return self._thread.is_alive()
 
     def give_up(self) -> list[tuple[str, Exception]]:
-        """Instead of committing: resumes paused engines with the old weights.
+        """Resumes paused engines with the old weights instead of committing.
 
         Returns:
-            Of each engine that stays paused: its name, and why.
+            For each engine that stays paused: its name and the error.
         """
         if not self._in_place:
             return []
-        with suppress(RefitError):  # known already
+        with suppress(RefitError):  # reported already
             self._received()
         return on_each(self._engines, lambda engine: self._settle(engine, asked=False))
 
     def check(self) -> None:
-        """Waits for the end of the commit.
+        """Waits until the commit has ended.
 
         Raises:
-            PartyFailedError: if it failed, or does not end.
+            PartyFailedError: if it failed or did not end in time.
         """
         self._thread.join(self._timeout_s * (1 + len(self._engines)))
         if self.under_way:
@@ -206,7 +206,7 @@ class Commit:
             self._failure = PartyFailedError(message, engines)
 
     def _commit(self, engine: EngineClient) -> None:
-        # Workers still put the weights together, in the call in which they have received them, while requests end.
+        # Pausing runs in parallel with the call in which workers receive and assemble the weights.
         self._pauses.begin(engine)
         asked = False
         try:
@@ -224,11 +224,11 @@ class Commit:
 
         Args:
             engine: the engine.
-            asked: whether it was asked to commit. If only its answer failed to come it serves the new weights, and
-                what the old ones left in its cache must go; and if it could not put the old ones back it serves none.
+            asked: whether it was asked to commit. If only its answer was lost, it serves the new weights, and cache
+                entries of the old ones must go. If it could not restore the old weights, it serves none.
 
         Raises:
-            RefitError: if it does not answer; it stays paused where it might serve a mixture.
+            RefitError: if it does not answer; it then stays paused, because it might serve a mixture.
         """
         if self._in_place or asked:
             try:

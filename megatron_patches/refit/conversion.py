@@ -1,7 +1,7 @@
 """Rules by which a destination converts elements from the trainer's form into its own.
 
-A rule is what the engine's own loader does to each element on the way from a checkpoint, operation by operation. It is
-data: recorded on the destination, compared by all parties, and replayed there (``target/replay.py``).
+A rule lists, operation by operation, what the engine's own loader does to each element of a checkpoint. Rules are data:
+the destination records them, all parties compare them, and the destination replays them (``target/replay.py``).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from megatron_patches.refit.dtypes import holds
 
 CONVERT = "to"
-"""The operation that changes the element type and nothing else."""
+"""The operation that only changes the dtype."""
 
 Scalar = bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation on each element by itself.
+    """One elementwise operation.
 
     Attributes:
         operation: :data:`CONVERT`, or name and overload of an ATen operation, such as ``exp.default``.
-        dtype: torch's name of the element type of its result.
-        arguments: what the operation takes after the elements.
-        named: what it takes by name, in the order of names.
+        dtype: torch's name of the result's dtype.
+        arguments: positional arguments after the elements.
+        named: keyword arguments, sorted by name.
     """
 
     operation: str
@@ -42,14 +42,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of the elements of a storage: each goes, changed, to the same index of another.
+    """How the elements of a storage are converted: each goes to the same index of another memory.
 
     Attributes:
-        target: name of the memory that they end up in; as long as the storage.
-        steps: at least one; their last result has the type that ``target`` keeps.
+        target: name of the memory that receives the results; as long as the storage.
+        steps: at least one; the last result has the dtype of ``target``.
 
     Raises:
-        ValueError: without steps.
+        ValueError: if there are no steps.
     """
 
     target: str
@@ -61,13 +61,13 @@ class Rule:
 
     @property
     def dtype(self) -> str:
-        """Element type of ``target``."""
+        """Dtype of ``target``."""
         return self.steps[-1].dtype
 
     def narrowed_to(self, dtype: str) -> str | None:
-        """The first type on the way that cannot hold every value of ``dtype``, or None: such a rule loses nothing.
+        """The first dtype of the steps that cannot hold every value of ``dtype``; None if the rule loses nothing.
 
-        Rounding of what an operation computed is no loss of what was sent: the types are held against ``dtype``.
+        Only dtypes are compared: rounding of an operation's result is not a loss of what was sent.
         """
         return next((step.dtype for step in self.steps if not holds(step.dtype, dtype)), None)
 
@@ -82,8 +82,8 @@ class Conversion:
     Attributes:
         rank: the destination.
         storage: name of the storage that elements arrive in.
-        dtype: their type there, which is the trainer's.
-        rule: what becomes of them.
+        dtype: their dtype there, which is the trainer's.
+        rule: how they are converted.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What the trainer shows to servers: the secret that they share with it, and headers for proxies in between."""
+"""What the trainer sends to servers to authenticate: the shared secret, and headers for proxies in between."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _OURS = frozenset({HEADER, "host", "connection", "content-length", "content-type
 
 @dataclass(frozen=True)
 class Credentials:
-    """Where the trainer's first rank finds what it shows. Files are read at each call, so a new secret takes effect.
+    """Where the trainer's first rank finds its credentials. Files are read at each call, so a new secret takes effect.
 
     Attributes:
-        secret_file: holds the secret; None for what :mod:`megatron_patches.refit.secret` finds.
-        headers_file: holds further headers, one ``Name: value`` a line; None for none.
+        secret_file: file with the secret; None for what :mod:`megatron_patches.refit.secret` finds.
+        headers_file: file with further headers, one ``Name: value`` per line; None for none.
     """
 
     secret_file: Path | None = None
     headers_file: Path | None = None
 
     def headers(self) -> dict[str, str]:
-        """The headers of a request. With ``VLLM_API_KEY`` set, the key is among them, unless the file has another.
+        """The headers of a request. They include the key in ``VLLM_API_KEY``, if set, unless the file authorizes itself.
 
         Raises:
-            RefitError: if a file cannot be read, or holds something else.
+            RefitError: if a file cannot be read or is malformed.
         """
         found = {} if self.headers_file is None else _read_headers(self.headers_file)
         key = os.environ.get(API_KEY_VARIABLE)
@@ -43,7 +43,7 @@ class Credentials:
         return found if secret is None else {**found, HEADER: secret.value}
 
     def describe(self) -> str:
-        """Which secret is shown, for the message of a server that knows another one."""
+        """Which secret is sent, for the error message if a server has another one."""
         try:
             secret = read_secret(self.secret_file)
         except RefitError as error:
@@ -57,7 +57,7 @@ HOW_TO_SHARE = (
     "the server's log says where its secret is; give the same to the trainer, as a file (--refit-secret-file, or "
     f"--secret-file of 'refit push', or {FILE_VARIABLE}) or as {VALUE_VARIABLE}"
 )
-"""What to do if a server knows another secret."""
+"""What to do if a server has another secret."""
 
 
 def _read_headers(path: Path) -> dict[str, str]:
@@ -73,7 +73,7 @@ def _read_headers(path: Path) -> dict[str, str]:
         name, colon, value = line.partition(":")
         name, value = name.strip(), value.strip()
         if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-            raise RefitError(f"{path}, line {number}: a header is like 'X-Route: trainer-7'")  # its value may be secret
+            raise RefitError(f"{path}, line {number}: a header is like 'X-Route: trainer-7'")  # the value may be secret
         if name.lower() in _OURS:
             raise RefitError(f"{path}, line {number}: the header {name} is set by refit itself; take it out")
         found[name] = value

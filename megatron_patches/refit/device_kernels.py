@@ -1,8 +1,7 @@
 """The Triton kernel that copies many strided boxes between memory and a packet, and digests them in the same pass.
 
-One launch serves all boxes of a packet that need the same variant, or all of a model: what a launch costs the host is
-what a single box would. Imported only where there is Triton. It runs on the current stream; under
-``TRITON_INTERPRET=1`` on a CPU as well.
+One launch serves all boxes of a packet, or of a model, that need the same variant, so many boxes cost the host as much
+as one. Imported only if Triton is installed. It runs on the current stream, and on a CPU under ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ _DO_UNPACK = tl.constexpr(int(Move.UNPACK))
 
 @triton.jit
 def _odd_hash(index):  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton compiles it for what it is given
-    # splitmix64, forced odd; unsigned, so that products wrap and shifts bring zeros.
+    # splitmix64, forced odd. Unsigned, so that products wrap and shifts fill with zeros.
     x = (index + 1) * _GOLDEN
     x = (x ^ (x >> 30)) * _MIX1
     x = (x ^ (x >> 27)) * _MIX2
     return ((x ^ (x >> 31)) | 1).to(tl.int64)
 
 
-# Without annotations: Triton takes them for types of its own.
+# No annotations: Triton would interpret them.
 @triton.jit
 def _move_boxes(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel; branches are compiled away
     values,
@@ -92,7 +91,7 @@ def _move_boxes(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel; 
     step0 = tl.load(entry + _STEP0)
     step1 = tl.load(entry + _STEP1)
     step2 = tl.load(entry + _STEP2)
-    if vector > 1:  # what the host has checked lets the compiler read 16 bytes at a time
+    if vector > 1:  # the host has checked this, so the compiler can read 16 bytes at a time
         values_at = tl.multiple_of(values_at, vector)
         packed_at = tl.multiple_of(packed_at, vector)
         columns = tl.multiple_of(columns, vector)
@@ -117,7 +116,7 @@ def _move_boxes(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel; 
             at1 = (row // extent2) % extent1
             at0 = row // extent2 // extent1
             begin = values_at + at0 * step0 + at1 * step1 + at2 * step2
-        else:  # 64-bit divisions would take longer than all the rest
+        else:  # 64-bit divisions would take longer than everything else
             begin = values_at + row * step2
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         if vector > 1:
@@ -156,12 +155,12 @@ def move_boxes(
 
     Args:
         move: what to do.
-        shape: which variant the entries need.
-        values: tensor from whose beginning places in memory count, in elements; boxes may lie outside of it, before
-            or behind.
-        packed: the packet, a tensor of bytes; anything for a digest.
+        shape: variant that the entries need.
+        values: tensor whose start is the origin of places in memory, counted in elements; boxes may lie outside the
+            tensor, before or after it.
+        packed: the packet, a byte tensor; ignored for a digest.
         table: int64, the entries.
-        tiles: int32, the tiles; one program for each.
+        tiles: int32, the tiles, with one program for each.
         digests: int64; sums wrap.
     """
     element = _TYPES[shape.width]

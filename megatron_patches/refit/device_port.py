@@ -1,7 +1,7 @@
 """Boxes in torch tensors: packed, unpacked and digested on their own device.
 
-On CUDA, work is put into a stream of the port's own and is under way when a method returns. A payload that lies on
-the host passes through one buffer on the device, leased from the party's pool, so that it crosses in one piece.
+On CUDA, work is queued on the port's own stream and may still be running when a method returns. A payload on the host
+passes through one buffer on the device, leased from the party's pool, so that it crosses in one piece.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from megatron_patches.refit.staging import Lease, StagingPool
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
-_VECTOR_BYTES = 16  # what the kernel reads at a time where all is aligned to it
+_VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned to it
 
 
 @dataclass
 class _Compiled:
-    """A batch as the kernel takes it.
+    """A batch in the form that the kernel takes.
 
     Attributes:
-        names: the storages that it lies in.
-        form: what it is valid for: their sizes and types, and how far they and payloads are from multiples of 16 bytes.
-        parts: each launch, with places that count from the beginnings of storages.
-        tiles: of each launch.
-        addresses: of the storages, for which ``tables`` are.
-        tables: of each launch.
+        names: storages of the batch.
+        form: what the batch is valid for: the storages' sizes and dtypes, and the alignment of storages and payload to
+            16 bytes.
+        parts: one per launch, with places relative to the start of the storages.
+        tiles: one tensor per launch.
+        addresses: addresses of the storages that ``tables`` are made for.
+        tables: one tensor per launch.
     """
 
     names: Sequence[str]
@@ -57,12 +58,12 @@ class DevicePort:
 
     Args:
         memory: the storages by name, flat tensors whose elements are as wide as the manifest says.
-        where: whose they are, for messages: "source rank 3".
-        pool: from which the buffer for payloads on the host is leased; None if there will be none.
-        kernels: whether to use Triton's kernel; None for wherever there is Triton and a GPU.
+        where: owner of the storages, for messages, such as "source rank 3".
+        pool: pool of the buffer for payloads on the host; None if there are none.
+        kernels: whether to use the Triton kernel; None to use it where Triton and a GPU are available.
 
     Raises:
-        TransferError: if they lie on several devices.
+        TransferError: if the storages are on several devices.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class DevicePort:
         return self._stream is not None
 
     def renew(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """See :class:`megatron_patches.refit.ports.Port`; waits for what the caller's stream has to do."""
+        """See :class:`megatron_patches.refit.ports.Port`; waits for the work on the caller's stream."""
         if _device_of(memory, self._where) != self._device:
             raise TransferError(f"the storages on {self._where} have moved from {self._device} to another device")
         self._memory = memory
@@ -106,8 +107,8 @@ class DevicePort:
             for name, storage in memory.items()
         }
         if self._stream is not None:
-            # What was computed there, such as the optimizer's step, comes first; and memory that it has let go of may
-            # be written to by streams of transports as well.
+            # Wait for earlier work there, such as the optimizer's step. The transports' streams may also write to memory that
+            # it has freed.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:

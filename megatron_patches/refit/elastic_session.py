@@ -1,4 +1,4 @@
-"""Pushes on, whatever becomes of engines: those that fail are left out, and taken back when they answer again."""
+"""Keeps pushing while engines fail and return: failed engines are left out until they answer again."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class OnFailure(StrEnum):
-    """What becomes of a training run if engines fail."""
+    """What a training run does if engines fail."""
 
     CONTINUE = "continue"
-    """It goes on, and pushes to the others."""
+    """It continues and pushes to the other engines."""
     STOP = "stop"
-    """It ends in order, with a checkpoint if it saves any."""
+    """It ends in order, with a checkpoint if it saves checkpoints."""
 
 
 class _Change(NamedTuple):
-    """What the first rank tells all before a push.
+    """What the first rank sends to all ranks before a push.
 
     Attributes:
-        names: of the engines that take part.
+        names: names of the engines that take part.
         back: names of those that were left out before.
     """
 
@@ -42,10 +42,10 @@ class ElasticSession:
     """A session whose engines may fail and come back. Every method is collective over the trainer's ranks.
 
     Args:
-        session: the session; it is given its engines by this object.
-        engines: on the first rank, the engines; elsewhere anything.
-        on_failure: what to do about engines that fail.
-        say: is told what users should know, on every rank.
+        session: the session. This object gives it its engines.
+        engines: on the first rank, the engines; ignored on other ranks.
+        on_failure: what to do if engines fail.
+        say: called on every rank with messages for users.
         wait: whether a push waits until all engines serve the version.
     """
 
@@ -62,16 +62,16 @@ class ElasticSession:
         self._roster = Roster(engines if self._exchange.rank == 0 else ())
         self._on_failure, self._say, self._waits = on_failure, say, wait
         self._met = False
-        self._alone = False  # whether no engine takes part, and that was said
+        self._alone = False  # whether no engine takes part and users have been told
 
     def prepare(self) -> str:
-        """Meets the engines, before any work that could be lost.
+        """Connects to the engines. Call it before any work that could be lost.
 
         Returns:
             Digest of the plan.
 
         Raises:
-            PartyFailedError: on every rank, if none can be reached, or one that can be reached does not take part.
+            PartyFailedError: on every rank, if no engine can be reached, or one that can be reached does not take part.
         """
         (silent, *_) = self._exchange.gather(self._roster.drop_unreachable() if self._exchange.rank == 0 else [])
         if silent:
@@ -81,16 +81,16 @@ class ElasticSession:
         return digest
 
     def push(self, version: int) -> PushReport | None:
-        """Sends the weights as they are now to all engines that are well, which commit them meanwhile, or before.
+        """Sends the current weights to all working engines, which commit in the background unless ``wait`` is set.
 
         Args:
             version: number of the weights; see :meth:`RefitSession.push`.
 
         Returns:
-            How it went; None where no engine got them.
+            The report; None if no engine received the weights.
 
         Raises:
-            PartyFailedError: on every rank, if an engine failed and the run is to stop.
+            PartyFailedError: on every rank, if an engine failed and the run must stop.
         """
         while True:
             change = self._agreed_change()
@@ -115,20 +115,20 @@ class ElasticSession:
             if self._waits:
                 try:
                     self._session.wait()
-                except PartyFailedError as error:  # all others serve it
+                except PartyFailedError as error:  # all other engines serve it
                     self._leave_out(error, change.names, started, f"at version {version}")
             return report
 
     def _leave_out(self, error: PartyFailedError, present: Sequence[str], started: float, when: str) -> None:
-        """Goes on without the engines that failed.
+        """Continues without the engines that failed.
 
         Raises:
-            PartyFailedError: the same, if the run is to stop.
+            PartyFailedError: ``error``, if the run must stop.
         """
         self._met = False
         if self._on_failure is OnFailure.STOP:
             raise error
-        # If it is nobody's in particular, all may be tried again later.
+        # If the error names no engine, leave all out; they may be tried again later.
         failed = set(present).intersection(error.engines) or set(present)
         self._roster.drop(failed, time.monotonic() - started)
         self._say(
@@ -137,10 +137,10 @@ class ElasticSession:
         )
 
     def finish(self) -> None:
-        """Waits for the last commit, and leaves the engines.
+        """Waits for the last commit and disconnects from the engines.
 
         Raises:
-            PartyFailedError: on every rank, if an engine failed and the run is to stop.
+            PartyFailedError: on every rank, if an engine failed and the run must stop.
         """
         try:
             self._session.wait()
@@ -152,10 +152,10 @@ class ElasticSession:
             self._close()
 
     def end(self) -> None:
-        """The same for a rank that ends by itself: waits for no other rank.
+        """:meth:`finish` for a rank that ends on its own: waits for no other rank.
 
         Raises:
-            PartyFailedError: on the first rank, likewise.
+            PartyFailedError: on the first rank, if an engine failed and the run must stop.
         """
         try:
             self._session.end()

@@ -1,4 +1,4 @@
-"""Calls engines in parallel with a step of all parties, and fails the step for all if one cannot be reached."""
+"""Calls engines in parallel with a step of all parties; if an engine cannot be reached, the step fails for all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_patches.refit.exchange import describe_error
 
 
 class EngineCalls:
-    """Calls of several engines, each in a thread.
+    """Calls to several engines, each in its own thread.
 
     Args:
-        assembly: the caller's place among the parties, which is about to take the step.
+        assembly: the caller's connection to the other parties. The caller must be about to take the step.
         what: name of the step.
 
     Attributes:
@@ -31,12 +31,12 @@ class EngineCalls:
         self.culprits: set[str] = set()
 
     def start(self, engine: EngineClient, call: Mapping[str, Any], check: Callable[[], None] | None = None) -> None:
-        """Starts one.
+        """Starts a call.
 
         Args:
-            engine: that is called.
-            call: what it is told.
-            check: raises where the engine has answered, and has not done its part.
+            engine: the engine to call.
+            call: fields of the call.
+            check: raises if the engine has answered without doing its part.
         """
 
         def run() -> None:
@@ -54,10 +54,10 @@ class EngineCalls:
         thread.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits for all.
+        """Waits for all calls.
 
         Raises:
-            PartyFailedError: if one failed or does not end.
+            PartyFailedError: if a call failed or did not end in time.
         """
         deadline = time.monotonic() + timeout_s
         for name, thread in self._threads:
@@ -72,4 +72,4 @@ class EngineCalls:
         try:
             self._assembly.fail(self._step, self._what, reason)
         except PartyFailedError as error:
-            self._failures.append(str(error))  # the rendezvous is gone, which the main thread notices too
+            self._failures.append(str(error))  # the rendezvous is gone; the main thread notices this too

@@ -1,9 +1,9 @@
 """How the trainer calls an inference engine, so that its workers take part in a refit.
 
-[Note: pausing] vLLM's route ``/pause`` answers 20 ms after the engine has come to rest, and has the workers empty
-caches of encoders, which no model has that can be refitted. ``/sleep`` at level 0 is the same pause of the scheduler
-without either, and leaves the prefix cache, which is emptied while the workers commit. Only for ``keep`` it is not
-taken: there ``/pause`` itself empties the cache, and takes requests under way off it.
+[Note: pausing] vLLM's route ``/pause`` takes 20 ms longer than the engine needs to come to rest, and makes the workers
+empty encoder caches, which no refittable model has. ``/sleep`` at level 0 pauses the scheduler in the same way without
+either, and keeps the prefix cache, which is emptied while the workers commit. ``/pause`` is used only for ``keep``: in
+that mode it empties the cache itself, after taking running requests off it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.http_calls import HttpCalls, NotShownError
 from megatron_patches.refit.lease import EMPTY_CACHES, RESUME, Lease
 
-_EMPTYING_S = 10.0  # for what still uses a prefix cache, such as a transfer of a KV connector, to end
+_EMPTYING_S = 10.0  # for users of the prefix cache, such as a KV connector's transfer, to end
 _RETRY_S = 0.25
-_UP_S = 10.0  # for a server to say that it is well
+_UP_S = 10.0  # for a server to answer its health check
 _HOW_TO_START = (
     "a server must be up before weights are pushed to it, with VLLM_SERVER_DEV_MODE=1 in its environment, "
     '--weight-transfer-config \'{"backend": "etp"}\' and --middleware megatron_patches.refit.vllm.guard.RefitGuard'
@@ -32,56 +32,56 @@ _HOW_TO_START = (
 
 
 class PauseMode(StrEnum):
-    """What becomes of requests that are under way when new weights are committed."""
+    """What happens to running requests when new weights are committed."""
 
     WAIT = "wait"
-    """They end on the old weights first."""
+    """They finish on the old weights first."""
     ABORT = "abort"
-    """They are ended at once."""
+    """They are aborted."""
     KEEP = "keep"
-    """They go on, on the new weights; vLLM first computes anew what they had in the KV cache."""
+    """They continue on the new weights; vLLM first recomputes their KV cache."""
 
 
 class EngineClient(Protocol):
-    """One engine. Calls block until all of its workers have done their part, and raise where that takes too long.
+    """One engine. Calls block until all of its workers have done their part, and raise on timeout.
 
-    How that went is told at the rendezvous; what is raised here is that an engine could not be reached. What workers
-    are asked after a ``join`` must have the token of that call, so that they do nothing for a trainer that another one
-    has replaced; :class:`Joined` adds it.
+    Workers report results at the rendezvous; these methods raise if an engine could not be reached. Calls after a
+    ``join`` must carry the token of that call, so that workers do nothing for a trainer that has been replaced;
+    :class:`Joined` adds it.
     """
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
 
     def world_size(self) -> int:
         """Number of its workers."""
 
     def call(self, call: dict[str, Any]) -> None:
-        """Makes its workers join the rendezvous, receive a version, or give it up."""
+        """Makes its workers join the rendezvous, receive a version, or abandon it."""
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """Makes the workers of a paused engine commit a version; with ``reset_cache`` it empties its prefix caches."""
+        """Makes the workers of a paused engine commit a version. ``reset_cache`` also empties its prefix caches."""
 
     def pause(self, mode: PauseMode) -> None:
-        """Lets no request go on, and returns when none does; after an error they do."""
+        """Stops all requests. Returns once none is running; on an error, requests continue."""
 
     def resume(self, *, reset_cache: bool) -> None:
-        """Ends a pause; with ``reset_cache`` once the prefix caches are empty, and not where they cannot be emptied."""
+        """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause goes on."""
 
 
 class Joined:
-    """Which session an engine was made to join last: what is asked of it later, it is told, is of that one.
+    """Adds the token of the session that an engine joined last to later calls.
 
     Attributes:
-        token: of that session.
+        token: the token of that session.
     """
 
     def __init__(self) -> None:
         self.token = ""
 
     def told(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The call with the session's token."""
+        """The call with the session's token added."""
         self.token = call.get("token", self.token)
         return {**call, "token": self.token}
 
@@ -90,12 +90,12 @@ class HttpEngine:
     """A vLLM server that was started with ``VLLM_SERVER_DEV_MODE=1``, ``--weight-transfer-config`` and a guard.
 
     Args:
-        url: its base, such as ``http://10.0.0.5:8000``.
-        timeout_s: seconds that one call may take.
-        credentials: what it is shown; None for what the environment says.
+        url: its base URL, such as ``http://10.0.0.5:8000``.
+        timeout_s: timeout of one call, in seconds.
+        credentials: what to send the server; None for those in the environment.
 
     Raises:
-        ValueError: if it is no HTTP URL of a server.
+        ValueError: if ``url`` is not an HTTP URL of a server.
     """
 
     def __init__(self, url: str, timeout_s: float = 600.0, *, credentials: Credentials | None = None) -> None:
@@ -108,7 +108,7 @@ class HttpEngine:
 
     @property
     def server(self) -> str:
-        """Which server it is, as its guard has said, whatever it is called; empty as long as that is not known."""
+        """Identity of the server as reported by its guard, whatever its URL; empty until it is known."""
         return self._http.server
 
     def world_size(self) -> int:
@@ -124,10 +124,10 @@ class HttpEngine:
         return int(answer["world_size"])
 
     def check_up(self) -> None:
-        """Asks it whether it is well.
+        """Calls the server's health check.
 
         Raises:
-            RefitError: if it does not say so soon.
+            RefitError: if it does not report within seconds that it is up.
         """
         self._http.call("GET", "health", timeout_s=_UP_S)
 
@@ -138,11 +138,11 @@ class HttpEngine:
             self._http.call("POST", "init_weight_transfer_engine", {"init_info": self._joined.told(call)})
         except BaseException:
             if call["call"] == "abandon":
-                self._lease.drop()  # it stays paused, unless it can help itself
+                self._lease.drop()  # the engine stays paused unless its lease runs out
             raise
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
-        """See :class:`EngineClient`. Both at once: nothing fills a cache as long as the server is paused."""
+        """See :class:`EngineClient`. Empties the caches in parallel: a paused server does not fill them."""
         with ThreadPoolExecutor(1, f"refit-emptying-{self.name}") as meanwhile:
             emptied = meanwhile.submit(self._empty_caches) if reset_cache else None
             self.call({"call": "commit", "version": version})
@@ -156,7 +156,7 @@ class HttpEngine:
         try:
             self._http.call("POST", f"{route}mode={mode.value}", headers={lease.HEADER: self._joined.token})
         except BaseException:
-            with suppress(RefitError):  # what counts is why it could not be paused
+            with suppress(RefitError):  # raise the reason why it could not be paused
                 self.resume(reset_cache=False)
             raise
 
@@ -172,14 +172,14 @@ class HttpEngine:
         self._lease.give_back()
 
     def close(self) -> None:
-        """Lets the server help itself if it is still paused."""
+        """Gives up a pause that is still held, so that the server can resume by itself."""
         self._lease.drop()
 
     def _empty_caches(self) -> None:
-        """Empties the prefix caches, those of KV connectors too, which may take some tries.
+        """Empties the prefix caches, including those of KV connectors, with retries.
 
         Raises:
-            RefitError: if something still uses them.
+            RefitError: if they are still in use at the deadline.
         """
         deadline = time.monotonic() + _EMPTYING_S
         while True:
@@ -198,7 +198,7 @@ class HttpEngine:
 
 
 def http_engines(urls: Sequence[str], timeout_s: float, credentials: Credentials | None = None) -> list[HttpEngine]:
-    """One for each server.
+    """One :class:`HttpEngine` per server.
 
     Args:
         urls: of :class:`HttpEngine`.
@@ -206,7 +206,7 @@ def http_engines(urls: Sequence[str], timeout_s: float, credentials: Credentials
         credentials: of :class:`HttpEngine`.
 
     Raises:
-        ValueError: if one is no HTTP URL of a server, or given twice: its workers would wait for each other.
+        ValueError: if one is not an HTTP URL of a server, or is given twice: its workers would wait for each other.
     """
     engines = [HttpEngine(url, timeout_s, credentials=credentials) for url in urls]
     check_given_once(engines)
@@ -214,10 +214,10 @@ def http_engines(urls: Sequence[str], timeout_s: float, credentials: Credentials
 
 
 def check_given_once(engines: Sequence[EngineClient]) -> None:
-    """Refuses an engine that is given twice: its workers would wait for each other, and answer nothing meanwhile.
+    """Refuses an engine that is given twice: its workers would wait for each other and answer nothing meanwhile.
 
     Raises:
-        ValueError: naming it.
+        ValueError: with its name.
     """
     ids = [_identity(engine) for engine in engines]
     for known in ids:
@@ -226,10 +226,10 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
 
 
 def check_different_servers(engines: Sequence[EngineClient]) -> None:
-    """Refuses one server under two names, once all have been asked for their sizes.
+    """Refuses one server under two names. Call it after ``world_size`` of all engines.
 
     Raises:
-        ValueError: naming both.
+        ValueError: with both names.
     """
     known: dict[str, str] = {}
     for engine in engines:
@@ -239,7 +239,7 @@ def check_different_servers(engines: Sequence[EngineClient]) -> None:
 
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
-    """What it is called in messages, and what tells it from others of that name."""
+    """An engine's name for messages, and what distinguishes it from others of that name."""
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)
@@ -275,14 +275,14 @@ class LocalEngine:
             self._empty_caches()
 
     def call(self, call: dict[str, Any]) -> None:
-        """See :class:`EngineClient`. Whoever has the object may do with it what he likes, so he is admitted."""
+        """See :class:`EngineClient`. The owner of the object may do anything with it, so ``join`` is admitted first."""
         if call["call"] == "join":
             self._llm.init_weight_transfer_engine({"init_info": {"call": "admit"}})
         self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
 
     def pause(self, mode: PauseMode) -> None:
-        """See :class:`EngineClient`. Between two calls of ``generate`` nothing is under way, so nothing is paused."""
-        if mode is PauseMode.KEEP:  # what a server's pause does in this mode
+        """See :class:`EngineClient`. Nothing runs between two calls of ``generate``, so nothing needs to pause."""
+        if mode is PauseMode.KEEP:  # as a server's /pause does in this mode
             self._empty_caches()
 
     def resume(self, *, reset_cache: bool) -> None:
@@ -291,10 +291,10 @@ class LocalEngine:
             self._empty_caches()
 
     def _empty_caches(self) -> None:
-        """Empties the prefix caches, those of KV connectors too.
+        """Empties the prefix caches, including those of KV connectors.
 
         Raises:
-            RefitError: if something still uses them.
+            RefitError: if they are still in use.
         """
         if not self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RefitError(f"{self.name} could not empty its prefix cache, which is of older weights")

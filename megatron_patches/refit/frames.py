@@ -14,19 +14,19 @@ from typing import cast
 from megatron_patches.refit.errors import PartyFailedError
 
 _LENGTH = struct.Struct("<Q")
-_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
-_MOST_STRANGERS = 128  # whose connections are open at a time
+_LOOK_AROUND_S = 0.1  # interval at which a wait checks whether it should end
+_MOST_STRANGERS = 128  # connections without the secret that may be open at a time
 SECRET_BYTES = 16
-"""Of what is said first on a connection that anybody may make."""
+"""Length of the secret that a new connection must send first."""
 
 
 class Patience:
-    """How long one wait may take.
+    """Limits how long one wait may take.
 
     Args:
         timeout_s: seconds from now.
-        what: what is waited for, for the message; or what gives it once it is needed.
-        check: called now and then while waiting; raises if the wait has become pointless.
+        what: what is awaited, for the error message; or a function that returns it.
+        check: called at intervals while waiting; raises if the wait has become pointless.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Patience:
         self._deadline = time.monotonic() + timeout_s
 
     def tick(self) -> None:
-        """Ends the wait if it is time.
+        """Ends the wait at its deadline.
 
         Raises:
             PartyFailedError: at the deadline, or whatever the check raises.
@@ -46,7 +46,7 @@ class Patience:
             raise PartyFailedError(f"waited {self._timeout_s:.0f} s for {self._named}; a longer time-out is an option")
 
     def lost(self, reason: str) -> PartyFailedError:
-        """The error for a connection that ended during this wait; the peer's own reason if it is known."""
+        """The error for a connection that ended during this wait; raises the peer's own reason if it is known."""
         self._check()
         return PartyFailedError(f"lost the connection while waiting for {self._named}: {reason}")
 
@@ -56,17 +56,17 @@ class Patience:
 
 
 def listen(host: str, backlog: int = 128) -> socket.socket:
-    """Listens on a free port of an address of this machine, of whichever IP version.
+    """Listens on a free port of a local address, IPv4 or IPv6.
 
     Raises:
-        OSError: if it is none.
+        OSError: if the address is not local.
     """
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, 0), family=family, backlog=backlog)
 
 
 def prepare(connection: socket.socket) -> socket.socket:
-    """Makes reads and writes return now and then, and small messages leave at once."""
+    """Gives reads and writes a short timeout, and disables Nagle's algorithm."""
     connection.settimeout(_LOOK_AROUND_S)
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -74,7 +74,7 @@ def prepare(connection: socket.socket) -> socket.socket:
 
 
 def end(connection: socket.socket) -> None:
-    """Closes a connection, or what listens for some, whichever thread waits at it: that one is woken at once."""
+    """Closes a connection or listener, and wakes any thread that waits on it."""
     with suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -91,7 +91,7 @@ def send(connection: socket.socket, message: Buffer, patience: Patience) -> None
 
 
 def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> None:
-    """Sends bytes without their length; raises as :func:`send` does."""
+    """Sends bytes without a length prefix; raises as :func:`send`."""
     rest = memoryview(content)
     while rest:
         try:
@@ -103,7 +103,7 @@ def send_all(connection: socket.socket, content: Buffer, patience: Patience) -> 
 
 
 def receive(connection: socket.socket, patience: Patience) -> bytearray:
-    """The next message of a peer that is known.
+    """The next message of an authenticated peer.
 
     Args:
         connection: from :func:`prepare`.
@@ -117,14 +117,14 @@ def receive(connection: socket.socket, patience: Patience) -> bytearray:
 
 
 def receive_exactly(connection: socket.socket, length: int, patience: Patience) -> bytearray:
-    """The next ``length`` bytes; raises as :func:`receive` does."""
+    """The next ``length`` bytes; raises as :func:`receive`."""
     buffer = bytearray(length)
     receive_into(connection, memoryview(buffer), patience)
     return buffer
 
 
 def receive_into(connection: socket.socket, buffer: memoryview, patience: Patience) -> None:
-    """Fills ``buffer`` with the next bytes; raises as :func:`receive` does."""
+    """Fills ``buffer`` with the next bytes; raises as :func:`receive`."""
     while buffer:
         try:
             count = connection.recv_into(buffer)
@@ -139,14 +139,13 @@ def receive_into(connection: socket.socket, buffer: memoryview, patience: Patien
 
 
 class Callers:
-    """Connections made at a listener by whoever knows a secret of :data:`SECRET_BYTES` bytes, and says it first.
+    """Accepts connections at a listener whose first :data:`SECRET_BYTES` bytes are the secret.
 
-    Others are closed once they have said something else. While they say nothing they hold up nobody, and there are
-    never more than some of them.
+    Connections that send other bytes are closed. Silent ones do not block others, and only a limited number stays open.
 
     Args:
-        listener: stays open.
-        secret: what they must say.
+        listener: the listener, which stays open.
+        secret: the secret.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
@@ -156,7 +155,7 @@ class Callers:
         self._said: dict[socket.socket, bytearray] = {}
 
     def next(self, patience: Patience) -> socket.socket:
-        """The next one, as of :func:`prepare`.
+        """The next connection that has sent the secret, set up by :func:`prepare`.
 
         Raises:
             PartyFailedError: when ``patience`` ends.
@@ -170,7 +169,7 @@ class Callers:
             patience.tick()
 
     def close(self) -> None:
-        """Closes the connections of all who have not said it."""
+        """Closes all connections that have not sent the secret."""
         for connection in list(self._said):
             self._drop(connection)
         self._selector.close()
@@ -178,7 +177,7 @@ class Callers:
     def _accept(self) -> None:
         try:
             connection = prepare(self._listener.accept()[0])
-        except OSError:  # too many files are open, or it has gone; both may be over the next time
+        except OSError:  # too many open files, or the peer has gone; both may be over next time
             return
         if len(self._said) == _MOST_STRANGERS:
             self._drop(next(iter(self._said)))
@@ -186,7 +185,7 @@ class Callers:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _is_invited(self, connection: socket.socket) -> bool:
-        """Takes what it says; whether it has said the secret, and is no longer kept here."""
+        """Reads from a connection. Returns whether it has now sent the secret; it is then no longer tracked."""
         said = self._said[connection]
         try:
             more = connection.recv(SECRET_BYTES - len(said))

@@ -1,9 +1,9 @@
 """Packs boxes into packets, and implements the sender's and receiver's steps that all transports share.
 
-A :class:`Sender` packs a load straight into the memory from which it leaves and digests each box while packing; of a
-direct load it only digests the boxes. An :class:`Unpacker` puts the boxes of arriving packets into memory that no
-request is answered from meanwhile, and :meth:`Unpacker.verify` reads every wanted box back, at the place that the
-destination's *manifest* says and not the plan, and compares digests. How a packet travels is a transport's business.
+A :class:`Sender` packs a load straight into the memory from which it is sent, and digests each box while packing. The
+boxes of a direct load are only digested. An :class:`Unpacker` unpacks the boxes of arriving packets into memory that
+serves no requests meanwhile. :meth:`Unpacker.verify` then reads back every wanted box, at the place that the
+destination's *manifest* states, not the plan, and compares digests. Transports move the packets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_patches.refit.port_choice import open_port
 from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Shared, Spot
 from megatron_patches.refit.staging import StagingPool
 
-_GROWTH = 3  # of groups of loads that are digested at once
+_GROWTH = 3  # factor by which groups of loads that are digested together grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Part:
     """One box in a packet.
 
     Attributes:
-        box: what it is.
+        box: the box.
         dtype: its element type.
         digest: its digest, computed from what the sender read.
     """
@@ -46,16 +46,16 @@ class Part:
 
 
 class PlannedParts(Sequence[Part]):
-    """The boxes that the plan has in a load, with the digests that their sender has computed.
+    """The boxes that the plan has in a load, with the digests computed by their sender.
 
-    Thousands of boxes come with each version, of which nobody looks at one where nothing is wrong.
+    Parts are made on demand: every version has thousands of boxes, and a part is only needed if something is wrong.
 
     Args:
         load: the load.
-        digests: of its boxes, in order.
+        digests: digests of its boxes, in order.
 
     Raises:
-        TransferError: if there are more or fewer of them.
+        TransferError: if the number of digests differs from that of boxes.
     """
 
     def __init__(self, load: Load, digests: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class PlannedParts(Sequence[Part]):
     def __getitem__(self, at: slice) -> tuple[Part, ...]: ...
 
     def __getitem__(self, at: int | slice) -> Part | tuple[Part, ...]:
-        """One of them, or several."""
+        """One part, or several."""
         if isinstance(at, slice):
             pairs = zip(self.load.items[at], self.digests[at], strict=True)
             return tuple(Part(item.box, item.dtype, digest) for item, digest in pairs)
@@ -83,16 +83,16 @@ class PlannedParts(Sequence[Part]):
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A load on its way.
+    """A load in transfer.
 
     Attributes:
-        plan_digest: digest of what the sender's plan moves over this link.
+        plan_digest: digest of the link's part of the sender's plan.
         version: version of the weights.
-        number: number of the packet among those of its link.
+        number: number of the packet within its link.
         source: rank that sends.
         destination: rank that receives.
         parts: the boxes, in the load's order.
-        payload: their elements, one box after another, each in row-major order; none of a direct load.
+        payload: their elements, one box after another, each in row-major order; empty for a direct load.
     """
 
     plan_digest: str
@@ -105,7 +105,7 @@ class Packet:
 
     @property
     def digests(self) -> Sequence[int]:
-        """The digests of its boxes."""
+        """The digests of the boxes."""
         if isinstance(self.parts, PlannedParts):
             return self.parts.digests
         return [part.digest for part in self.parts]
@@ -118,26 +118,26 @@ class Packing:
         self._packet, self.load, self._digests = packet, load, digests
 
     def done(self) -> bool:
-        """Whether it is ready to leave."""
+        """Whether the packet is ready to send."""
         return self._digests.done()
 
     def result(self) -> Packet:
-        """The packet; waits until it is ready."""
+        """Waits until the packet is ready, and returns it."""
         return replace(self._packet, parts=PlannedParts(self.load, self._digests.result()))
 
 
 class Sender:
-    """The side of one source rank.
+    """The sending side of one source rank.
 
     Args:
         plan: the plan.
-        rank: this rank, as a source.
+        rank: this source rank.
         memory: its storages, by the names of its manifest.
-        terms: what was agreed on, by link; None for one packet a link.
-        pool: staging memory of the party, of which a GPU needs some.
+        terms: the agreed terms, by link; None for one packet per link.
+        pool: staging memory of the party, which a GPU needs.
 
     Attributes:
-        loads: what goes to each destination. Sources begin with different ones, lest one is everybody's first.
+        loads: loads by destination. Sources start with different destinations, so that none is the first of all.
 
     Raises:
         TransferError: if a box would have to be converted on the way.
@@ -162,17 +162,17 @@ class Sender:
         self._batches = {_key(load): load.batch(shapes, read=True) for loads in self.loads.values() for load in loads}
 
     def renew(self, memory: Memory) -> None:
-        """Turns to the storages as they are now, for the next version.
+        """Switches to the current storages, for the next version.
 
         Raises:
-            TransferError: if they are of another kind of memory than before.
+            TransferError: if their kind of memory has changed.
         """
         self._port.renew(memory)
 
     def waves(self) -> Iterator[tuple[Load, ...]]:
-        """The direct loads of all destinations in turn, in groups to be digested at once.
+        """The direct loads of all destinations, interleaved, in groups to be digested together.
 
-        On a GPU groups grow, so that the first loads leave soon and few launches serve all.
+        On a GPU groups grow, so that the first loads leave soon and the total number of kernel launches stays small.
         """
         turns = zip_longest(*([load for load in loads if load.direct] for loads in self.loads.values()))
         loads = [load for turn in turns for load in turn if load is not None]
@@ -183,23 +183,23 @@ class Sender:
             count *= _GROWTH if self._port.asynchronous else 1
 
     def pack(self, version: int) -> Iterator[Packet]:
-        """All packets, in the order of :attr:`loads`, each in memory of its own.
+        """All packets, in the order of :attr:`loads`, each in its own memory.
 
         Raises:
-            TransferError: if a box would have to be converted, or a storage has elements of another width.
+            TransferError: if a box would have to be converted, or a storage has elements of the wrong width.
         """
         for loads in self.loads.values():
             for load in loads:
                 yield self.pack_into(load, version, np.empty(load.nbytes, dtype=np.uint8)).result()
 
     def pack_into(self, load: Load, version: int, payload: Payload) -> Packing:
-        """Begins to pack a load into ``payload``, which has at least its size; raises as :meth:`pack` does."""
+        """Starts to pack a load into ``payload``, which must be large enough; raises as :meth:`pack`."""
         self._check_types(load)
         payload = payload[: load.nbytes]
         return Packing(self._packet(load, version, payload), load, self._port.pack(self._batches[_key(load)], payload))
 
     def digest(self, loads: tuple[Load, ...], version: int) -> list[Packing]:
-        """Begins to digest direct loads, whose packets have no payload, at once; raises as :meth:`pack` does."""
+        """Starts to digest direct loads together; their packets have no payload. Raises as :meth:`pack`."""
         keys = tuple(map(_key, loads))
         if keys not in self._waves:
             for load in loads:
@@ -218,7 +218,7 @@ class Sender:
         return self._port.places(self._batches[_key(load)])
 
     def close(self) -> None:
-        """Waits for what is still being packed, and gives back what was leased for it."""
+        """Waits until packing has ended, and returns leased memory."""
         self._port.close()
 
     def _packet(self, load: Load, version: int, payload: Payload) -> Packet:
@@ -242,13 +242,13 @@ _Key = tuple[int, int, int]
 
 
 class Unpacker:
-    """Receives one version at a time into memory that no request is answered from meanwhile.
+    """Receives one version at a time into memory that serves no requests meanwhile.
 
     Args:
         plan: the plan.
         manifest: what this rank wants and where.
-        terms: what was agreed on, by link; None for one packet a link.
-        pool: staging memory of the party, of which a GPU needs some.
+        terms: the agreed terms, by link; None for one packet per link.
+        pool: staging memory of the party, which a GPU needs.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Unpacker:
         )
         self._version = 0
         self._port: Port | None = None
-        self._arrived: dict[_Key, Sequence[int]] = {}  # digests, as they were sent
+        self._arrived: dict[_Key, Sequence[int]] = {}  # digests as sent
 
     @property
     def expected(self) -> int:
@@ -279,14 +279,14 @@ class Unpacker:
         return len(self._expected)
 
     def begin(self, version: int, memory: Memory) -> None:
-        """Makes ready to receive ``version`` into ``memory``; forgets what has arrived of another.
+        """Prepares to receive ``version`` into ``memory``, and forgets what has arrived of another version.
 
         Args:
             version: number of the weights.
             memory: the storages of the manifest, by name; always of one kind.
 
         Raises:
-            TransferError: if they are of another kind of memory than those of an earlier version.
+            TransferError: if the kind of memory differs from that of an earlier version.
         """
         self._version, self._arrived = version, {}
         if self._port is None:
@@ -295,10 +295,10 @@ class Unpacker:
             self._port.renew(memory)
 
     def load_of(self, announced: Packet) -> Load:
-        """What the plan says of a packet that is to come.
+        """The planned load of an announced packet.
 
         Args:
-            announced: the packet, of which boxes and payload are not looked at.
+            announced: the packet; its boxes and payload are ignored.
 
         Raises:
             RefitError: as :meth:`accept`.
@@ -306,18 +306,18 @@ class Unpacker:
         return self._planned(announced)
 
     def places(self, load: Load) -> Sequence[Spot]:
-        """Where the boxes of a load are to lie."""
+        """Where the boxes of a load belong."""
         return self._open.places(self._batches[_key(load)])
 
     def accept(self, packet: Packet) -> Pending[None]:
-        """Begins to unpack a packet; its payload may be overwritten when that has ended.
+        """Starts to unpack a packet. Its payload may be overwritten once that has ended.
 
-        The boxes of a direct load are in their places already.
+        The boxes of a direct load are already in place.
 
         Raises:
             PlanMismatchError: if the sender follows another plan.
             StaleVersionError: if it carries another version than the one begun.
-            TransferError: if it is not what the plan says that this source sends.
+            TransferError: if it differs from what the plan says that this source sends.
         """
         load = self._planned(packet)
         _check_parts(packet, load, f"source rank {packet.source}, to {self._here}")
@@ -343,7 +343,7 @@ class Unpacker:
         return self._port
 
     def _planned(self, packet: Packet) -> Load:
-        """What the plan says of a packet; its head is as it says."""
+        """The planned load of a packet, after checks of the packet's header."""
         here = self._here
         sender = f"source rank {packet.source}"
         agreed = self._plan.digests.get((packet.source, self._manifest.rank), "")
@@ -368,7 +368,7 @@ class Unpacker:
 
         Raises:
             TransferError: if a packet has not arrived; names a box in it.
-            DigestError: if a box reads back otherwise than it was sent; names it and its sources.
+            DigestError: if a box reads back differently from what was sent; names it and its sources.
         """
         missing = [key for key in sorted(self._expected) if key not in self._arrived]
         if missing:
@@ -386,13 +386,13 @@ class Unpacker:
             self._refuse(int(home), int(found[home]), int(sent[home]))
 
     def close(self) -> None:
-        """Waits for what is still being unpacked, and gives back what was leased for it."""
+        """Waits until unpacking has ended, and returns leased memory."""
         if self._port is not None:
             self._port.close()
 
     @cached_property
     def _homes(self) -> Mapping[_Key, _Homes]:
-        """Of each load, which placements its boxes are parts of."""
+        """For each load, the placements that contain its boxes."""
         known: dict[tuple[str, str], list[tuple[int, Placement]]] = defaultdict(list)
         for number, placement in enumerate(self._manifest.placements):
             known[placement.box.tensor, placement.view.storage].append((number, placement))
@@ -410,7 +410,7 @@ class Unpacker:
         return {key: homes(load) for key, load in self._expected.items()}
 
     def _refuse(self, number: int, found: int, expected: int) -> None:
-        """Raises because of a placement that does not hold what was sent."""
+        """Raises an error for a placement that does not hold what was sent."""
         placement = self._manifest.placements[number]
         sources = sorted({key[0] for key, homes in self._homes.items() if number in homes.placements})
         raise DigestError(
@@ -421,7 +421,7 @@ class Unpacker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Homes:
-    """Which placements the boxes of a load are parts of; one box may be part of several.
+    """The placements that contain the boxes of a load. Several placements may contain one box.
 
     Attributes:
         boxes: their numbers in the load.
@@ -433,7 +433,7 @@ class _Homes:
 
 
 def _check_parts(packet: Packet, load: Load, what: str) -> None:
-    """The packet must hold exactly the planned boxes, in order, with the planned dtypes."""
+    """Checks that the packet holds exactly the planned boxes, in order, with the planned dtypes."""
     if isinstance(packet.parts, PlannedParts) and packet.parts.load is load:
         return
     items = load.items

@@ -1,7 +1,7 @@
-"""Plans: what moves from which source to which destination, for one destination or for all of a cluster.
+"""Plans: what moves from which source to which destination, for one destination or for a whole cluster.
 
-Pure and deterministic. A destination's plan needs the layouts of the sources that overlap it and nothing else
-(:mod:`megatron_patches.refit.planning.local`); the plan of a cluster is that of all of its destinations.
+Pure and deterministic. A destination's plan depends only on the layouts of the sources that overlap it
+(:mod:`megatron_patches.refit.planning.local`). A cluster's plan is the union over its destinations.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class PlanOptions:
     """How to plan.
 
     Attributes:
-        split_bytes: no part is cut into parts of fewer bytes, for several sources to take part.
-        conversions: pairs (source dtype, dtype that arrives) that may be converted on the way; all else must be equal.
-        allow_narrowing: whether a destination's rule may go through a type that does not hold every value sent.
+        split_bytes: no part is cut into parts of fewer bytes to let several sources take part.
+        conversions: pairs (source dtype, arriving dtype) that may be converted; all other dtypes must be equal.
+        allow_narrowing: whether a destination's rule may use a dtype that cannot hold every value sent.
     """
 
     split_bytes: int = 1 << 20
@@ -68,10 +68,10 @@ class Plan:
     """Transfers in canonical order: by tensor, box, destination and place.
 
     Attributes:
-        tensors: the tensors of the model; of one rank's part in a live refit, only those that it moves.
+        tensors: the tensors of the model. For one rank's part in a live refit, only those that it moves.
         transfers: the transfers.
-        part: the rank whose transfers these are; None where they are those of all.
-        conversions: the rules of all destinations, or of the one that the part is for, by rank.
+        part: the rank whose transfers these are; None for those of all ranks.
+        conversions: the rules of all destinations, by rank, or of the one that the part is for.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -91,7 +91,7 @@ class Plan:
 
     @cached_property
     def digests(self) -> Mapping[Link, str]:
-        """sha256 over what moves over each link, which both of its ends compute, as hexadecimal digits."""
+        """sha256 over the transfers of each link, as hexadecimal digits. Both ends of a link compute it."""
         shapes = {spec.name: spec.shape for spec in self.tensors}
         links = {link: hashlib.sha256() for link in self.by_link}
         for link, items in self.by_link.items():
@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def by_link(self) -> Mapping[Link, Sequence[Transfer]]:
-        """The transfers of each link that the plan uses, in canonical order; links in order."""
+        """The transfers of each used link, in canonical order; links are sorted."""
         found: dict[Link, list[Transfer]] = defaultdict(list)
         for item in self.transfers:
             found[item.source, item.destination].append(item)
@@ -134,7 +134,7 @@ def make_plan(
     destinations: Sequence[Manifest],
     options: PlanOptions = DEFAULT_OPTIONS,
 ) -> Plan:
-    """Plans how every wanted box is put together from held ones.
+    """Plans how every wanted box is assembled from held ones.
 
     Args:
         tensors: all tensors of the model; dtypes are those of the destination where the two differ.
@@ -143,10 +143,10 @@ def make_plan(
         options: how to plan.
 
     Returns:
-        The plan; the same for every order of the manifests.
+        The plan. It does not depend on the order of the manifests.
 
     Raises:
-        CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
+        CoverageError: if no source holds some wanted element; names tensor, box and destination rank.
     """
     index = index_of(sources)
     transfers = [item for wanted in destinations for item in plan_for((), index, wanted, options)[0].transfers]
@@ -162,9 +162,9 @@ def make_part(
     of: PartOf,
     options: PlanOptions = DEFAULT_OPTIONS,
 ) -> Plan:
-    """What :func:`make_plan` plans for one rank; arguments and errors are the same.
+    """The part of :func:`make_plan`'s plan for one rank; same arguments and errors.
 
-    A destination's part takes no other destination into account. What a source sends is what all of them ask of it.
+    A destination's part does not depend on other destinations. A source's part is what all of them request of it.
 
     Args:
         tensors: all tensors of the model.
@@ -181,10 +181,10 @@ def make_part(
 
 
 def index_of(sources: Sequence[Manifest]) -> SourceIndex:
-    """What all destinations of a cluster plan from.
+    """The index from which all destinations of a cluster plan.
 
     Raises:
-        ProofError: if a storage of a source has a rule: only destinations convert.
+        ProofError: if a source's storage has a conversion rule: only destinations convert.
     """
     return SourceIndex([holder_of(manifest) for manifest in sources])
 
@@ -196,15 +196,15 @@ def plan_for(
 
     Args:
         tensors: all tensors of the model.
-        sources: what sources hold; those that hold nothing of what is wanted may be left out.
+        sources: what sources hold; sources that do not overlap may be left out.
         wanted: what the destination wants.
         options: how to plan.
 
     Returns:
-        The plan, and what it asks of each source, by rank.
+        The plan, and its requests to each source, by rank.
 
     Raises:
-        CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
+        CoverageError: if no source holds some wanted element; names tensor, box and destination rank.
     """
     asked = plan_destination(wanted.rank, wanted.host, layout_of(wanted), sources, options.split_bytes)
     found = [
@@ -217,6 +217,6 @@ def plan_for(
 
 
 def conversions_of(destinations: Sequence[Manifest]) -> tuple[Conversion, ...]:
-    """The rules of all destinations, by rank, whatever the order of the manifests."""
+    """The rules of all destinations, sorted by rank."""
     ordered = sorted(destinations, key=lambda manifest: manifest.rank)
     return tuple(item for manifest in ordered for item in manifest.conversions)

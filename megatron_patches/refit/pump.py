@@ -32,11 +32,11 @@ class _Looks:
         self._since = time.perf_counter()
 
     def found(self) -> None:
-        """Restart the backoff: something has ended."""
+        """Restarts the backoff, because something has ended."""
         self._since = time.perf_counter()
 
     def nothing(self, check: Check) -> None:
-        """Wait a little: nothing has ended."""
+        """Waits a little, because nothing has ended."""
         if time.perf_counter() - self._since < _IMPATIENT_S:
             time.sleep(0)
             return
@@ -54,10 +54,10 @@ def _stopped_by_errors(end: SendingEnd | ReceivingEnd) -> Iterator[None]:
 
 
 def send_version(sender: Sender, end: SendingEnd, version: int, check: Check) -> None:
-    """Sends all loads of one version; returns when their destinations have unpacked them.
+    """Sends all loads of one version. Returns once their destinations have unpacked them.
 
     Raises:
-        RefitError: if a box cannot be packed, a destination does not take it, or ``check`` raises.
+        RefitError: if a box cannot be packed, a destination does not accept it, or ``check`` raises.
     """
     with _stopped_by_errors(end):
         _send_version(sender, end, version, check)

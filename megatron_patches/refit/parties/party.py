@@ -102,7 +102,7 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         return links_of_party(self.plan, self._assembly.party, self._options.sources)
 
     def _slot_bytes(self) -> int:
-        """The largest slots that this party can have. A party on a GPU needs one slot more, in host memory."""
+        """The largest slots that this party can have. On a GPU it reserves one more, for staging through the host."""
         return slot_bytes(self._options.staging_bytes, len(self._links()), extra=int(self._device != "cpu"))
 
     def _link(self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer]) -> End:

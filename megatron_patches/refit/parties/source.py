@@ -20,7 +20,7 @@ class SourceParty(Party[SendingEnd]):
     """One trainer rank.
 
     Args:
-        assembly: its place among the parties; its number is its rank as a source.
+        assembly: its connection to the other parties; its party number is its source rank.
         options: how to move bytes.
         device: device of its storages: ``cpu``, or torch's name of a GPU.
     """
@@ -34,7 +34,7 @@ class SourceParty(Party[SendingEnd]):
 
         Args:
             held: describes what this rank holds.
-            told: called once destinations know the model, and are next to say what they want of it.
+            told: called once destinations know the model, just before they describe what they want.
 
         Raises:
             RefitError: on all parties, if any failed.
@@ -46,11 +46,11 @@ class SourceParty(Party[SendingEnd]):
 
         Args:
             version: number of the weights.
-            look_up: gives the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
-                integers. It is called inside the step, so that its failure is everybody's at once.
+            look_up: returns the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
+                integers. It is called inside the step, so that its failure fails the step for all parties at once.
 
         Returns:
-            How it went for all.
+            The summary over all parties.
 
         Raises:
             PartyFailedError: on all parties, if any failed.
@@ -70,12 +70,12 @@ class SourceParty(Party[SendingEnd]):
             moved = self._assembly.gather(f"sending version {version}", Moved, send)
             return moved_by_all(moved, self._options.sources)
         except BaseException:
-            # Packets of the failed version may still be on their way; the next one takes fresh links.
+            # Packets of the failed version may still be in flight, so the next version gets new links.
             self._unlink()
             raise
 
     def collect_commits(self, version: int, destinations: int, timeout_s: float) -> dict[int, str]:
-        """Why workers have not committed a version, by their ranks; nothing where all have.
+        """Why workers have not committed a version, by worker rank; empty if all have.
 
         Args:
             version: number of the weights.
@@ -87,7 +87,7 @@ class SourceParty(Party[SendingEnd]):
         return {party - self._options.sources: reason for party, reason in found.items() if reason is not None}
 
     def _ready(self, memory: Memory) -> Sender:
-        """What packs; it lasts as long as the links do, whose terms it follows."""
+        """The sender that packs this rank's boxes. It lasts as long as the links, whose terms it follows."""
         if self._sender is None:
             self._sender = Sender(self.plan, self._assembly.party, memory, self._terms, self.staging)
         else:

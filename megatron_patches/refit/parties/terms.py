@@ -13,7 +13,7 @@ from megatron_patches.refit.staging import useful_bytes
 from megatron_patches.refit.transports.base import Offer, TransportName
 
 _LOAD_BYTES = {TransportName.C10D: 512 << 20}
-"""The most of a direct load where it is not the default. Over NCCL each takes the host some 0.4 ms."""
+"""Largest direct load per transport, where not the default. Over NCCL each load costs the host about 0.4 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class LinkOptions:
 
     Attributes:
         transport: how packets travel; None for the fastest that reaches all parties.
-        staging_bytes: the most that all packets of one party take.
+        staging_bytes: limit of all packets of one party together.
         sources: number of source parties.
         memory: where destinations receive.
-        direct_bytes: the least that travels unpacked, where the transport can and the memory allows it.
-        load_bytes: the most that one announcement of unpacked boxes covers; None for what suits the transport.
+        direct_bytes: least size of a box that travels unpacked, if transport and memory allow it.
+        load_bytes: limit of the unpacked boxes that one announcement covers; None for the transport's default.
     """
 
     transport: TransportName | None
@@ -38,7 +38,7 @@ class LinkOptions:
 
 
 def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:
-    """The links of one party, whose number counts sources first."""
+    """The links of one party. Party numbers count sources first."""
     if party < sources:
         return [link for link in links_of(plan) if link[0] == party]
     return [link for link in links_of(plan) if link[1] == party - sources]
@@ -47,19 +47,19 @@ def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:
 def terms_of(
     plan: Plan, links: Sequence[Link], offers: Sequence[Offer], options: LinkOptions, transport: TransportName
 ) -> dict[Link, Terms]:
-    """What follows for some links from what both of their ends offer; both come to the same.
+    """The terms of some links, from what both of their ends offer. Both ends compute the same.
 
     Args:
         plan: what moves.
-        links: which.
+        links: the links.
         offers: of all parties, sources first.
-        options: of all.
-        transport: that they have agreed on.
+        options: of all parties.
+        transport: the one that all parties have agreed on.
     """
     total: dict[Link, int] = defaultdict(int)
     for item in plan.transfers:
         total[item.source, item.destination] += item.nbytes
-    # Where some storages are on the host and others on GPUs, no transport moves all of them as they lie.
+    # If some storages are on the host and others on GPUs, no transport can move all of them unpacked.
     alike = len({offer.memory for offer in offers}) == 1
     directly = alike and may_go_directly(options.memory, transport, offers[0].memory)
     load_bytes = options.load_bytes or _LOAD_BYTES.get(transport, DEFAULT_TERMS.load_bytes)

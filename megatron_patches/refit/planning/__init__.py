@@ -1,1 +1,1 @@
-"""Plans of single destinations: made and proved from compact layouts of the sources that overlap them; pure."""
+"""Plans of single destinations, made and proved from compact layouts of the sources that overlap them. Pure."""

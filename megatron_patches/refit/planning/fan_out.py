@@ -1,24 +1,24 @@
-"""Who serves a version to whom: whoever has committed it serves it too, so that receivers double from wave to wave.
+"""Which server sends a version to which receiver: committed receivers serve it too, so servers double every wave.
 
-Pure. Time is in *units*: in one unit, a receiver that takes as much as it can has a whole version. Receivers are alike,
-and who has committed sends as fast as it received. The trainer serves ``copies`` receivers at full speed at a time.
+Pure. Time is in *units*: one unit is what a receiver at full speed takes for a whole version. Receivers are alike, and
+a receiver that has committed sends as fast as it received. The trainer serves ``copies`` receivers at full speed.
 
 [Note: the least time] With ``c`` copies of the trainer and ``n`` receivers, let ``w`` be the largest number with
 ``c (2^w - 1) <= n``, and ``x`` the rest, ``n - c (2^w - 1)``. Then no schedule takes less than::
 
     w + 2 x / (c 2^w + x)
 
-units, nor less than one. For let ``s(t)`` receivers have committed at time ``t``, ``J(t)`` be the integral of ``s`` up
-to ``t``, and ``B(t) <= c t + J(t)`` what all have received. Nobody receives more than one version a unit: who commits
-at ``T`` has received at least ``1 - (T - t)`` at ``t``; over all receivers, ``B(t) >= J(t + 1) - J(t)``. Hence
-``J(t + 1) <= c t + 2 J(t)``, which gives ``J(w) <= c (2^w - 1 - w)`` for whole ``w``. If all have committed at
-``T = w + f``, the integral of ``s`` from ``w`` to ``w + 1`` is ``J(T) - J(w) + (1 - f) n``, and ``n <= c T + J(T)``.
-Together: ``n (2 - f) <= c f + 2 c (2^w - 1)``, which is the formula. Where ``c`` is less than 1, nobody commits before
-``1 / c``, and ``J`` as it is ``1 / c - 1`` units later is subject to what it is with one copy: nothing takes less than
-that and these units.
+units, nor less than one. Proof: Let ``s(t)`` be the number of receivers that have committed at time ``t``, ``J(t)`` the
+integral of ``s`` up to ``t``, and ``B(t) <= c t + J(t)`` the number of versions that all have received. A receiver
+takes at most one version per unit, so one that commits at ``T`` has at least ``1 - (T - t)`` at ``t``. Summed over all
+receivers, ``B(t) >= J(t + 1) - J(t)``. Hence ``J(t + 1) <= c t + 2 J(t)``, and ``J(w) <= c (2^w - 1 - w)`` for whole
+``w``. If all have committed at ``T = w + f``, the integral of ``s`` from ``w`` to ``w + 1`` is
+``J(T) - J(w) + (1 - f) n``, and ``n <= c T + J(T)``. Together, ``n (2 - f) <= c f + 2 c (2^w - 1)``, which is the
+formula. If ``c`` is less than 1, no receiver commits before ``1 / c``, and ``J``, shifted by ``1 / c - 1`` units, obeys
+the bounds for one copy. So no schedule takes less than ``1 / c - 1`` units more than with one copy.
 
-:func:`assign` reaches the least time but for rounding: all waves are full except the last two. In the wave before the
-last, ``x / 2`` receivers have a server each and the others share what is left, so that all of these end together.
+:func:`assign` reaches the least time except for rounding: all waves are full except the last two. In the wave before
+the last, ``x / 2`` receivers have a server each. The others share the remaining servers, so that all end together.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Somebody who has the version.
+    """The trainer or a receiver that has the version.
 
     Attributes:
         name: of a receiver that has committed, or of the trainer.
-        copies: how many receivers it serves at full speed at a time; of a receiver that has committed, 1.
-        host: its machine; empty where it has several.
+        copies: how many receivers it serves at full speed at a time; 1 for a receiver that has committed.
+        host: its machine; empty if it spans several.
 
     Raises:
-        ValueError: if it serves nobody.
+        ValueError: if ``copies`` is not positive.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Somebody who wants the version.
+    """A receiver that wants the version.
 
     Attributes:
         name: unique among all.
         missing: part of the version that it lacks.
-        host: its machine; empty where it has several.
+        host: its machine; empty if it spans several.
 
     Raises:
-        ValueError: if it lacks nothing, or more than all.
+        ValueError: if ``missing`` is not greater than 0 and at most 1.
     """
 
     name: str
@@ -91,13 +91,13 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """A time in which nobody's servers change.
+    """A period in which every receiver keeps its servers.
 
     Attributes:
-        begin: units since the version was there.
+        begin: units since the version became available.
         end: likewise.
-        shares: who takes how much from whom.
-        committed: receivers that have the version at its end, and serve from then on.
+        shares: what each receiver takes from each server.
+        committed: receivers that have the version at the end of the wave, and serve from then on.
     """
 
     begin: Fraction
@@ -107,18 +107,18 @@ class Wave:
 
 
 def assign(servers: Sequence[Server], receivers: Sequence[Waiting]) -> tuple[Share, ...]:
-    """Hands out servers until the next receiver commits; call again then, or when somebody comes or goes.
+    """Assigns servers until the next receiver commits. Call again then, or when a server or receiver comes or goes.
 
     Args:
-        servers: all who have the version.
-        receivers: all who want it; who comes first is served first.
+        servers: all that have the version.
+        receivers: all that want it; earlier ones are served first.
 
     Returns:
-        Shares, of which those of a receiver add up to at most 1 and those of a server to at most its ``copies``.
-        Servers on a receiver's own machine are taken first.
+        The shares. Those of a receiver add up to at most 1, those of a server to at most its ``copies``. Servers on a
+        receiver's own machine are taken first.
 
     Raises:
-        ValueError: if a name is there twice, or nobody has the version.
+        ValueError: if a name occurs twice, or no server has the version.
     """
     names = [*(server.name for server in servers), *(receiver.name for receiver in receivers)]
     if len(set(names)) != len(names):
@@ -148,7 +148,7 @@ def fan_out(servers: Sequence[Server], receivers: Sequence[Waiting]) -> tuple[Wa
 
 
 def least_units(copies: Fraction, receivers: int) -> Fraction:
-    """A time that no schedule can be shorter than; see [Note: the least time].
+    """Lower bound on the time of any schedule, in units; see [Note: the least time].
 
     Args:
         copies: how many receivers the trainer serves at full speed at a time.
@@ -170,13 +170,13 @@ def _least(copies: Fraction, receivers: int) -> Fraction:
 
 
 def _speeds(copies: Fraction, receivers: Sequence[Waiting]) -> list[tuple[Waiting, Fraction]]:
-    """How fast each receiver takes, as part of its full speed; together at most ``copies``."""
+    """Each receiver's speed, as part of its full speed. The speeds add up to at most ``copies``."""
     missing = sum((item.missing for item in receivers), Fraction())
     if missing <= copies:  # all end together
         lasts = max([missing / copies, *(item.missing for item in receivers)]) if receivers else Fraction(1)
         return [(item, item.missing / lasts) for item in receivers]
     first, rest = sorted(receivers, key=lambda item: item.missing), missing - copies
-    if rest > 2 * copies:  # more waves than the next one follow: as many as can commit soon
+    if rest > 2 * copies:  # two or more waves follow the next one: let as many as possible commit soon
         return [(item, max(Fraction(), min(Fraction(1), copies - index))) for index, item in enumerate(first)]
     full = _served_alone(copies, rest, len(first))
     shared = min(Fraction(1), (copies - full) / (len(first) - full))
@@ -184,7 +184,7 @@ def _speeds(copies: Fraction, receivers: Sequence[Waiting]) -> list[tuple[Waitin
 
 
 def _served_alone(copies: Fraction, rest: Fraction, receivers: int) -> int:
-    """How many receivers take at full speed in the wave before the last, which moves ``rest`` versions."""
+    """How many receivers take at full speed in the wave before the last, if the last wave moves ``rest`` versions."""
 
     def last_wave(full: int) -> Fraction:
         return max(rest / (copies + full), 1 - (copies - full) / (receivers - full))
@@ -194,7 +194,7 @@ def _served_alone(copies: Fraction, rest: Fraction, receivers: int) -> int:
 
 
 def _pour(servers: Sequence[Server], speeds: Iterable[tuple[Waiting, Fraction]]) -> Iterator[Share]:
-    """Spreads speeds over servers, in order; those of the same machine first."""
+    """Spreads the speeds over servers in order, those on the same machine first."""
     left = {server.name: server.copies for server in servers}
     hosts: dict[str, list[str]] = defaultdict(list)
     for server in servers:

@@ -1,9 +1,9 @@
-"""Names that differ in numbers only, such as those of a layer's experts, as one pattern and a grid of numbers.
+"""Names that differ only in numbers, such as those of a layer's experts, as one pattern and a grid of numbers.
 
-A model of thousands of layers times experts has a few dozen *patterns*, such as
-``model.layers.{}.mlp.experts.{}.up_proj.weight``. The numbers in the holes form a *grid*, the product of one *axis* a
-hole. What belongs to a name, such as an offset, is mostly a linear function of its place in the grid. So the work that
-a layout takes follows the number of grids.
+A model with thousands of tensors (layers times experts) has a few dozen *patterns*, such as
+``model.layers.{}.mlp.experts.{}.up_proj.weight``. The numbers in the holes form a *grid*: the product of one *axis*
+per hole. A value that belongs to a name, such as an offset, is usually a linear function of the name's place in the
+grid. So the cost of a layout grows with the number of grids, not of names.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,17})(?!\d)")
 _HOLE = "{}"
 
 Axis = tuple[int, int, int]
-"""Numbers of one hole: the first, the distance (at least 1), and how many."""
+"""The numbers of one hole: the first, the step (at least 1), and the count."""
 Axes = tuple[Axis, ...]
 Numbers = tuple[int, ...]
 Linear = tuple[int, ...]
-"""A linear function of the place in a grid: its value at the first place, and what one step adds, by axis."""
+"""A linear function of the place in a grid: its value at the first place, then its increment along each axis."""
 
 
 def split_name(name: str) -> tuple[str, Numbers]:
-    """The pattern of a name and the numbers in its holes; :func:`join_name` gives the name back."""
+    """The pattern of a name and the numbers in its holes. :func:`join_name` is the inverse."""
     if "{" in name:
         return name, ()
     return _NUMBER.sub(_HOLE, name), tuple(map(int, _NUMBER.findall(name)))
 
 
 def join_name(pattern: str, numbers: Sequence[int]) -> str:
-    """The name with these numbers in the holes of ``pattern``; other parties' patterns are no format strings."""
+    """Fills the holes of ``pattern`` with numbers. Not a format call, because patterns come from other parties."""
     if not numbers:
         return pattern
     parts = pattern.split(_HOLE)
@@ -41,7 +41,7 @@ def join_name(pattern: str, numbers: Sequence[int]) -> str:
 
 
 def fits(pattern: str, holes: int) -> bool:
-    """Whether a pattern has so many holes."""
+    """Whether a pattern has this number of holes, or ``holes`` is 0."""
     return holes in (0, pattern.count(_HOLE))
 
 
@@ -62,7 +62,7 @@ def values_of(axis: Axis) -> range:
 
 
 def is_within(inner: Axes, outer: Axes) -> bool:
-    """Whether every name of ``inner`` is one of ``outer``."""
+    """Whether every name of ``inner`` is in ``outer``."""
     if len(inner) != len(outer):
         return False
     for (first, step, count), axis in zip(inner, outer, strict=True):
@@ -91,7 +91,7 @@ def _meet_in(left: Axis, right: Axis) -> bool:
 
 
 def restrict(function: Linear, axes: Axes, part: Axes) -> Linear:
-    """The same function on a part of its grid; ``part`` is within ``axes``."""
+    """The same function on a part of its grid. ``part`` must be within ``axes``."""
     base, steps = function[0], []
     for slope, (first, step, _), (begin, stride, count) in zip(function[1:], axes, part, strict=True):
         base += slope * ((begin - first) // step)
@@ -100,7 +100,7 @@ def restrict(function: Linear, axes: Axes, part: Axes) -> Linear:
 
 
 def value_at(function: Linear, axes: Axes, numbers: Numbers) -> int:
-    """What a function of a grid is at a name of it."""
+    """The value of a function at one name of its grid."""
     value = function[0]
     for slope, (first, step, _), number in zip(function[1:], axes, numbers, strict=True):
         value += slope * ((number - first) // step)
@@ -108,7 +108,7 @@ def value_at(function: Linear, axes: Axes, numbers: Numbers) -> int:
 
 
 def values_over(function: Linear, axes: Axes) -> Iterator[int]:
-    """What a function is at every name of its grid, in the order of :func:`numbers_of`."""
+    """The values of a function over its grid, in the order of :func:`numbers_of`."""
     ranges = [
         [slope * place for place in range(count)] for slope, (_, _, count) in zip(function[1:], axes, strict=True)
     ]
@@ -123,15 +123,15 @@ def extremes(function: Linear, axes: Axes) -> tuple[int, int]:
 
 
 def fold(rows: Iterable[tuple[Numbers, Numbers]]) -> list[tuple[Axes, tuple[Linear, ...]]]:
-    """Writes rows as few grids.
+    """Folds rows into few grids.
 
     Args:
-        rows: the numbers of a name, of which no two are equal, and values that belong to it; all rows are as long.
+        rows: for each name, its numbers, unique, and the values that belong to it. All rows have equal lengths.
 
     Returns:
-        Grids with a linear function for each value. Together they have every row once.
+        Grids with a linear function for each value. Together they contain every row once.
     """
-    # What is folded so far: numbers of the holes to come; axes, and by value the slopes, of those that are done.
+    # An entry: numbers of the holes still to fold; axes, values at the first place, and slopes of the folded ones.
     entries: list[_Entry] = [(numbers, (), values, tuple(() for _ in values)) for numbers, values in sorted(rows)]
     for hole in reversed(range(len(entries[0][0]) if entries else 0)):
         lines: dict[tuple[object, ...], list[_Entry]] = defaultdict(list)
@@ -148,7 +148,7 @@ _Entry = tuple[Numbers, Axes, Numbers, tuple[Numbers, ...]]
 
 
 def _fold_line(line: Sequence[_Entry], hole: int) -> Iterator[_Entry]:
-    """Progressions of entries that differ in the number of ``hole`` and in values only, in ascending order."""
+    """Arithmetic progressions of entries that differ only in the number of ``hole`` and in values, in rising order."""
     begin = 0
     while begin < len(line):
         numbers, axes, values, slopes = line[begin]

@@ -1,4 +1,4 @@
-"""What a party holds or wants, in few words: boxes of tensors whose names form a grid are one template."""
+"""What a party holds or wants, in compact form: boxes of tensors whose names form a grid are one template."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_patches.refit.planning.grids import (
 )
 
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a box starts and where it stops, in each dimension."""
+"""Start and stop of a box in each dimension."""
 
 
 class Kind(msgspec.Struct, frozen=True, array_like=True):
-    """A storage but for its name; see :class:`megatron_patches.refit.manifest.Storage`."""
+    """A storage without its name; see :class:`megatron_patches.refit.manifest.Storage`."""
 
     dtype: str
     numel: int
@@ -44,7 +44,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         tensor: pattern of the tensors' names.
-        axes: numbers in its holes.
+        axes: numbers in the holes of the pattern.
         start: of the box, in each tensor.
         stop: likewise.
     """
@@ -56,7 +56,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def box(self) -> Box:
-        """The box, of a tensor named by the pattern."""
+        """The box, with the pattern as the tensor's name."""
         return Box(self.tensor, self.start, self.stop)
 
 
@@ -67,8 +67,8 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
         number: of the template in its layout.
         region: the boxes.
         storage: pattern of the storages' names.
-        numbers: what is in its holes, by hole, as functions of the place in the region's grid.
-        offset: of the box's view, likewise.
+        numbers: for each hole of that pattern, its number as a function of the place in the region's grid.
+        offset: of the box's view, also as a function of the place.
         strides: of the box's view.
         kind: number of the storages' kind in the layout.
     """
@@ -109,15 +109,15 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """sha256 of it; equal layouts have equal ones."""
+        """sha256 of the layout. Equal layouts have equal digests."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
     def kind(self, template: Template) -> Kind:
-        """The kind of the storages that a template lies in."""
+        """The kind of the storages that hold a template's boxes."""
         return self.kinds[template.kind]
 
     def views_of(self, box: Box) -> Iterator[tuple[View, Kind]]:
-        """Every place at which it has ``box`` whole."""
+        """Every place at which the party has all of ``box``."""
         pattern, numbers = split_name(box.tensor)
         single = tuple((number, 1, 1) for number in numbers)
         for template in self.by_tensor.get(pattern, ()):
@@ -130,12 +130,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A source, as destinations know it.
+    """A source, as destinations see it.
 
     Attributes:
         rank: its rank among the sources.
         host: name of its machine.
-        layout: what it holds, or the part of it that matters to whoever was told.
+        layout: what it holds, or only the part that overlaps what the destination wants.
     """
 
     rank: int
@@ -155,7 +155,7 @@ class _Alike(NamedTuple):
 
 
 def layout_of(manifest: Manifest) -> Layout:
-    """A manifest in few words. Rules of conversion, which matter to their destination alone, are left out."""
+    """A manifest in compact form. Conversion rules are left out, as only their destination needs them."""
     kinds: dict[Kind, int] = {}
     rows: dict[tuple[_Alike, int], list[tuple[Numbers, Numbers]]] = defaultdict(list)
     names = {storage.name: (*split_name(storage.name), _kind_of(storage, kinds)) for storage in manifest.storages}
@@ -165,7 +165,7 @@ def layout_of(manifest: Manifest) -> Layout:
         pattern, numbers = split_name(box.tensor)
         storage, inside, kind = names[view.storage]
         key = _Alike(pattern, box.start, box.stop, storage, view.strides, kind)
-        repeated = times[key, numbers]  # a box may be there more than once; the names of a grid differ
+        repeated = times[key, numbers]  # a box may occur more than once, but the names of a grid are unique
         times[key, numbers] += 1
         rows[key, repeated].append((numbers, (view.offset, *inside)))
     templates: list[Template] = []
@@ -183,10 +183,10 @@ def _kind_of(storage: Storage, kinds: dict[Kind, int]) -> int:
 
 
 def holder_of(manifest: Manifest) -> Holder:
-    """A source by its manifest.
+    """A source, from its manifest.
 
     Raises:
-        ProofError: if one of its storages has a rule: only destinations convert.
+        ProofError: if one of its storages has a conversion rule: only destinations convert.
     """
     for item in manifest.conversions:
         raise ProofError(f"source rank {item.rank} has a rule for {item.storage}; only destinations convert")
@@ -194,7 +194,7 @@ def holder_of(manifest: Manifest) -> Holder:
 
 
 def check_layout(layout: Layout, rank: int) -> None:
-    """Checks what a source says of itself: views show their boxes, and reach no padding.
+    """Checks a source's layout: views are within their storages, and reach no padding.
 
     Raises:
         ProofError: naming rank, tensor and storage.
@@ -216,7 +216,7 @@ def check_layout(layout: Layout, rank: int) -> None:
 
 
 def check_region(region: Region) -> None:
-    """Checks what a destination says that it wants.
+    """Checks a region that a destination wants.
 
     Raises:
         ProofError: naming the tensor.

@@ -1,14 +1,14 @@
-"""A destination's own plan: which sources give it which boxes, from the layouts that overlap what it wants.
+"""A destination's own plan: which sources send it which boxes, from the layouts that overlap what it wants.
 
-Nothing of other destinations is needed, and destinations together load replicas evenly all the same:
+The plan does not depend on other destinations, yet destinations together load replicas evenly:
 
-1. The grids of what is wanted are cut into *blocks* in which the same regions of sources are present, and the wanted
-   box into *cells*, each of which all of its holders have whole. Where sources cut a tensor differently, the
-   intersection is refined. A cell is computed once for all tensors of a block.
-2. Cells of a block that has fewer tensors than a cell has holders are cut, so that all of these can take part.
-3. What only one source holds comes from it. Everything else comes from the holder of which least has been asked so far,
-   those on the destination's host preferred, largest parts first. Between equals the hash of destination and source
-   decides, so each destination begins elsewhere.
+1. The wanted grids are cut into *blocks* in which the same source regions are present, and the wanted box into *cells*,
+   each of which is held whole by all of its holders. Where sources cut a tensor differently, the intersection is
+   refined. Cells are computed once for all tensors of a block.
+2. If a block has fewer tensors than a cell has holders, the cell is cut so that all holders can take part.
+3. What only one source holds comes from it. Everything else comes from the least loaded holder so far, preferring
+   holders on the destination's host, largest parts first. Ties are broken by a hash of destination and source, so
+   each destination begins with another source.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _Held = tuple[Holder, Template]
 
 
 class SourceIndex:
-    """Regions of sources, each once, with all who hold it; one serves any number of destinations.
+    """The distinct regions of sources, with all holders of each. One index serves any number of destinations.
 
     Args:
         holders: sources, in any order.
 
     Attributes:
-        layouts: by rank, what each source holds.
-        holders: all who hold a region, by pattern, numbers and corners.
+        layouts: what each source holds, by rank.
+        holders: all holders of a region, by pattern, axes and corners.
     """
 
     def __init__(self, holders: Sequence[Holder]) -> None:
@@ -63,7 +63,7 @@ class SourceIndex:
                 corners.setdefault((region.start, region.stop), []).append((holder, template))
 
     def must_refine(self, corners: frozenset[Corners]) -> bool:
-        """Whether some of these boxes overlap."""
+        """Whether any of these boxes overlap."""
         if corners not in self._refined:
             boxes = [Box("", *ends) for ends in sorted(corners)]
             self._refined[corners] = overlapping_pair(boxes) is not None
@@ -72,7 +72,7 @@ class SourceIndex:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Boxes of one size that the same sources hold."""
+    """Boxes of one size with the same holders."""
 
     nbytes: int
     box: Box
@@ -84,20 +84,20 @@ class _Part:
 def plan_destination(
     rank: int, host: str, wanted: Layout, sources: SourceIndex, split_bytes: int
 ) -> dict[int, list[Request]]:
-    """Plans what a destination asks of which source.
+    """Plans what a destination requests of each source.
 
     Args:
-        rank: its rank; with ``host``, what the choice of replicas goes by.
+        rank: rank of the destination; with ``host``, it determines the choice of replicas.
         host: name of its machine.
         wanted: what it wants.
-        sources: what sources hold; those that hold nothing of it may be left out.
+        sources: what sources hold; sources that do not overlap may be left out.
         split_bytes: no part is cut into parts of fewer bytes.
 
     Returns:
-        By rank of the source, its requests. Together they cover what is wanted, each element once.
+        The requests, by source rank. Together they cover what is wanted, each element once.
 
     Raises:
-        CoverageError: if some wanted element is held by nobody; names tensor, box and destination rank.
+        CoverageError: if no source holds some wanted element; names tensor, box and destination rank.
     """
     parts = [part for template in wanted.templates for part in _parts_of(template, wanted, sources, rank, split_bytes)]
     chosen = _choose(parts, rank, host)
@@ -115,7 +115,7 @@ def plan_destination(
 
 
 def even_shares(host: str, wanted: Layout, sources: SourceIndex, split_bytes: int) -> dict[int, float]:
-    """Bytes that each source would send a destination if all who may send a part sent as much of it.
+    """Bytes that each source would send a destination if all candidates for a part sent an equal share of it.
 
     Arguments and errors are those of :func:`plan_destination`.
     """
@@ -129,7 +129,7 @@ def even_shares(host: str, wanted: Layout, sources: SourceIndex, split_bytes: in
 
 
 def _candidates(part: _Part, host: str) -> Sequence[int]:
-    """Ranks of the sources that may send a part: those on the destination's host, if there are any."""
+    """Ranks of the sources that may send a part: its holders on the destination's host, or else all holders."""
     return [source for source, (holder, _) in part.holders.items() if holder.host == host] or list(part.holders)
 
 
@@ -173,7 +173,7 @@ def _parts_of(asked: Template, wanted: Layout, held: SourceIndex, rank: int, spl
 
 
 def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) -> Sequence[Box]:
-    """Where a block has fewer tensors than holders, its cells in as many pieces as let all holders take part."""
+    """Cuts a cell so that all holders can take part, if the block has fewer tensors than holders."""
     count = min(-(-holders // tensors), cell.volume * width // split_bytes)
     if count < 2 or not cell.shape:
         return (cell,)
@@ -181,7 +181,7 @@ def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) ->
 
 
 def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], dict[Corners, list[_Held]]]]:
-    """Cuts a grid where other sources begin; each block with the boxes that are held of all of its tensors."""
+    """Cuts a grid wherever the set of sources changes. Yields each block with the boxes held of all of its tensors."""
     grids = {axes: corners for axes, corners in held.holders.get(region.tensor, {}).items() if meet(region.axes, axes)}
     by_axis: list[dict[frozenset[Axis], list[int]]] = []
     for dim, axis in enumerate(region.axes):
@@ -217,7 +217,7 @@ def _cells(
 
 
 def _cut_by(piece: Box, knife: Box) -> list[Box]:
-    """``piece`` cut into its part inside ``knife`` and the rest."""
+    """``piece`` cut into the part inside ``knife`` and the rest."""
     common = piece.intersect(knife)
     return [piece] if common is None else [common, *subtract(piece, [common])]
 
@@ -226,10 +226,10 @@ _Chosen = dict[tuple[int, int, int], tuple[Template, Template, dict[Numbers, lis
 
 
 def _choose(parts: Sequence[_Part], rank: int, host: str) -> _Chosen:
-    """Gives each part to one of its holders.
+    """Assigns each part to one of its holders.
 
     Returns:
-        By source, held and wanted template: these, and the boxes that are asked for, by tensor.
+        By source, held template and wanted template: the two templates and the requested boxes, by tensor.
     """
     load: dict[int, int] = defaultdict(int)
     order: dict[int, bytes] = {}

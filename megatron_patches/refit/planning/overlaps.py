@@ -1,7 +1,7 @@
 """What each destination needs to know of the sources: the parts of their layouts that overlap what it wants.
 
-Each region that sources hold is looked at once, however many hold it, and only beside wanted ones of the same pattern.
-Sources that hold the same of what is wanted are told as one layout, even if they differ in the rest.
+Each distinct region of the sources is compared once, however many sources hold it, and only with wanted regions of the
+same pattern. Sources that hold the same part of what is wanted share one layout, even if they differ elsewhere.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatron_patches.refit.planning.layouts import Corners, Holder, Kind, Layou
 
 
 class OverlapIndex:
-    """Layouts of sources, by the patterns of the tensors' names.
+    """Layouts of sources, indexed by the patterns of the tensors' names.
 
     Args:
-        holders: sources, in the order in which destinations are told of them.
+        holders: sources, in the order in which destinations receive them.
     """
 
     def __init__(self, holders: Sequence[Holder]) -> None:
@@ -25,7 +25,7 @@ class OverlapIndex:
         self._kinds: list[tuple[Kind, ...]] = []
         self._regions: dict[str, dict[Axes, dict[Corners, int]]] = {}
         self._met: dict[Region, frozenset[int]] = {}
-        # By holder: the number of its kinds; of each template, the numbers of its region and of itself.
+        # For each holder: the number of its kinds, and the numbers of each template's region and of the template.
         self._held: list[tuple[int, list[tuple[int, int]]]] = []
         regions: dict[Region, int] = {}
         templates: dict[Template, int] = {}
@@ -42,14 +42,14 @@ class OverlapIndex:
             corners[region.start, region.stop] = number
 
     def overlapping(self, wanted: Iterable[Region]) -> tuple[list[Layout], list[tuple[int, str, int]]]:
-        """What a destination is told.
+        """The sources that overlap what a destination wants.
 
         Args:
             wanted: regions that it wants.
 
         Returns:
-            Distinct layouts, less what does not overlap; rank and host of each source that has something of what is
-            wanted, and the index of its layout.
+            Distinct layouts, without templates that do not overlap; rank and host of each overlapping source, and the
+            index of its layout.
         """
         met = frozenset[int]().union(*map(self._meeting, wanted))
         numbers: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -66,7 +66,7 @@ class OverlapIndex:
         return layouts, holders
 
     def _meeting(self, wanted: Region) -> frozenset[int]:
-        """Numbers of the held regions that overlap a wanted one; many destinations want the same."""
+        """Numbers of the held regions that overlap a wanted one. Cached, as many destinations want the same."""
         if wanted not in self._met:
             self._met[wanted] = frozenset(
                 number

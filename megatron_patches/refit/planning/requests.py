@@ -1,4 +1,4 @@
-"""What a destination asks of one source, in few words; both ends make the same transfers of it."""
+"""What a destination requests of one source, in compact form. Both ends expand it into the same transfers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_patches.refit.planning.layouts import Layout, Template
 from megatron_patches.refit.planning.transfers import Transfer, canonical
 
 MOST_COPIES = 16
-"""How many times what a source holds one destination may ask of it; few want a weight twice, such as for two layers."""
+"""Limit of one destination's requests, in multiples of what the source holds. Few want a weight more than once."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -37,10 +37,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         start: of the box, in each tensor.
         stop: likewise.
         storage: pattern of the names of the destination's storages.
-        numbers: what is in its holes, by hole, as functions of the place in the grid.
-        offset: of the box's view there, likewise.
+        numbers: for each hole of that pattern, its number as a function of the place in the grid.
+        offset: of the box's view there, also as a function of the place.
         strides: of the box's view there.
-        dtype: type in which the elements are to arrive.
+        dtype: dtype in which the elements must arrive.
     """
 
     held: int
@@ -60,11 +60,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_requests(requests: Iterable[Request], layout: Layout, source: int, destination: int) -> None:
-    """Checks what a destination asks against what the source holds.
+    """Checks a destination's requests against what the source holds.
 
     Raises:
-        PlanMismatchError: if the source does not hold it, in this type, or it is asked for too often; names both ranks
-            and the box.
+        PlanMismatchError: if the source does not hold a box in this dtype, or a template is requested too often; names
+            both ranks and the box.
     """
     asked: dict[int, int] = defaultdict(int)
     for request in requests:
@@ -82,7 +82,7 @@ def check_requests(requests: Iterable[Request], layout: Layout, source: int, des
 
 
 def _check_request(request: Request, template: Template, dtype: str, what: str) -> Box:
-    """The box that a request is for; it lies in ``template``, and the request says where it is to go."""
+    """Checks one request against its template. Returns the requested box."""
     region = template.region
     try:
         box = Box(region.tensor, request.start, request.stop)
@@ -100,7 +100,7 @@ def _check_request(request: Request, template: Template, dtype: str, what: str) 
 
 
 def transfers_of(requests: Iterable[Request], layout: Layout, source: int, destination: int) -> list[Transfer]:
-    """What moves over one link, in canonical order; ``requests`` must pass :func:`check_requests`."""
+    """The transfers over one link, in canonical order. ``requests`` must have passed :func:`check_requests`."""
     found = [item for request in requests for item in _expand(request, layout, source, destination)]
     found.sort(key=canonical)
     return found

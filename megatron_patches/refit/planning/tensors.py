@@ -1,4 +1,4 @@
-"""All tensors of a model in few words, and the agreement of those who hold them on shapes and types."""
+"""All tensors of a model in compact form, and the agreement of their holders on shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_patches.refit.planning.layouts import Holder, Region, Template, la
 
 
 class TensorGrid(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors of one shape and type whose names form a grid."""
+    """Tensors of one shape and dtype whose names form a grid."""
 
     tensor: str
     axes: Axes
@@ -25,7 +25,7 @@ class TensorGrid(msgspec.Struct, frozen=True, array_like=True):
 
 
 def fold_tensors(tensors: Iterable[TensorSpec]) -> tuple[TensorGrid, ...]:
-    """All tensors of a model in few words."""
+    """All tensors of a model in compact form."""
     return _fold((*split_name(spec.name), spec.shape, spec.dtype) for spec in tensors)
 
 
@@ -41,7 +41,7 @@ def _fold(specs: Iterable[tuple[str, Numbers, tuple[int, ...], str]]) -> tuple[T
 
 
 def unfold_tensors(grids: Iterable[TensorGrid]) -> list[TensorSpec]:
-    """The tensors again; the order may be another."""
+    """The inverse of :func:`fold_tensors`, except for the order."""
     return [
         TensorSpec(join_name(grid.tensor, numbers), grid.shape, grid.dtype)
         for grid in grids
@@ -50,17 +50,17 @@ def unfold_tensors(grids: Iterable[TensorGrid]) -> list[TensorSpec]:
 
 
 def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Manifest]) -> list[TensorSpec]:
-    """Gives every tensor the dtype that its holders have.
+    """Gives every tensor the dtype of its holders.
 
     Args:
         shapes: global shape of every tensor of the model, by name.
         sources: manifests of all ranks that hold weights.
 
     Returns:
-        One spec a tensor, in the order of ``shapes``.
+        One spec per tensor, in the order of ``shapes``.
 
     Raises:
-        RefitError: if a held box is not part of the model, a tensor is held by nobody, or its holders differ in dtype.
+        RefitError: if a held box is not in the model, no rank holds a tensor, or its holders differ in dtype.
     """
     tensors = fold_tensors(TensorSpec(name, tuple(shape), "") for name, shape in shapes.items())
     holders = [Holder(manifest.rank, manifest.host, layout_of(manifest)) for manifest in sources]
@@ -69,7 +69,7 @@ def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Ma
 
 
 def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder]) -> tuple[TensorGrid, ...]:
-    """:func:`agree_on_tensors` in few words; what several hold likewise is looked at once."""
+    """:func:`agree_on_tensors` in compact form. A region that several sources hold alike is checked once."""
     shapes: dict[str, dict[Numbers, tuple[int, ...]]] = defaultdict(dict)
     for grid in tensors:
         shapes[grid.tensor].update(dict.fromkeys(numbers_of(grid.axes), grid.shape))
@@ -107,7 +107,7 @@ def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder]) -> tuple[Ten
 
 
 def _distinct(holders: Sequence[Holder]) -> Iterator[tuple[Holder, Template, str]]:
-    """The regions that sources hold, each once in each type, with a source that holds it."""
+    """The distinct pairs of region and dtype that sources hold, each with one source that holds it."""
     seen: set[tuple[Region, str]] = set()
     for holder in holders:
         for template in holder.layout.templates:

@@ -1,4 +1,4 @@
-"""Parts of boxes on their way from a source to a destination, and the order in which both name them."""
+"""Parts of boxes that move from a source to a destination, and their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_patches.refit.dtypes import itemsize
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One part of one box on its way.
+    """One part of one box that moves over a link.
 
     Attributes:
         source: rank that sends it.

@@ -1,15 +1,15 @@
 """The protocol of transports between processes: how a slot's content gets from one process to another.
 
-Each pair of a source and a destination that the plan connects has a *link*: a control connection, on which packets
-are announced and slots given back, and for the payload a pair of :class:`OutgoingWire` and :class:`IncomingWire` with
-:data:`megatron_patches.refit.staging.SLOTS` slots. The modules ``sending`` and ``receiving`` do everything that is
-common; a module a transport makes the wires.
+Each pair of a source and a destination that the plan connects has a *link*. A link has a control connection, on which
+packets are announced and slots returned. For the payload it has a pair of :class:`OutgoingWire` and
+:class:`IncomingWire` with :data:`megatron_patches.refit.staging.SLOTS` slots. The modules ``sending`` and ``receiving``
+do everything that transports have in common; one module per transport makes the wires.
 
-[Note: progress] Links depend on nothing of each other: each has its own slots on both sides, a source fills any slot
-that is free, and a destination takes any packet that has come. So whatever the layout and however small the slots, as
-long as something is left to move, the source of it waits for a slot of this link alone, and that comes back as soon
-as its destination has unpacked what is in it; no cycle of waits can arise. Where links do share something, which is
-the queue of an NCCL communicator, a source's links take turns: [Note: turns] in the module ``turns``.
+[Note: progress] Links are independent: each has its own slots on both sides. A source fills any free slot, and a
+destination takes any packet that has arrived. So whatever the layout and however small the slots, a source with data
+left waits only for a slot of the same link, and that slot returns as soon as its destination has unpacked it. No cycle
+of waits can arise. Where links do share something, namely the queue of an NCCL communicator, a source's links take
+turns: [Note: turns] in the module ``turns``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.turns import Turns
 
 Check = Callable[[], None]
-"""Raises if waiting has become pointless, because another party has failed."""
+"""Raises if another party has failed, so that waiting is pointless."""
 
 
 class TransportName(StrEnum):
@@ -44,14 +44,14 @@ class TransportName(StrEnum):
 
 
 AUTO = "auto"
-"""In the place of a name: the fastest that reaches all parties."""
+"""Option value for the fastest transport that reaches all parties."""
 
 
 def named_transport(name: str) -> TransportName | None:
-    """What an option says; None for :data:`AUTO`.
+    """The transport that an option names; None for :data:`AUTO`.
 
     Raises:
-        ValueError: for another name.
+        ValueError: if the name is unknown.
     """
     return None if name == AUTO else TransportName(name)
 
@@ -60,13 +60,13 @@ class Offer(msgspec.Struct, frozen=True):
     """What a party tells all others before links are made.
 
     Attributes:
-        address: where its control connections are dialled; empty for a source.
-        secret: what is said there first.
+        address: where its control connections are made; empty for a source.
+        secret: first bytes that a control connection must send.
         slot_bytes: the largest slots that it can have.
-        memory: kind of memory that its storages are in: ``cpu`` or ``cuda``.
-        reach: what may travel directly, as far as it is concerned; a number of :class:`Reach`.
-        hidden: its storages that others cannot reach where they lie, by name.
-        details: what its transport adds.
+        memory: kind of memory of its storages: ``cpu`` or ``cuda``.
+        reach: what may travel directly to or from it; a number of :class:`Reach`.
+        hidden: names of its storages that other processes cannot access in place.
+        details: additional data of its transport.
     """
 
     address: str
@@ -80,15 +80,15 @@ class Offer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a party is, and what its wires may use.
+    """Where a party runs, and what its wires may use.
 
     Attributes:
-        party: its number among all parties; sources come first.
+        party: its party number; sources come first.
         sources: number of sources.
-        host: address of this machine that other parties reach.
+        host: address of this machine that other parties can reach.
         device: device of the party's storages: ``cpu``, or torch's name of a GPU.
         pool: memory for its slots.
-        timeout_s: seconds that one wait may take.
+        timeout_s: timeout of one wait, in seconds.
     """
 
     party: int
@@ -100,7 +100,7 @@ class Place:
 
     @property
     def memory(self) -> str:
-        """Kind of memory that the storages are in: ``cpu`` or ``cuda``."""
+        """Kind of memory of the storages: ``cpu`` or ``cuda``."""
         return self.device.partition(":")[0]
 
 
@@ -109,10 +109,10 @@ class LinkEnd:
     """One side of a link, from which its wire is made.
 
     Attributes:
-        connection: the control connection, which wires may use until they are made, both sides in the same order.
+        connection: the control connection. Wires may use it until both are made, both sides in the same order.
         peer: number of the other party.
         slot_bytes: size of a slot.
-        patience: how long making it may take.
+        patience: limits how long making the wire may take.
     """
 
     connection: socket.socket
@@ -122,67 +122,67 @@ class LinkEnd:
 
 
 class OutgoingWire(Protocol):
-    """The payload's way out of a source."""
+    """The payload's way out of a source process."""
 
     @property
     def slots(self) -> Sequence[Payload]:
         """Memory to pack into."""
 
     def begin(self, memory: Memory) -> bytes | None:
-        """What the destination must be told of the storages before a version's direct loads; None for nothing new.
+        """Message about the storages for the destination before a version's direct loads; None if nothing has changed.
 
         Raises:
-            PartyFailedError: if a storage can no longer be reached where it lies.
+            PartyFailedError: if a storage can no longer be accessed in place.
         """
 
     def start(self, slot: int, payload: Payload) -> None:
-        """Sets a payload on its way, which lies in the slot until that comes back."""
+        """Starts to send a payload. It stays in the slot until the slot is returned."""
 
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
-        """Sets the boxes of a direct load on their way from where they lie; until it was received."""
+        """Starts to send the boxes of a direct load from where they lie. They must stay there until received."""
 
     def check(self) -> None:
-        """Raises if something that was set on its way has failed."""
+        """Raises if a started transfer has failed."""
 
     def close(self) -> None:
-        """Ends it, whatever is under way, and gives its memory back."""
+        """Closes the wire, even if transfers are under way, and frees its memory."""
 
 
 class IncomingWire(Protocol):
-    """The payload's way into a destination."""
+    """The payload's way into a destination process."""
 
     def begin(self, told: bytes) -> None:
-        """Learns what the source's wire tells of its storages.
+        """Takes the message of the source's wire about its storages.
 
         Raises:
-            PartyFailedError: if they cannot be reached.
+            PartyFailedError: if the storages cannot be accessed.
         """
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Begins to take what its source has announced in a slot.
+        """Starts to fetch what the source has announced in a slot.
 
         Args:
             slot: number of the slot.
             nbytes: size of the payload.
 
         Returns:
-            The payload, valid until the slot is given back.
+            The payload, valid until the slot is returned.
         """
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
-        """Begins to take the boxes of a direct load to their places.
+        """Starts to fetch the boxes of a direct load to their places.
 
         Args:
-            load: what they are.
-            places: where they are to lie.
+            load: the load.
+            places: where its boxes belong.
         """
 
     def close(self) -> None:
-        """Ends it, whatever is under way, and gives its memory back."""
+        """Closes the wire, even if transfers are under way, and frees its memory."""
 
 
 class Delivery:
-    """A payload that is there once something pending has ended."""
+    """A payload that is available once something pending has ended."""
 
     def __init__(self, pending: Pending[None], payload: Payload) -> None:
         self._pending, self._payload = pending, payload
@@ -198,17 +198,17 @@ class Delivery:
 
 
 class NothingToTell:
-    """Part of a wire whose destinations need to know nothing of storages."""
+    """Part of a wire that needs no messages about storages."""
 
     def begin(self, memory_or_told: object) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Packed(NothingToTell):
-    """Part of a wire of either side that knows no direct loads."""
+    """Part of a wire of either side that does not support direct loads."""
 
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
-        """Not how packets travel here.
+        """Not supported.
 
         Raises:
             TransferError: always.
@@ -218,7 +218,7 @@ class Packed(NothingToTell):
         )
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
-        """Not how packets travel here.
+        """Not supported.
 
         Raises:
             TransferError: always.
@@ -233,7 +233,7 @@ class Transport(Protocol):
 
     @property
     def one_host(self) -> bool:
-        """Whether control connections are local sockets, which carry descriptors."""
+        """Whether control connections are local sockets, which can pass file descriptors."""
 
     @property
     def reach(self) -> Reach:
@@ -241,16 +241,16 @@ class Transport(Protocol):
 
     @property
     def turns(self) -> Turns | None:
-        """Who says which link of a source sends next, once it is connected; None where links need no turns."""
+        """Decides which link of a source sends next, once connected; None if links need no turns."""
 
     def hidden(self, memory: Memory) -> frozenset[str]:
-        """The storages of a source that others cannot reach where they lie."""
+        """The storages of a source that other processes cannot access in place."""
 
     def details(self) -> bytes:
-        """What all other parties must know of this one."""
+        """Data for all other parties."""
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Done by all parties at once, with everybody's offers, before links are made."""
+        """Connects the transport, before links are made. All parties call it together, with the offers of all."""
 
     def outgoing(self, end: LinkEnd) -> OutgoingWire:
         """Makes the source's wire of a link."""
@@ -259,7 +259,7 @@ class Transport(Protocol):
         """Makes the destination's wire of a link."""
 
     def stop(self) -> None:
-        """Makes everything that is under way on any wire end; wires are closed next."""
+        """Ends all transfers under way on any wire. Wires are closed next."""
 
     def close(self) -> None:
-        """Ends what :meth:`connect` made; wires have been closed before."""
+        """Closes what :meth:`connect` made. Wires must have been closed before."""

@@ -1,6 +1,6 @@
-"""A destination's end of links: takes announced packets, and returns slots once they have been unpacked.
+"""A destination's end of links: fetches announced packets, and returns slots once they have been unpacked.
 
-How a payload travels is the wire's business; see :mod:`megatron_patches.refit.transports.base`.
+The wires transfer the payload; see :mod:`megatron_patches.refit.transports.base`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PlacesOf = Callable[[Load], Sequence[Spot]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """A packet that has come.
+    """A packet that has arrived.
 
     Attributes:
-        packet: it; its payload is valid until it is released.
-        slot: number of its slot; of a direct load, a number that no slot has.
+        packet: the packet. Its payload is valid until the packet is released.
+        slot: number of its slot; for a direct load, a number that no slot has.
         source: rank that sent it.
     """
 
@@ -64,7 +64,7 @@ class ReceivingEnd:
     """The links of one destination rank.
 
     Args:
-        place: where it is.
+        place: where the rank runs.
         transport: makes the wires.
     """
 
@@ -78,7 +78,7 @@ class ReceivingEnd:
         if transport.one_host:
             self._address = f"refit-{secrets.token_hex(12)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            # A leading zero byte: a name that is no file and goes with the process.
+            # A leading zero byte makes an abstract name: no file, and gone with the process.
             self._listener.bind(f"\0{self._address}")
             self._listener.listen(256)
         else:
@@ -87,7 +87,7 @@ class ReceivingEnd:
         frames.prepare(self._listener)
 
     def offer(self, slot_bytes: int) -> Offer:
-        """What other parties must know; arguments as of a :class:`SendingEnd`, less the memory."""
+        """What other parties must know of this end; arguments as for :class:`SendingEnd`, without the memory."""
         return Offer(
             address=self._address,
             slot_bytes=slot_bytes,
@@ -100,11 +100,11 @@ class ReceivingEnd:
     def connect(
         self, offers: Sequence[Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
     ) -> None:
-        """Waits until every source that sends something has made its link; arguments as of a :class:`SendingEnd`.
+        """Waits until every source that sends something has made its link; arguments as for :class:`SendingEnd`.
 
         Raises:
-            PlanMismatchError: if one follows another plan.
-            PartyFailedError: if one does not come in time, or does not say hello.
+            PlanMismatchError: if a source follows another plan.
+            PartyFailedError: if a source does not connect in time or sends no hello.
         """
         self._transport.connect(offers, check)
         waiting = set(slots)
@@ -129,7 +129,7 @@ class ReceivingEnd:
         digests: Mapping[int, str],
         patience: Patience,
     ) -> tuple[int, IncomingWire]:
-        """The source that has called, and its wire."""
+        """The source that has connected, and its wire."""
         try:
             hello = messages.decode_hello(frames.receive(connection, patience))
         except msgspec.MsgspecError as error:
@@ -151,13 +151,13 @@ class ReceivingEnd:
         return hello.source, self._transport.incoming(end)
 
     def receive(self, load_of: LoadOf, places_of: PlacesOf, check: Check, *, wait_s: float) -> Incoming | None:
-        """The next packet of any source.
+        """The next packet that has arrived from any source; None if there is none.
 
         Args:
-            load_of: gives what is planned, for a packet that was announced.
-            places_of: gives where the boxes of a direct load are to lie.
+            load_of: returns the planned load of an announced packet.
+            places_of: returns where the boxes of a direct load belong.
             check: raises if another party has failed.
-            wait_s: how long to wait for one to be announced if none is; None is an answer.
+            wait_s: how long to wait for an announcement if none is pending.
 
         Raises:
             PartyFailedError: if a source has gone, or ``check`` raises.
@@ -173,7 +173,7 @@ class ReceivingEnd:
 
     @property
     def awaited(self) -> str:
-        """What it is waiting for, for messages."""
+        """What the end is waiting for, for error messages."""
         announced = sorted({arriving.source for arriving in self._arriving})
         if announced:
             return f"what source ranks {announced[:8]} have announced and not delivered"
@@ -181,16 +181,16 @@ class ReceivingEnd:
 
     @property
     def on_their_way(self) -> int:
-        """How many packets were announced and have not come."""
+        """Number of packets that were announced and have not arrived."""
         return len(self._arriving)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that was announced is still on its way."""
+        """Whether no announced packet is in flight."""
         return not self._arriving
 
     def release(self, incoming: Incoming, check: Check) -> None:
-        """Gives the packet's slot back to its source.
+        """Returns the packet's slot to its source.
 
         Raises:
             PartyFailedError: if the source has gone.
@@ -199,13 +199,13 @@ class ReceivingEnd:
         frames.send_all(self._links[incoming.source][0], messages.SLOT.pack(incoming.slot), patience)
 
     def stop(self) -> None:
-        """Makes everything that is under way end; what comes next is :meth:`close`."""
+        """Ends all transfers under way. Call :meth:`close` next."""
         if not self._stopped:
             self._stopped = True
             self._transport.stop()
 
     def close(self) -> None:
-        """Ends all links, even where one fails to."""
+        """Closes all links, even if closing one fails."""
         self._listener.close()
         self._selector.close()
         with ExitStack() as stack:
@@ -218,7 +218,7 @@ class ReceivingEnd:
             self.stop()
 
     def _begin_fetching(self, wait_s: float, load_of: LoadOf, places_of: PlacesOf, patience: Patience) -> None:
-        """Begins to take every packet that was announced; waits up to ``wait_s`` for the first."""
+        """Starts to fetch every announced packet. Waits up to ``wait_s`` for the first announcement."""
         for key, _ in self._selector.select(wait_s):
             connection, wire = self._links[key.data]
             message = messages.decode_message(frames.receive(connection, patience))
@@ -230,7 +230,7 @@ class ReceivingEnd:
     def _fetch(
         self, source: int, wire: IncomingWire, head: messages.Head, load_of: LoadOf, places_of: PlacesOf
     ) -> _Arriving:
-        """Begins to take one packet."""
+        """Starts to fetch one packet."""
         packet = Packet(head.plan_digest, head.version, head.number, head.source, head.destination, (), b"")
         load = load_of(packet)
         planned = len(load.items), load.nbytes, load.direct

@@ -1,6 +1,6 @@
-"""A source's end of links: announces packets, in slots or to be read in place, and takes slots back.
+"""A source's end of links: announces packets, in slots or to be read in place, and collects returned slots.
 
-How a payload travels is the wire's business; see :mod:`megatron_patches.refit.transports.base`.
+The wires transfer the payload; see :mod:`megatron_patches.refit.transports.base`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports import messages
 from megatron_patches.refit.transports.base import Check, LinkEnd, Offer, OutgoingWire, Place, Transport
 
-_DRIVE_S = 0.001  # how often a source calls its wires, some of which move nothing else while it waits
-_HURRY_S = 0.00005  # the same while something waits for its turn
+_DRIVE_S = 0.001  # interval at which a waiting source drives its wires; some make progress only then
+_HURRY_S = 0.00005  # the same while a packet waits for its turn
 _A_SECOND = struct.pack("ll", 1, 0)  # as struct timeval
 
 
@@ -35,8 +35,8 @@ class Slot:
     """Memory of a link to pack into.
 
     Attributes:
-        destination: where the link leads.
-        number: which of the link's slots it is.
+        destination: destination rank of the link.
+        number: number of the slot within its link.
         payload: the memory.
     """
 
@@ -70,7 +70,7 @@ class _Outgoing:
         return bool(self.packed or self.unpacked)
 
     def leave(self) -> _Departure:
-        """Packed ones first: their slots are wanted back."""
+        """The next departure. Packed ones go first, because they occupy slots."""
         return (self.packed or self.unpacked).popleft()
 
     @property
@@ -86,7 +86,7 @@ class SendingEnd:
     """The links of one source rank.
 
     Args:
-        place: where it is.
+        place: where the rank runs.
         transport: makes the wires.
     """
 
@@ -95,7 +95,7 @@ class SendingEnd:
         self._links: dict[int, _Outgoing] = {}
         self._selector = selectors.DefaultSelector()
         self._stopped = False
-        self._news = 0  # slots and loads that were given back
+        self._news = 0  # number of slots and loads returned so far
 
     @property
     def timeout_s(self) -> float:
@@ -103,7 +103,7 @@ class SendingEnd:
         return self._place.timeout_s
 
     def offer(self, slot_bytes: int, memory: Memory) -> Offer:
-        """What other parties must know.
+        """What other parties must know of this end.
 
         Args:
             slot_bytes: the largest slots that it can have.
@@ -119,10 +119,10 @@ class SendingEnd:
         )
 
     def begin(self, memory: Memory, check: Check) -> None:
-        """Tells destinations where the storages are now, as far as they must know.
+        """Tells destinations where the storages are now, as far as they need to know.
 
         Raises:
-            PartyFailedError: if one has gone, or a storage can no longer be reached where it lies.
+            PartyFailedError: if a destination has gone, or a storage can no longer be accessed in place.
         """
         for destination, link in self._links.items():
             told = link.wire.begin(memory)
@@ -137,12 +137,12 @@ class SendingEnd:
 
         Args:
             offers: of all parties.
-            slots: size of a slot of each, by rank.
-            digests: of what the plan moves over the link to each, by rank.
+            slots: slot size of each link, by destination rank.
+            digests: plan digest of each link, by destination rank.
             check: raises if another party has failed.
 
         Raises:
-            PartyFailedError: if one cannot be reached in time.
+            PartyFailedError: if a destination cannot be reached in time.
         """
         self._transport.connect(offers, check)
         for destination, size in sorted(slots.items()):
@@ -161,7 +161,7 @@ class SendingEnd:
             self._selector.register(connection, selectors.EVENT_READ, destination)
 
     def free_slot(self, destinations: Collection[int], check: Check) -> Slot | None:
-        """A free slot of one of the links to ``destinations``, of the one with most of them; taken until it returns.
+        """Takes a free slot from the link to ``destinations`` that has the most; None if none of these links has one.
 
         Args:
             destinations: ranks for which something is left to pack.
@@ -191,7 +191,7 @@ class SendingEnd:
         self._depart_in_turn(check)
 
     def send_direct(self, packet: Packet, load: Load, places: Sequence[Spot], check: Check) -> None:
-        """Sends a direct load, whose boxes lie in ``places``; raises as :meth:`send` does."""
+        """Sends a direct load whose boxes lie in ``places``; raises as :meth:`send`."""
         link = self._links[packet.destination]
         link.direct += 1
         start = partial(link.wire.start_direct, load, places)
@@ -199,10 +199,10 @@ class SendingEnd:
         self._depart_in_turn(check)
 
     def wait_for_news(self, check: Check, what: str) -> None:
-        """Waits until a slot has come back, or a direct load was received.
+        """Waits until a slot is returned or a direct load was received.
 
         Raises:
-            PartyFailedError: if none does in time, a destination has gone, or ``check`` raises.
+            PartyFailedError: if neither happens in time, a destination has gone, or ``check`` raises.
         """
         patience = Patience(self._place.timeout_s, what, check)
         before = self._news
@@ -220,7 +220,7 @@ class SendingEnd:
         """Waits until all packets have been unpacked.
 
         Raises:
-            PartyFailedError: if a destination does not in time or has gone, or ``check`` raises.
+            PartyFailedError: if a destination is late or has gone, or ``check`` raises.
         """
         while late := [rank for rank, link in self._links.items() if not link.quiet]:
             self.wait_for_news(check, f"destination ranks {late[:8]} to take their packets")
@@ -228,13 +228,13 @@ class SendingEnd:
             self._transport.turns.finish()
 
     def stop(self) -> None:
-        """Makes everything that is under way end; what comes next is :meth:`close`."""
+        """Ends all transfers under way. Call :meth:`close` next."""
         if not self._stopped:
             self._stopped = True
             self._transport.stop()
 
     def close(self) -> None:
-        """Ends all links, even where one fails to."""
+        """Closes all links, even if closing one fails."""
         self._selector.close()
         with ExitStack() as closing:
             closing.callback(self._transport.close)
@@ -244,7 +244,7 @@ class SendingEnd:
             self.stop()
 
     def _depart_in_turn(self, check: Check) -> None:
-        """Announces and starts what may leave now, which is all where links take no turns."""
+        """Announces and starts the packets whose turn it is; all of them if links take no turns."""
         turns = self._transport.turns
         while waiting := [rank for rank, link in self._links.items() if link.waiting]:
             chosen = waiting[0] if turns is None else turns.choose(waiting)
@@ -269,9 +269,9 @@ class SendingEnd:
         frames.send(self._links[packet.destination].connection, messages.encode(head), patience)
 
     def _patience(self, what: str, check: Check) -> Patience:
-        """For a message to a destination, which may itself be waiting to give something back, and reads nothing then.
+        """A wait for a message to a destination, during which returned slots are collected.
 
-        Both would wait for ever if what comes back were not taken meanwhile.
+        The destination may itself be blocked on returning a slot, and then reads nothing. Both would wait for ever.
         """
 
         def look_after() -> None:
@@ -281,7 +281,7 @@ class SendingEnd:
         return Patience(self._place.timeout_s, what, look_after)
 
     def _collect(self, wait_s: float, patience: Patience) -> None:
-        """Takes what was given back; waits up to ``wait_s`` for the first."""
+        """Collects returned slots and loads. Waits up to ``wait_s`` for the first."""
         for link in self._links.values():
             link.wire.check()
         for key, _ in self._selector.select(wait_s):
@@ -305,7 +305,7 @@ def _dial(address: str, patience: Patience, *, local: bool) -> socket.socket:
             try:
                 connection.connect(f"\0{address}")
                 break
-            except BlockingIOError:  # it has taken none for a while, as a process that hangs does
+            except BlockingIOError:  # the backlog is full, for example because the process hangs
                 patience.tick()
     except PartyFailedError:
         connection.close()

@@ -1,9 +1,9 @@
 """Makes a version take effect on all workers of an engine or on none.
 
-Each worker tells the others that it can before any does, and that it has before any forgets the old weights. These are
-two votes, and every worker has a part in both of every commit: one that does not go on after the first says no to the
-second, without waiting. So one that comes late, when the others have given up, learns that they have, and no vote is
-ever taken for an answer to another one.
+A commit has two votes. In the first, each worker reports that it can apply the version, before any worker does. In the
+second, it reports that it has, before any worker drops the old weights. Every worker takes part in both votes of every
+commit: a worker that stops after the first votes no in the second without waiting. So a late worker learns that the
+others have given up, and votes of different commits are never mixed up.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class AllOrNone:
     """One commit.
 
     Attributes:
-        version: number of the weights that are to serve.
-        serving: number of those that serve.
-        timeout_s: seconds that the slowest worker may take to come to a vote.
+        version: number of the new weights.
+        serving: number of the weights that serve now.
+        timeout_s: seconds that the slowest worker may take to reach a vote.
     """
 
     version: int
@@ -39,20 +39,20 @@ class AllOrNone:
     timeout_s: float
 
     def decline(self) -> None:
-        """Tells the others, who wait for this worker, that it cannot."""
+        """Tells the other workers, which wait for this one, that it cannot commit."""
         self._all_can(False)
 
     def exchange(self, replacement: Replacement) -> None:
-        """Lets staged weights and those that serve change places.
+        """Swaps staged weights with the serving ones.
 
         Raises:
-            TransferError: if a worker cannot; then the old ones serve.
-            LostWeightsError: if they cannot be put back here, or a worker does not say what it serves.
+            TransferError: if a worker cannot; the old weights then serve.
+            LostWeightsError: if this worker cannot restore the old weights, or another does not report what it serves.
         """
         failure: Exception | None = None
         try:
             replacement.build()
-        except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
+        except Exception as error:  # noqa: BLE001  - the other workers must learn of it; raised below
             failure = error
         if not self._all_can(failure is None):
             raise self._refusal("cannot put it together") from failure
@@ -70,15 +70,15 @@ class AllOrNone:
         replacement.forget()
 
     def overwrite(self, replacement: Replacement, device: torch.device) -> None:
-        """Makes the weights that serve of what has been received in their place, and of what has been beside.
+        """Completes a version that was received partly in serving memory and partly beside it.
 
         Args:
-            replacement: what has been received.
+            replacement: what was received.
             device: where the model is.
 
         Raises:
-            TransferError: if a worker cannot; then the weights may be of no version, and the caller puts the old back.
-            LostWeightsError: if a worker does not say what it serves.
+            TransferError: if a worker cannot. The weights may then be a mixture, and the caller restores the old ones.
+            LostWeightsError: if a worker does not report what it serves.
         """
         failure: Exception | None = None
         if not self._all_can(True):
@@ -86,8 +86,8 @@ class AllOrNone:
         try:
             replacement.replace()
             if device.type != "cpu":
-                torch.accelerator.synchronize(device)  # what failed there must be known before the vote
-        except Exception as error:  # noqa: BLE001 - the other workers must hear of it; raised below
+                torch.accelerator.synchronize(device)  # find errors on the device before the vote
+        except Exception as error:  # noqa: BLE001  - the other workers must learn of it; raised below
             failure = error
         have = self._vote(failure is None)
         if not have:
@@ -99,7 +99,7 @@ class AllOrNone:
         )
 
     def _not_replaced(self, have: bool | None, failure: Exception | None) -> RefitError:
-        """Why not, given what the second vote came to; where it failed here it may have gone well for others."""
+        """The error after a failed second vote. If the vote itself failed here, it may have succeeded elsewhere."""
         if have is None and failure is None:
             return LostWeightsError(
                 f"a worker of this engine did not say within {self.timeout_s:.0f} s whether it serves version "
@@ -108,7 +108,7 @@ class AllOrNone:
         return self._refusal("failed to replace its weights")
 
     def _all_can(self, able: bool) -> bool:
-        """The first vote: whether all workers of this engine are able to go on; one that fails counts as no."""
+        """The first vote: whether all workers of this engine can go on. A failed vote counts as no."""
         can = bool(self._vote(able))
         if not can:
             with suppress(RuntimeError):  # logged already
@@ -116,7 +116,7 @@ class AllOrNone:
         return can
 
     def _vote(self, able: bool) -> bool | None:
-        """What all workers say; None if some do not in time."""
+        """Votes and returns the result; None if some workers did not vote in time."""
         try:
             votes, work = self._cast(able)
             if work is not None:
@@ -127,7 +127,7 @@ class AllOrNone:
         return bool(votes.item())
 
     def _cast(self, able: bool) -> tuple[torch.Tensor, Work | None]:
-        """Says what this worker has to say: where all are heard in the end, and what to wait for until then."""
+        """Casts this worker's vote. Returns the tensor that will hold the result and the operation to wait for."""
         group = get_world_group()
         votes = torch.tensor([int(able)], dtype=torch.int32)
         if group.world_size == 1:

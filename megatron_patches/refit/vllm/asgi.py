@@ -1,4 +1,4 @@
-"""The terms of ASGI, and answers in JSON, for middleware."""
+"""ASGI types and JSON answers, for middleware."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GUARDED = (GUARDED_HEADER.encode(), secrets.token_hex(16).encode())
-"""The header by which a trainer sees that a server has a guard, and which of its names are of one server."""
+"""Header that shows a trainer that a server has a guard, and which of its URLs lead to the same server."""
 
 
 async def answer(send: Send, status: int, error: str | None) -> None:
-    """Sends a whole answer.
+    """Sends a complete answer.
 
     Args:
-        send: to whoever asked.
-        status: of HTTP.
-        error: what was wrong; None if nothing.
+        send: ASGI callable to send with.
+        status: HTTP status.
+        error: what was wrong; None on success.
     """
     content = json.dumps({} if error is None else {"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()), GUARDED]

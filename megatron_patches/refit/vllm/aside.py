@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Aside:
-    """One piece of work at a time.
+    """Runs one task at a time.
 
     Args:
         device: the device that tasks use.
@@ -25,14 +25,14 @@ class Aside:
         self._thread: threading.Thread | None = None
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Begins the work; what it raises is logged.
+        """Starts a task. Exceptions are logged.
 
         Args:
             name: for the log.
             work: the task.
 
         Raises:
-            RefitError: if other work has not ended.
+            RefitError: if an earlier task has not ended.
             RuntimeError: if the system has no more threads.
         """
         self.finish(0.0)
@@ -44,7 +44,7 @@ class Aside:
                 with torch.no_grad():
                     work()
                 if self._device.type == "cuda":
-                    # Whoever uses what it has made does so in another thread's stream.
+                    # The result is used in another thread, on another stream.
                     torch.cuda.current_stream(self._device).synchronize()
             except Exception:
                 logger.exception("refit: %s failed; the weights that served serve on", name)
@@ -54,10 +54,10 @@ class Aside:
         self._thread = thread
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until no work is under way.
+        """Waits until no task is running.
 
         Raises:
-            RefitError: if it does not end in time.
+            RefitError: if a task does not end in time.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -14,14 +14,14 @@ _CHUNK_BYTES = 256 << 20  # a power of two, as torch rounds pinned memory up to 
 
 
 class Backup:
-    """Copies of memory. Takes and puts back whole stretches of it, so that it does not matter how tensors lie in it.
+    """Copies whole spans of memory, so that it does not matter how tensors share them.
 
     Args:
         tensors: what to copy; they may share memory.
         device: where they are.
 
     Attributes:
-        nbytes: how much is copied.
+        nbytes: size of the copy.
 
     Raises:
         RuntimeError: if the host has not enough memory.
@@ -40,21 +40,21 @@ class Backup:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to copy what serves now, while it serves."""
-        self._is_complete, self._failure = False, None  # first: what follows may fail, and what is kept is older
+        """Starts to copy the serving weights while they serve."""
+        self._is_complete, self._failure = False, None  # first: the next lines may fail, and the copy is outdated
         self._await_device()
         thread = threading.Thread(target=self._run, name="refit-backup", daemon=True)
         try:
             thread.start()
             self._thread = thread
-        except RuntimeError as error:  # the system has no more threads: whoever needs the copy takes it
+        except RuntimeError as error:  # the system has no more threads: finish() makes the copy
             self._thread, self._failure = None, error
 
     def finish(self, timeout_s: float) -> None:
-        """Waits until the copy is complete, and takes it anew if that had failed.
+        """Waits until the copy is complete. Copies again if the copy failed.
 
         Raises:
-            RefitError: if it is not complete in time, or fails again.
+            RefitError: if the copy is not complete in time, or fails again.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -66,7 +66,7 @@ class Backup:
             raise RefitError(f"the weights that serve could not be copied ({self._failure})") from self._failure
 
     def restore(self) -> None:
-        """Puts the copy back; returns when that has ended, and nothing that was under way before still writes.
+        """Restores the weights from the copy. Returns once that has ended and no earlier operation still writes.
 
         Raises:
             RefitError: if there is no complete copy.
@@ -88,7 +88,7 @@ class Backup:
             else:
                 self._copy()
             self._is_complete, self._failure = True, None
-        except Exception as error:  # noqa: BLE001 - told to whoever needs the copy
+        except Exception as error:  # noqa: BLE001  - raised when the copy is needed
             self._failure = error
 
     def _copy(self) -> None:
@@ -97,7 +97,7 @@ class Backup:
                 copy.copy_(serving, non_blocking=True)
 
     def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Memory that serves, and where its copy is."""
+        """Pieces of serving memory, each with its copy."""
         chunk, offset = 0, 0
         for stretch in self._stretches:
             done = 0
@@ -114,7 +114,7 @@ class Backup:
 
 
 def _stretches(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The memory of tensors as flat tensors of bytes, each byte once."""
+    """The memory of tensors as flat byte tensors. Every byte occurs once."""
     spans = sorted(((span_of(tensor), tensor) for tensor in tensors if tensor.numel()), key=lambda item: item[0])
     index = 0
     while index < len(spans):

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-# Where Linux keeps what shm_open has made.
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked for by its name
+# Where Linux keeps shared memory made by shm_open.
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked up by name
 
 
 def apply() -> None:
-    """Keeps linear weights where they are, and the shared memory of one engine's workers apart from another's."""
+    """Keeps linear weights in place, and keeps the shared memory of one engine's workers apart from another's."""
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.model_executor.layers import utils
 
-    # Experts too are packed into memory of oneDNN's own, on Arm.
+    # On Arm, oneDNN packs experts into its own memory too.
     _custom_ops._supports_onednn = False
     prepare = utils.dispatch_cpu_unquantized_gemm
     if not hasattr(prepare, "__wrapped__"):
@@ -32,10 +32,10 @@ def apply() -> None:
 
 
 def _with_linear_weights_in_place(prepare: Callable[..., None]) -> Callable[..., None]:
-    """Lets linear layers compute with their parameter.
+    """Makes linear layers compute with their parameter.
 
-    By itself vLLM packs it, with oneDNN or for AMX, into memory that only a function of the layer's refers to, and
-    empties the parameter, so that no later weight could reach it.
+    Otherwise vLLM packs it, with oneDNN or for AMX, into memory that only a closure of the layer refers to, and empties
+    the parameter, so that new weights could not reach it.
     """
     import torch
 
@@ -50,10 +50,10 @@ def _with_linear_weights_in_place(prepare: Callable[..., None]) -> Callable[...,
 
 
 def _with_a_name_of_its_own(start: Callable[[_CPUSHMDistributed], int]) -> Callable[[_CPUSHMDistributed], int]:
-    """Gives the workers' shared memory a name that is used once, and takes it away when all have the memory.
+    """Gives the workers' shared memory a unique name, and unlinks it once all workers have opened it.
 
-    By itself vLLM names it after a TCP port that was free, and leaves it behind when a worker ends: every start keeps
-    4 MiB, and one that is given a port of an earlier one ends with "create shm in SHMManager failed. errno: 17".
+    Otherwise vLLM names it after a free TCP port and leaves it behind when a worker ends. Every start then leaks 4 MiB,
+    and a start that gets a port of an earlier one fails with "create shm in SHMManager failed. errno: 17".
     """
     import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def _with_a_name_of_its_own(start: Callable[[_CPUSHMDistributed], int]) -> Calla
         once = [uuid.uuid4().hex]
         dist.broadcast_object_list(once, src=communicator.ranks[0], group=communicator.device_group)
         shared.group_name = f"{shared.group_name}-{once[0]}"
-        handle = start(shared)  # returns after a barrier behind which every worker has opened all of it
+        handle = start(shared)  # returns after a barrier, when every worker has opened all of it
         (_SHARED_MEMORY / f"{shared.group_name}_{communicator.rank}").unlink(missing_ok=True)
         return handle
 

@@ -1,13 +1,13 @@
 """vLLM's side of a refit: a ``WeightTransferEngine`` in every worker.
 
-[Note: calls] Everything comes through ``init_weight_transfer_engine``, with a ``call``: ``admit`` by the server's own
-guard, ``join`` and ``record`` once a session, then for each version ``receive`` and ``commit``, or ``abandon``;
-``leave`` by the server itself, where it hears no more of the trainer. vLLM's other calls are not used, for two reasons.
-Its worker notes that an update was started and refuses the next one until it was finished, which a trainer that was
-killed never does. And where an engine has several workers, an exception in one call leaves the answers of the others
-unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets an answer to an earlier one. For
-the same reason no call raises: how it went is told at the trainer's rendezvous, and in the log. One thing does raise,
-as the engine must not go on then: old weights that cannot be put back.
+[Note: calls] All calls come through ``init_weight_transfer_engine``, with a field ``call``. The server's own guard
+sends ``admit``. The trainer sends ``join`` and ``record`` once per session, then for each version ``receive`` and
+``commit``, or ``abandon``. The server sends ``leave`` once it no longer hears of the trainer. vLLM's other calls are
+not used, for two reasons. First, vLLM's worker notes that an update was started and refuses the next one until it is
+finished, which a killed trainer never does. Second, if an engine has several workers, an exception in one leaves the
+answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer
+to an earlier one. For the same reason calls do not raise: workers report results at the trainer's rendezvous and in
+the log. Calls raise only if old weights cannot be restored, because the engine must not continue then.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from megatron_patches.refit.vllm.worker_session import ServingModel, WorkerSessi
 logger = logging.getLogger(__name__)
 
 _ANOTHER = "by another session than the one that this engine has joined since; let one trainer at a time push to it"
-_VOTE_S = 60.0  # for the other workers to come to the vote that this one cannot win
+_VOTE_S = 60.0  # for the other workers to reach a vote that this one declines
 
 
 @dataclass
 class NoUpdate(WeightTransferUpdateInfo):
-    """vLLM's updates are not how this engine gets weights."""
+    """vLLM's own updates are not used."""
 
 
 class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
-    """Hands the trainer's calls to the session that they are of; see [Note: calls].
+    """Passes the trainer's calls to their session; see [Note: calls].
 
     Attributes:
-        version: number of the weights that serve; 0 for those that vLLM loaded itself.
+        version: number of the serving weights; 0 for those that vLLM loaded itself.
 
     Raises:
-        UnsupportedEngineError: if vLLM lacks a name that is used of its release.
+        UnsupportedEngineError: if the installed vLLM lacks a name that is used of its release.
     """
 
     init_info_cls = RefitCall
@@ -59,7 +59,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
     ) -> None:
-        installed()  # a vLLM that is not as it was released is refused before it serves
+        installed()  # refuse a modified vLLM before it serves
         super().__init__(config, vllm_config, device, model)
         self.version = 0
         self._settings = settings_of(vllm_config.additional_config)
@@ -67,15 +67,14 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._joining: Joining | None = None
         self._session: WorkerSession | None = None
         self._token = ""  # of the session
-        self._trainer = ""  # address of the session's
+        self._trainer = ""  # address of the session's trainer
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
 
         Raises:
-            ValueError: if it has other fields than this version of the package knows, or values of another form.
-                Where the engine has several workers, it is carried out as a call that fails, instead; see
-                [Note: calls].
+            ValueError: if it has fields or values that this version of the package does not know. If the engine has
+                several workers, it returns a call that fails instead; see [Note: calls].
         """
         try:
             return read_call(init_dict)
@@ -88,7 +87,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         """Carries out one call; see [Note: calls].
 
         Raises:
-            LostWeightsError: if the weights that served cannot be put back.
+            LostWeightsError: if the old weights cannot be restored.
         """
         calls: dict[str, Callable[[RefitCall], None]] = {
             "admit": self._admit,
@@ -110,16 +109,16 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             logger.exception("refit: %s failed; version %d serves on", init_info.call, self.version)
 
     def start_weight_update(self) -> None:
-        """Not how this engine gets weights."""
+        """Unused: RefitSession drives this engine."""
         logger.error("refit: start_weight_update does nothing; RefitSession drives this engine")
 
     def receive_weights(self, update_info: NoUpdate) -> None:
-        """Not how this engine gets weights."""
+        """Unused: RefitSession drives this engine."""
         del update_info
         logger.error("refit: update_weights does nothing; RefitSession drives this engine")
 
     def finish_weight_update(self) -> None:
-        """Not how this engine gets weights."""
+        """Unused: RefitSession drives this engine."""
 
     def shutdown(self) -> None:
         """Leaves the trainer's session."""
@@ -131,22 +130,22 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """Not how this engine is fed.
+        """Unused: RefitSession sends the weights.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.session.RefitSession")
 
-    def _admit(self, call: RefitCall) -> None:  # noqa: ARG002 - whichever it is
-        """From now on, what is asked comes from somebody who knows the server's secret, or owns this process."""
+    def _admit(self, call: RefitCall) -> None:  # noqa: ARG002  - the call has no fields that matter
+        """Accepts trainers from now on: the caller knows the server's secret or owns this process."""
         self._admitted = True
 
     def _join(self, call: RefitCall) -> None:
-        """Begins to join a session. Ends an earlier one.
+        """Starts to join a session, after ending an earlier one.
 
         Raises:
-            RefitError: if the trainer is not allowed here; nothing has been sent to it then.
+            RefitError: if the trainer is not allowed; nothing has been sent to it then.
         """
         self._check_allowed(call)
         self._end()
@@ -159,7 +158,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._joining.record()
 
     def _joined(self, call: RefitCall) -> WorkerSession | None:
-        """The session that a call is of; None if it is of another one, or there is none."""
+        """The session that a call belongs to; None if it belongs to another one, or there is none."""
         if call.token != self._token:
             return None
         if self._joining is not None:
@@ -169,11 +168,11 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         return self._session
 
     def _why_not(self) -> str:
-        """Why a call is of no session."""
+        """Why a call belongs to no session."""
         return "this engine has joined no session" if self._joining is None and self._session is None else _ANOTHER
 
     def _end(self) -> None:
-        """Leaves the trainer, if there is one; if that fails, the session knows of the weights that are lost."""
+        """Leaves the session, if there is one. If that fails, the session records that the weights are lost."""
         for under_way in (self._joining, self._session):
             if under_way is not None:
                 under_way.end()
@@ -181,7 +180,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     @property
     def _level(self) -> int:
-        """Of what one of an engine's workers says for all."""
+        """Level of messages that one of an engine's workers logs for all."""
         return logging.INFO if self.parallel_config.rank == 0 else logging.DEBUG
 
     def _check_allowed(self, call: RefitCall) -> None:
@@ -215,7 +214,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             self._session.abandon()
 
     def _leave(self, call: RefitCall) -> None:
-        """Ends the session of a trainer that was not heard of."""
+        """Ends the session of a trainer that has fallen silent."""
         if call.token == self._token and (self._joining is not None or self._session is not None):
             self._end()
             logger.log(self._level, "refit: left the trainer at %s; version %d serves", self._trainer, self.version)

@@ -1,6 +1,6 @@
-"""Refuses engines whose weights are not where, or not in the form in which, their loaders put them.
+"""Refuses engines whose weights are not where, or not in the form in which, their weight loaders put them.
 
-In such an engine new weights could be committed, and the answers would still be of the old ones, or of neither.
+Such an engine would commit new weights and still answer with the old ones, or with a mixture.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_patches.refit.errors import RefitError, UnmappedParameterError, Un
 from megatron_patches.refit.vllm.releases import installed
 from megatron_patches.refit.vllm.swap import span_of
 
-_WEIGHTS = "weights"  # vLLM's tag of the memory that a sleeping engine keeps or discards weights of
+_WEIGHTS = "weights"  # vLLM's tag of the memory of weights that a sleeping engine keeps or discards
 
 
 def check_options(config: VllmConfig) -> None:
-    """Refuses options of vLLM with which new weights would not reach all that serves.
+    """Refuses vLLM options with which new weights would not reach everything that serves.
 
     Raises:
-        UnsupportedEngineError: naming every such option.
+        UnsupportedEngineError: with every such option.
     """
     reasons = list(installed().refusals(config))
     if reasons:
@@ -31,10 +31,10 @@ def check_options(config: VllmConfig) -> None:
 
 
 def check_derivations(model: nn.Module) -> None:
-    """Refuses models that derive from their weights what nothing would derive anew.
+    """Refuses models that derive values from their weights that would not be derived again from new weights.
 
     Raises:
-        UnsupportedEngineError: naming the layer.
+        UnsupportedEngineError: with the layer.
     """
     vllm = installed()
     for path, layer in model.named_modules():
@@ -46,15 +46,15 @@ def check_derivations(model: nn.Module) -> None:
 
 
 def check_all_loaded(model: nn.Module, wanted: Collection[str], written: Collection[str]) -> None:
-    """Every parameter of the model gets something from the trainer's.
+    """Checks that the trainer's tensors reach every parameter of the model.
 
     Args:
-        model: as it serves.
-        wanted: names of the parameters that weight loaders know, by module path and attribute.
-        written: those that the loader wrote to.
+        model: the serving model.
+        wanted: names of the parameters known to weight loaders, by module path and attribute.
+        written: names of those that the loader wrote to.
 
     Raises:
-        UnmappedParameterError: naming one that would keep what it holds.
+        UnmappedParameterError: with the name of one that would never be written.
     """
     serving = dict(model.named_parameters(remove_duplicate=False))
     reached = {span_of(serving[name]) for name in written if name in serving}
@@ -69,12 +69,12 @@ def check_all_loaded(model: nn.Module, wanted: Collection[str], written: Collect
 
 
 def check_awake() -> None:
-    """Refuses to touch weights whose memory vLLM has given back meanwhile.
+    """Checks that vLLM has not released the memory of the weights.
 
     Raises:
         RefitError: if the engine sleeps, in vLLM's sleep mode.
     """
-    allocator: Any = CuMemAllocator.instance  # of this process; none where the engine cannot sleep
+    allocator: Any = CuMemAllocator.instance  # of this process; None if the engine cannot sleep
     if allocator is None:
         return
     if any(data.is_asleep and data.tag == _WEIGHTS for data in tuple(allocator.pointer_to_data.values())):

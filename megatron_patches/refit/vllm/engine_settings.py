@@ -1,6 +1,6 @@
-"""What the operator of an engine allows trainers, in ``--additional-config '{"etp": {...}}'``.
+"""What the operator of an engine allows trainers to do, in ``--additional-config '{"etp": {...}}'``.
 
-vLLM's ``--weight-transfer-config`` takes no fields but its own.
+vLLM's ``--weight-transfer-config`` accepts no additional fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_patches.refit.errors import RefitError
 
 SECTION = "etp"
 UNGUARDED = f'{{"{SECTION}": {{"unguarded": true}}}}'
-"""What to give to ``--additional-config`` for a server that anybody who reaches it may command."""
+"""Value of ``--additional-config`` for a server that accepts commands from any client that reaches it."""
 
 
 class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -22,20 +22,20 @@ class EngineSettings(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         trainers: addresses to which workers may connect when a trainer asks them to: IP addresses, networks such as
-            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``), each with ``:PORT`` if only that port
-            is meant. None for any, once the trainer has shown the secret.
-        unguarded: whether workers join a trainer although the server was started without
-            :class:`megatron_patches.refit.vllm.guard.RefitGuard`, so that whoever reaches it can make them.
+            ``10.0.0.0/24``, or names as trainers give them (``--refit-host``), each with an optional ``:PORT``. None
+            allows any trainer that has shown the secret.
+        unguarded: whether workers join trainers although the server runs without
+            :class:`megatron_patches.refit.vllm.guard.RefitGuard`, so that any client that reaches it can make them.
     """
 
     trainers: list[str] | None = None
     unguarded: bool = False
 
     def check_trainer(self, host: str, port: int) -> None:
-        """Refuses to connect to an address that is not allowed.
+        """Refuses a trainer's address that is not allowed.
 
         Raises:
-            RefitError: naming it.
+            RefitError: with the address.
         """
         if self.trainers is not None and not any(_allows(entry, host, port) for entry in self.trainers):
             raise RefitError(
@@ -49,7 +49,7 @@ def settings_of(additional_config: Any) -> EngineSettings:
     """The settings in vLLM's ``additional_config``.
 
     Raises:
-        RefitError: if they are none.
+        RefitError: if the section is invalid.
     """
     section = additional_config.get(SECTION, {}) if isinstance(additional_config, dict) else {}
     try:
@@ -69,15 +69,15 @@ def _allows(entry: str, host: str, port: int) -> bool:
         return allowed == host.lower()
     try:
         return ipaddress.ip_address(host) in allowed
-    except ValueError:  # a name, which may be of any address
+    except ValueError:  # host is a name, which may resolve to any address
         return False
 
 
 def _parsed(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network | str, int | None]:
-    """A network or a name, and the only port that is meant.
+    """A network or a name, and the only port that is allowed, if one is given.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if the entry is neither.
     """
     host, port = entry, None
     if entry.startswith("[") and "]" in entry:  # [::1]:8000

@@ -1,6 +1,6 @@
-"""The Triton kernel that swaps the contents of memory: all weights of a model in one launch, each read once.
+"""The Triton kernel that swaps memory contents: all weights of a model in one launch, each read once.
 
-Imported only where there is Triton. It runs on the current stream; under ``TRITON_INTERPRET=1`` on a CPU as well.
+Imported only if Triton is installed. It runs on the current stream, and on a CPU under ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 Stretch = tuple[int, int, int]
-"""Two addresses, and how many bytes from each on change places."""
+"""Two addresses, and the number of bytes to swap between them."""
 
 _WARPS = 4
-_WIDE = 8  # bytes of an element where all is aligned
-_ALIGNED = 16  # bytes that a thread reads at a time there
-# Elements that a program exchanges. Of smaller wide blocks many shapes take three times as long.
+_WIDE = 8  # bytes of an element if the stretch is aligned
+_ALIGNED = 16  # bytes that a thread then reads at a time
+# Elements that one program swaps. With smaller wide blocks, many shapes take three times as long.
 _BLOCK = {_WIDE: 4096, 1: 1024}
-_FIELDS = 4  # of an entry: where its two stretches begin, and its length, in elements; its first program
+_FIELDS = 4  # of an entry: starts of its two stretches and its length, in elements; its first program
 _TYPES = {_WIDE: tl.int64, 1: tl.int8}
 
 
-# Without annotations: Triton takes them for types of its own.
+# No annotations: Triton would interpret them.
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange(  # type: ignore[no-untyped-def]
     origin,  # noqa: ANN001
@@ -40,7 +40,7 @@ def _exchange(  # type: ignore[no-untyped-def]
     entry = table + tl.load(programs + program).to(tl.int64) * fields
     one, other, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     at = (program - tl.load(entry + 3)) * block + tl.arange(0, block)
-    if vector > 1:  # what the host has seen to lets the compiler read 16 bytes at a time
+    if vector > 1:  # the host has ensured these alignments, so the compiler can read 16 bytes at a time
         one = tl.multiple_of(one, vector)
         other = tl.multiple_of(other, vector)
         count = tl.multiple_of(count, vector)
@@ -52,11 +52,11 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 
 class Exchange:
-    """Stretches of one device's memory that change places, as often as it is run.
+    """Stretches of one device's memory that are swapped on each run.
 
     Args:
-        stretches: which; none shares a byte with another one.
-        device: where they lie.
+        stretches: the stretches; they must not overlap.
+        device: the device.
     """
 
     def __init__(self, stretches: Sequence[Stretch], device: torch.device) -> None:
@@ -64,20 +64,20 @@ class Exchange:
         self._run = 0
 
     def run(self) -> None:
-        """Lets them change places."""
+        """Swaps the stretches."""
         for launch in self._launches[self._run :]:
             launch.start()
             self._run += 1
 
     def undo(self) -> None:
-        """Lets those change places again that have."""
+        """Swaps back those that have been swapped."""
         while self._run:
             self._launches[self._run - 1].start()
             self._run -= 1
 
 
 class _Launch:
-    """Entries whose elements are of one width."""
+    """Entries with one element width."""
 
     def __init__(self, entries: NDArray[np.int64], width: int, device: torch.device) -> None:
         self._width = width
@@ -92,7 +92,7 @@ class _Launch:
 
     def start(self) -> None:
         device = self._origin.device
-        # Triton launches on the current device, which in the thread of a commit may be another one.
+        # Triton launches on the current device, which may be a different one in a commit's thread.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             _exchange[(self._programs.numel(),)](
                 triton.reinterpret(self._origin, _TYPES[self._width]),
@@ -106,7 +106,7 @@ class _Launch:
 
 
 def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launch]:
-    """Of each stretch what is aligned on both sides, in wide elements, and the rest byte by byte."""
+    """Splits each stretch into its aligned part, in wide elements, and the rest, byte by byte."""
     given = np.array(stretches, dtype=np.int64).reshape(-1, 3)
     aligned = (given[:, 0] % _ALIGNED == 0) & (given[:, 1] % _ALIGNED == 0)
     wide_bytes = np.where(aligned, given[:, 2] // _ALIGNED * _ALIGNED, 0)
@@ -119,7 +119,7 @@ def _launches(stretches: Sequence[Stretch], device: torch.device) -> list[_Launc
 
 
 def compile_for(device: torch.device) -> None:
-    """Has the kernel compiled for a GPU, for both widths, so that the first commit need not wait for that."""
+    """Compiles the kernel for a GPU, for both widths, so that the first commit does not wait for it."""
     scratch = torch.zeros(4 * _ALIGNED, dtype=torch.uint8, device=device)
     address = scratch.data_ptr()
     for launch in _launches([(address, address + 2 * _ALIGNED, _ALIGNED + 1)], device):

@@ -1,20 +1,20 @@
-"""ASGI middleware that lets nobody change a vLLM server who does not show its secret.
+"""ASGI middleware that protects a vLLM server: only a client that shows its secret can change it.
 
 ::
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server ... \
         --middleware megatron_patches.refit.vllm.guard.RefitGuard
 
-Routes for inference, and those that only tell how the server is, stay as vLLM has them. Every other route, which are
-all that ``VLLM_SERVER_DEV_MODE`` opens and whatever a later vLLM adds, answers 401 to a request without the secret
-(:mod:`megatron_patches.refit.secret`), before any of its body is read. Give it after other middleware, as the last one
-sees a request first.
+Routes for inference and routes that only report the server's state stay as vLLM has them. Every other route, including
+all that ``VLLM_SERVER_DEV_MODE`` opens and any that a later vLLM adds, answers 401 to a request without the secret
+(:mod:`megatron_patches.refit.secret`), before the body is read. Give this middleware last, because the last one sees a
+request first.
 
 It also grants leases, so that no server waits for ever for a trainer that has paused it
 (:mod:`megatron_patches.refit.vllm.pause_lease`).
 
-Workers join no trainer before the guard of their server has admitted them; see
-:class:`megatron_patches.refit.vllm.engine_settings.EngineSettings` for how to do without.
+Workers join no trainer until their server's guard has admitted it. See
+:class:`megatron_patches.refit.vllm.engine_settings.EngineSettings` for running without a guard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_patches.refit.vllm.plugin import ENGINE_NAME
 
 logger = logging.getLogger(__name__)
 
-# vLLM's own API key guards what begins like this.
+# Prefixes of the routes that vLLM's own API key guards.
 _PUBLIC_PREFIXES = ("/v1/", "/v2/", "/inference/")
 _PUBLIC = frozenset(
     {
@@ -39,7 +39,7 @@ _PUBLIC = frozenset(
         *("/pooling", "/classify", "/score", "/rerank"),
     }
 )
-# What these load or take away is part of what answers.
+# These change the model that answers.
 _NOT_PUBLIC = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
@@ -47,7 +47,7 @@ class RefitGuard:
     """See the module's docstring.
 
     Args:
-        app: the server that this is put around.
+        app: the wrapped server.
     """
 
     def __init__(self, app: App) -> None:
@@ -58,22 +58,22 @@ class RefitGuard:
         self._lease = PauseLease(app)
         try:
             self._secret = read_or_make_secret()
-        except RefitError as error:  # an exception here would only be noticed at the first request
+        except RefitError as error:  # an exception here would only show at the first request
             self._refusal = str(error)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
+        """Passes a request on, or refuses it."""
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
         elif is_public(scope):
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: uvicorn answers 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so uvicorn answers 403
         else:
             await self._guard(scope, receive, send)
 
     async def _start(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Say where the secret is; without one, the server must not start."""
+        """Logs where the secret is. Without a secret, the server must not start."""
         if self._secret is None:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": f"refit: {self._refusal}"})
@@ -104,7 +104,7 @@ class RefitGuard:
         await self._app(scope, receive, _marked(send))
 
     async def _admit(self, scope: Message) -> None:
-        """Tell the workers, once, that what they are asked comes from somebody who knows the secret."""
+        """Tells the workers, once, that their callers know the secret."""
         client = scope["app"].state.engine_client
         config = client.vllm_config.weight_transfer_config
         if self._admitted or config is None or config.backend != ENGINE_NAME:
@@ -116,27 +116,27 @@ class RefitGuard:
 
 
 def is_public(scope: Message) -> bool:
-    """Whether a request changes nothing, and is anybody's."""
+    """Whether a request changes nothing and needs no secret."""
     route = route_of(scope)
     return route in _PUBLIC or (route.startswith(_PUBLIC_PREFIXES) and route not in _NOT_PUBLIC)
 
 
 def route_of(scope: Message) -> str:
-    """The path by which the server will choose a route; what ``--root-path`` puts in front is none of it."""
+    """The path by which the server chooses a route, without the prefix of ``--root-path``."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:
-    """Whether there is no body, or one that says it is JSON."""
+    """Whether the request has no body, or declares it as JSON."""
     if b"transfer-encoding" not in headers and headers.get(b"content-length", b"0").strip() == b"0":
         return True
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower() == b"application/json"
 
 
 def _marked(send: Send) -> Send:
-    """Sends an answer on, with a header by which a trainer sees that there is a guard."""
+    """Adds the header to an answer that shows a trainer that there is a guard."""
 
     async def marked(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""Receives versions in the serving memory, with a backup to restore."""
+"""Receives versions in serving memory, with a backup to restore."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_patches.refit.vllm.layers import Layers
 
 
 class InPlace:
-    """One worker's memory that serves, as far as versions can be received in it, and a copy of all that they replace.
+    """The serving memory of one worker in which versions can be received, and a backup of everything they replace.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
         storages: what the worker wants, in loader form.
         device: where the model is.
 
     Attributes:
-        backup: the copy.
-        begun: whether the memory holds something else than the version that served last.
+        backup: the backup.
+        begun: whether the memory may differ from the last version that served.
     """
 
     def __init__(self, layers: Layers, storages: Sequence[Storage], device: torch.device) -> None:
@@ -38,26 +38,26 @@ class InPlace:
         self.begun = False
 
     def begin(self, timeout_s: float) -> dict[str, torch.Tensor]:
-        """Makes sure of the copy; from now on the memory may be written to.
+        """Waits for the backup. The memory may be written to afterwards.
 
         Args:
-            timeout_s: seconds to wait for a copy that is under way.
+            timeout_s: seconds to wait for a backup that is under way.
 
         Returns:
-            Memory that serves, flat, by the names of the storages that can be received in it.
+            Flat serving memory, by name of the storages that can be received in it.
 
         Raises:
-            RefitError: if there is no copy.
+            RefitError: if there is no backup.
         """
         self.backup.finish(timeout_s)
         self.begun = True
         return dict(self._serving)
 
     def put_back(self, derive: Callable[[], None]) -> None:
-        """Puts the version back that served last.
+        """Restores the last version that served.
 
         Args:
-            derive: computes anew what is derived from the weights and is not among the copies.
+            derive: recomputes what is derived from the weights and is not in the backup.
 
         Raises:
             LostWeightsError: if that fails; it may be tried again.
@@ -70,6 +70,6 @@ class InPlace:
         self.begun = False
 
     def done(self) -> None:
-        """What the memory holds serves from now on; copies it meanwhile."""
+        """The received version serves from now on; starts to back it up."""
         self.begun = False
         self.backup.start()

@@ -1,4 +1,4 @@
-"""Joins a trainer's session: meets the other parties, tells them what this worker wants, and agrees on a plan."""
+"""Joins a trainer's session: connects to the other parties, describes what this worker wants, and agrees on a plan."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, Servin
 
 
 class Joining:
-    """A worker on its way into a session. It meets the others in a thread of its own, while requests are answered.
+    """A worker that is joining a session. It agrees on a plan in its own thread while the engine answers requests.
 
-    Only what needs the model waits for the engine: :meth:`record`.
+    Only the part that needs the model blocks the engine: :meth:`record`.
 
     Args:
-        call: which session.
-        serving: the model that serves.
+        call: the call to join.
+        serving: the serving model.
         version: number of its weights.
 
     Raises:
         RefitError: if the rendezvous cannot be reached.
-        ValueError: if the call asks for what this worker does not know.
+        ValueError: if the call has values that this worker does not know.
     """
 
     def __init__(self, call: RefitCall, serving: ServingModel, version: int) -> None:
@@ -63,21 +63,21 @@ class Joining:
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
-        # Who has joined must answer, so whatever the call may ask for in vain comes first.
+        # A party that has joined must answer, so anything in the call that may be invalid is checked first.
         invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
         self._assembly = Assembly(invitation, call.first_party + worker, name)
         self._party = DestinationParty(self._assembly, options, str(serving.device))
-        self._model: Future[Model] = Future()  # from the others
+        self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[Layout] = Future()  # from record()
         self._failure: Exception | None = None
         self._aside = Aside(serving.device)
         self._aside.start("join", self._meet)
 
     def record(self) -> None:
-        """Finds out what this worker wants of the trainer's model. If it cannot take that, all parties are told why.
+        """Finds out what this worker wants of the trainer's model. If that fails, the step fails for all parties.
 
         Raises:
-            RefitError: if there is no model, as joining has failed.
+            RefitError: if there is no model, because joining failed.
         """
         try:
             model = self._model.result(self._call.timeout_s)
@@ -86,14 +86,14 @@ class Joining:
         try:
             layout = describe_layout(model, self._serving, self._party.rank, self._memory)
             if self._memory is MemoryMode.BESIDE:
-                make_ready(self._serving.device)  # here, so that all parties hear why where it cannot be done
-        except Exception as error:  # noqa: BLE001 - raised where the others are told
+                make_ready(self._serving.device)  # here, so that all parties learn of a failure
+        except Exception as error:  # noqa: BLE001  - raised in the step of all parties
             self._layout.set_exception(error)
         else:
             self._layout.set_result(layout)
 
     def finish(self) -> WorkerSession:
-        """The session, once all have agreed on a plan.
+        """The session. Waits until all parties have agreed on a plan.
 
         Raises:
             RefitError: on all parties, if any failed.
@@ -112,7 +112,7 @@ class Joining:
         )
 
     def end(self) -> None:
-        """Gives up.
+        """Leaves the session.
 
         Raises:
             RefitError: if the thread does not end.
@@ -124,7 +124,7 @@ class Joining:
     def _meet(self) -> None:
         try:
             self._party.prepare(self._want)
-            self._assembly.most_silence_s = self._call.lease_s  # before, long messages may keep others waiting
+            self._assembly.most_silence_s = self._call.lease_s  # only now, as long messages before it may delay others
             in_place = self._layout.result(0).in_place
             if in_place is not None:
                 in_place.backup.start()
@@ -150,19 +150,19 @@ class Joining:
 
 
 def describe_layout(model: Model, serving: ServingModel, rank: int, memory: MemoryMode) -> Layout:
-    """What a worker wants of a model, found by running the engine's own weight loaders.
+    """Describes what a worker wants of a model, by running the engine's own weight loaders.
 
     Args:
-        model: what the trainer has.
-        serving: what serves here.
-        rank: of the worker, as a destination.
-        memory: where versions are to be received.
+        model: the trainer's model.
+        serving: the serving model.
+        rank: the worker's destination rank.
+        memory: where versions will be received.
 
     Raises:
-        UnsupportedEngineError: if new weights would not reach all that serves.
-        ModelMismatchError: if these are two models.
-        UnsupportedModelError: if a loader does what cannot be recorded.
-        UnmappedParameterError: if it leaves a parameter out.
+        UnsupportedEngineError: if new weights would not reach everything that serves.
+        ModelMismatchError: if the two models differ.
+        UnsupportedModelError: if a loader does something that cannot be recorded.
+        UnmappedParameterError: if the loader leaves a parameter out.
     """
     check_options(serving.config)
     check_derivations(serving.model)

@@ -1,13 +1,13 @@
 """The layers of a vLLM model: the form of their serving weights, and how vLLM processes newly loaded ones.
 
-vLLM's layerwise reloading keeps the form that weight loaders know, the *loader form*; how it is driven depends on the
-release of vLLM and is in :mod:`megatron_patches.refit.vllm.releases`.
+vLLM's layerwise reloading keeps the form that weight loaders know, the *loader form*. How to drive it depends on the
+vLLM release; see :mod:`megatron_patches.refit.vllm.releases`.
 
-[Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it alone. Where a layer has no
-such method this is known; otherwise the first replacement watches it: no operation of torch, and every attribute of
-layer and method the same object as before, with no more references to the weights' memory. From then on such a layer's
-new weights need no processing. A copy of a tensor onto itself, by which unquantized experts keep their memory, does not
-count.
+[Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it unchanged. For a layer
+without a processing method this is known. Other layers are watched during the first replacement: a layer is plain if
+processing ran no torch operation, replaced no attribute of layer or method, and added no reference to the weights'
+memory. From then on its new weights need no processing. A copy of a tensor onto itself, by which unquantized experts
+keep their memory, does not count as an operation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_patches.refit.vllm.swap import Pair, is_dense, overlapping, same_m
 
 
 def join(path: str, name: str) -> str:
-    """Name of a module's attribute."""
+    """Full name of a module's attribute."""
     return f"{path}.{name}" if path else name
 
 
@@ -35,8 +35,8 @@ class Layer:
     """One module.
 
     Attributes:
-        path: where it is in the model.
-        module: it.
+        path: its path in the model.
+        module: the module.
         vllm: the installed release.
         is_plain: whether processing is known to leave the loader form as it is; see [Note: plain layers].
     """
@@ -47,11 +47,11 @@ class Layer:
         self.is_plain = self._method is None or vllm.leaves_alone(self._method)
 
     def running(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers that serve."""
+        """The serving parameters and buffers."""
         return tensors_of(self.module)
 
     def loader_form(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers as weight loaders know them: without memory, but for some that vLLM never changes."""
+        """Parameters and buffers as weight loaders know them: without memory, except those that vLLM never changes."""
         parameters, buffers = self._vllm.known_to_loaders(self.module)
         running = self.running()
         return {**parameters, **buffers, **{name: running[name] for name in running if self._keeps(name)}}
@@ -66,23 +66,23 @@ class Layer:
         }
 
     def has_loader_form(self) -> bool:
-        """Whether it serves from exactly the tensors that weight loaders know."""
+        """Whether the layer serves from exactly the tensors that weight loaders know."""
         running, form = self.running(), self.loader_form()
         return all(name in running and _same_form(running[name], tensor) for name, tensor in form.items()) and (
             len(running) == len(form) or len(running) == len(form) + len(self.views())
         )
 
     def process(self, staged: Mapping[str, torch.Tensor]) -> list[Pair]:
-        """What vLLM makes of newly loaded weights.
+        """Runs vLLM's processing of newly loaded weights.
 
         Args:
             staged: flat memory in loader form, by attribute. Processing may change it.
 
         Returns:
-            The layer's memory that serves, which is not changed, and what it shall hold.
+            Pairs of serving memory, which is not changed, and its new content.
 
         Raises:
-            TransferError: if a weight of the layer is missing, or one came out in another form than serves.
+            TransferError: if a weight of the layer is missing, or processing changed its shape or dtype.
         """
         module, running, buffers = self.module, self.running(), set(self.module._buffers)
         may_be_plain = self.has_loader_form()
@@ -108,10 +108,10 @@ class Layer:
         return pairs
 
     def check_form(self, name: str, new: torch.Tensor, target: torch.Tensor) -> None:
-        """Whether new content fits the memory that serves.
+        """Checks that new content fits the serving memory.
 
         Raises:
-            TransferError: if it has another shape or type.
+            TransferError: if its shape or dtype differs.
         """
         if new.shape != target.shape or new.dtype != target.dtype:
             raise TransferError(
@@ -120,15 +120,15 @@ class Layer:
             )
 
     def _keeps(self, name: str) -> bool:
-        """Whether a tensor is one that vLLM never takes to the meta device; no processing changes those."""
+        """Whether vLLM never moves a tensor to the meta device; processing does not change such tensors."""
         return self._vllm.keeps(self.module, name)
 
     def _is_derived(self, name: str) -> bool:
-        """Whether a buffer is computed by the layer, not loaded; processing may have dropped it."""
+        """Whether a buffer is computed by the layer, not loaded. Processing may have dropped it."""
         return name not in self.module._buffers or name in self._vllm.non_persistent(self.module)
 
     def _process(self) -> bool:
-        """What vLLM does to a layer once its weights are loaded; whether that was nothing."""
+        """Runs vLLM's processing of a loaded layer. Returns whether it did nothing; see [Note: plain layers]."""
         module, method = self.module, self._method
         self._vllm.make_ready(module)
         if method is None:
@@ -143,7 +143,7 @@ class Layer:
     def _materialized(
         self, name: str, meta: torch.Tensor, staged: torch.Tensor | None, kernel: torch.Tensor | None
     ) -> torch.Tensor:
-        """A tensor in loader form: what was staged, or the running model's where nothing came for it."""
+        """A tensor in loader form: the staged one, or a copy of the running model's if none was staged."""
         if staged is not None:
             tensor = staged.as_strided(meta.shape, meta.stride())
         elif kernel is not None and kernel.shape == meta.shape and kernel.dtype == meta.dtype:
@@ -170,10 +170,10 @@ class Layers:
         self._of = {join(layer.path, name): (layer, name) for layer in self._layers for name in layer.loader_form()}
 
     def of(self, names: Collection[str]) -> list[tuple[Layer, list[str]]]:
-        """The layers that have weights of these names, and which of their attributes they are.
+        """The layers that have weights of these names, with the weights' attribute names.
 
         Raises:
-            TransferError: if a name is none that loaders of the model know.
+            TransferError: if the model's loaders do not know a name.
         """
         missing = sorted(name for name in names if name not in self._of)
         if missing:
@@ -185,13 +185,13 @@ class Layers:
         return list(found.values())
 
     def check_views(self) -> None:
-        """Buffers that were views of weights when the model was built must still be.
+        """Checks that buffers that were views of weights when the model was built still are.
 
-        vLLM leaves them alone when weights are replaced. Where processing has since put a weight elsewhere, the buffer
-        would keep the old values.
+        vLLM does not update these buffers when weights are replaced. If processing moved a weight to other memory, the
+        buffer would keep the old values.
 
         Raises:
-            TransferError: naming such a buffer.
+            TransferError: with the name of such a buffer.
         """
         for layer in self._layers:
             views = layer.views()
@@ -204,13 +204,13 @@ class Layers:
                     )
 
     def serving(self, names: Collection[str]) -> list[torch.Tensor]:
-        """All tensors that serve of the layers that have weights of these names."""
+        """All serving tensors of the layers that have weights of these names."""
         return [tensor.data for layer, _ in self.of(names) for tensor in layer.running().values()]
 
     def in_loader_form(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Those of the weights that serve from the very form that loaders know, as flat memory, by name.
+        """The weights that serve in exactly the loader form, as flat memory, by name.
 
-        Left out is what shares memory with another of ``names``.
+        Weights that share memory with another of ``names`` are left out.
         """
         running = {join(layer.path, name): (layer, name) for layer, found in self.of(names) for name in found}
         kept: dict[str, torch.Tensor] = {}
@@ -238,7 +238,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _leaves_nothing(func: Any, args: Sequence[Any]) -> bool:
-    """Whether it is what reading ``data`` takes, which shows if it is kept, or a copy of a tensor onto itself."""
+    """Whether an operation is the detach that reading ``data`` does, or a copy of a tensor onto itself."""
     if func is torch.ops.aten.detach.default:
         return True
     if func is not torch.ops.aten.copy_.default:
@@ -252,18 +252,18 @@ def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What processing could change of a layer, beside the content of its tensors.
+    """What processing could change of a layer, besides the content of its tensors.
 
     Attributes:
-        objects: tensors and other attributes, of the layer and of its method.
-        places: where its tensors' memory is, in which form, and how many refer to it.
+        objects: tensors and other attributes of the layer and of its method.
+        places: for each tensor, its memory, its form, and the number of references to its memory.
     """
 
     objects: Mapping[str, object]
     places: Mapping[str, tuple[object, ...]]
 
     def same(self, other: _Seen) -> bool:
-        """Whether nothing has changed: the same objects, not only equal ones."""
+        """Whether nothing has changed: the objects must be identical, not only equal."""
         return (
             self.places == other.places
             and self.objects.keys() == other.objects.keys()

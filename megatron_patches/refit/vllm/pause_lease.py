@@ -1,6 +1,6 @@
-"""What a server does when it hears no more of the trainer for which it is paused; see [Note: leases].
+"""What a paused server does when its trainer falls silent; see [Note: leases].
 
-It does the same as the trainer would, through the same routes, so that other middleware notices.
+It takes the same steps as the trainer would, through the same routes, so that other middleware sees them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1024
 _REMEMBERED = 64  # sessions whose lease has ended
-_LATE_S = 1.0  # after which it was this process that did not run, not the trainer
-_EMPTYING_S = 30.0  # for what still uses a prefix cache to end
+_LATE_S = 1.0  # if the timer fires later than this, this process was stalled, not the trainer
+_EMPTYING_S = 30.0  # for users of the prefix cache to end
 _RETRY_S = 1.0
 
 
@@ -31,8 +31,8 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     """The content of a request.
 
     Attributes:
-        token: of the trainer's session.
-        seconds: how long to wait for the next request; 0 to give the lease back.
+        token: token of the trainer's session.
+        seconds: timeout until the next request; 0 to give the lease back.
     """
 
     token: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -43,18 +43,18 @@ class PauseLease:
     """Grants leases, one at a time, and acts when one ends.
 
     Args:
-        app: the server.
+        app: the wrapped server.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._ended: OrderedDict[str, str] = OrderedDict()  # why, by token
+        self._ended: OrderedDict[str, str] = OrderedDict()  # reason by token
         self._token = ""
         self._deadline = 0.0
         self._watching: asyncio.Task[None] | None = None
 
     async def request(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Takes, renews or gives back a lease."""
+        """Takes, renews or returns a lease."""
         try:
             asked = msgspec.json.decode(await _read(receive), type=_Asked)
         except msgspec.MsgspecError as error:
@@ -75,7 +75,7 @@ class PauseLease:
         await answer(send, 200, None)
 
     def why_ended(self, token: str) -> str | None:
-        """Why a session's lease has ended, so that it may not pause the server; None if it has not."""
+        """Why a session's lease has ended, in which case it may not pause the server; None if it has not."""
         return self._ended.get(token)
 
     def _give_back(self, token: str) -> None:
@@ -87,7 +87,7 @@ class PauseLease:
         clock = asyncio.get_running_loop().time
         while (left := self._deadline - clock()) > 0:
             await asyncio.sleep(left)
-            if self._deadline < clock() - _LATE_S:  # renewals may wait to be read
+            if self._deadline < clock() - _LATE_S:  # renewals may be waiting to be read
                 self._deadline = clock() + seconds / 2
         token, self._token, self._watching = self._token, "", None
         await self._help_itself(scope, token, seconds)
@@ -126,7 +126,7 @@ class PauseLease:
         return True
 
     async def _post(self, scope: Message, route: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """What the server itself answers to a request; None if that is an error."""
+        """Sends a request to the server itself. Returns the answer; None if it is an error."""
         path, _, query = route.partition("?")
         content = b"" if body is None else json.dumps(body).encode()
         root = str(scope.get("root_path", ""))
@@ -165,7 +165,7 @@ class PauseLease:
 
 
 async def _read(receive: Receive) -> bytes:
-    """The body, as far as it may be long; a longer one cannot be decoded."""
+    """The body, up to slightly more than the limit; a longer body fails to decode."""
     parts: list[bytes] = []
     while sum(map(len, parts)) <= _MOST_BYTES:
         message = await receive()

@@ -1,7 +1,7 @@
 """The ``vllm.general_plugins`` entry point: registers the engine ``etp`` in each of vLLM's processes.
 
-vLLM calls it wherever this package is installed beside it, also for servers that take no weights. It therefore changes
-nothing in a release that it does not know, and raises nothing: there ``etp`` is an engine that cannot be started.
+vLLM calls it wherever both packages are installed, even in servers that receive no weights. In a release without an
+adapter it therefore raises nothing and changes nothing, except that starting the engine ``etp`` fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ENGINE_NAME = "etp"
 
 
 class RefusedEngine:
-    """What ``etp`` is in a release of vLLM that has no adapter.
+    """The engine ``etp`` in a vLLM release that has no adapter.
 
     Raises:
         UnsupportedEngineError: when vLLM starts it, with what is known of the release.
@@ -30,7 +30,7 @@ class RefusedEngine:
 
 
 def register() -> None:
-    """Registers the weight-transfer engine under ``etp``; on a CPU, also applies what vLLM needs there."""
+    """Registers the weight-transfer engine ``etp``; on CPUs, also applies the changes that vLLM needs there."""
     import vllm
 
     try:
@@ -51,14 +51,14 @@ def register() -> None:
 def _register(*engine: Any) -> None:
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    except ImportError:  # a release that has no engines to choose from
+    except ImportError:  # a release without weight-transfer engines
         return
     if ENGINE_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(ENGINE_NAME, *engine)
 
 
 def _log_as_vllm_does() -> None:
-    """Lets an operator see who pushes what: vLLM's handlers are its own loggers' alone."""
+    """Uses vLLM's log handlers, which serve only vLLM's own loggers, so that operators see which trainer pushes."""
     ours, vllm = logging.getLogger("megatron_patches"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.setLevel(vllm.level)

@@ -1,14 +1,14 @@
 """Records where vLLM's own weight loaders put every element, by running them on tensors without memory.
 
-The model's parameters are taken back to the form in which its loaders know them (vLLM's layerwise reloading does
-that), its ``load_weights`` runs on meta tensors of the trainer's names, shapes and dtypes, and a dispatch mode notes
-each copy instead of making it. No rule about any model is needed, and no weight is touched.
+The model's parameters are returned to the form in which its loaders know them, by vLLM's layerwise reloading. Then its
+``load_weights`` runs on meta tensors with the trainer's names, shapes and dtypes, while a dispatch mode records each
+copy instead of making it. This needs no model-specific rules and touches no weights.
 
-[Note: operations] Between checkpoint and parameter a loader may convert elements and apply operations that torch tags
-as pointwise, with numbers beside the elements: these are noted with the copy, in order, to be replayed on real
+[Note: operations] Between checkpoint and parameter, a loader may convert elements and apply operations that torch tags
+as pointwise, whose other operands are numbers. These are recorded with the copy, in order, to be replayed on real
 elements. A loader may also read back what it has copied into a parameter, as ``composed_weight_loader`` does. All
-else (sums, products of two tensors, random numbers, changes in place) is refused as soon as its result would reach a
-parameter.
+other operations (sums, products of two tensors, random numbers, changes in place) are refused as soon as their result
+would reach a parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_patches.refit.errors import UnsupportedModelError
 from megatron_patches.refit.target.recorded import CopyRecord, FillRecord, RecordedParameter, Region
 
 _aten = torch.ops.aten
-# What keeps an element's place and value, into new memory.
+# Operations that copy elements to new memory without changing their place or value.
 _SAME_ELEMENTS = frozenset({_aten._to_copy.default, _aten.clone.default})
 
 
@@ -37,9 +37,9 @@ class Recording:
     """What a loader did.
 
     Attributes:
-        parameters: those that it wrote to.
-        copies: in order.
-        fills: in order.
+        parameters: the parameters that it wrote to.
+        copies: its copies, in order.
+        fills: its fills, in order.
     """
 
     parameters: list[RecordedParameter] = field(default_factory=list)
@@ -48,16 +48,16 @@ class Recording:
 
 
 def record_loading(load: Any, parameters: Mapping[str, torch.Tensor], tensors: Iterable[TensorSpec]) -> Recording:
-    """Runs ``load`` on meta tensors and notes its copies into ``parameters``.
+    """Runs ``load`` on meta tensors and records its copies into ``parameters``.
 
     Args:
-        load: takes an iterator of (name, tensor), as ``load_weights`` of a vLLM model does.
-        parameters: where it may copy to, by name. None is written.
+        load: takes an iterator of (name, tensor), like ``load_weights`` of a vLLM model.
+        parameters: tensors it may copy to, by name. None is written.
         tensors: the model's tensors.
 
     Raises:
-        UnsupportedModelError: if an element would reach a parameter changed by other than operations on each element
-            by itself; names the operation and the parameter.
+        UnsupportedModelError: if an element that would reach a parameter was changed by anything but elementwise
+            operations; names the operation and the parameter.
     """
     sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in tensors}
     recorder = _Recorder(sources, parameters)
@@ -92,12 +92,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a tensor's elements are.
+    """Where a tensor's elements come from.
 
     Attributes:
         tensor: name of the source tensor.
-        region: which of its elements, in order.
-        steps: what was done to each.
+        region: the elements of the source, in order.
+        steps: operations applied to each element.
     """
 
     tensor: str
@@ -109,7 +109,7 @@ class _Origin:
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows memory by the identity of its storage: views share it, so they need no attention."""
+    """Tracks memory by the identity of its storage. Views share the storage, so they need no special handling."""
 
     def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -120,10 +120,10 @@ class _Recorder(TorchDispatchMode):
             self._parameter_of.setdefault(_key(tensor), name)
         self._copied: dict[int, list[tuple[Region, _Origin]]] = defaultdict(list)  # into each parameter, in order
         self._filled: dict[int, list[Region]] = defaultdict(list)  # of each parameter
-        # Tensors made on the way: what each holds and where, or the name and all that was done to it.
+        # Intermediate tensors: the origin and region of their elements, or the source's name and all operations on it.
         self._image_of: dict[int, tuple[_Origin, Region]] = {}
         self._changed_by: dict[int, tuple[str, str]] = {}
-        # An identity is only good while its object lives.
+        # Storage identities are valid only while their tensors live.
         self._alive: list[torch.Tensor] = [*sources.values(), *parameters.values()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _is_traced(self, tensor: torch.Tensor) -> bool:
-        """Whether its elements are, or depend on, those of a source."""
+        """Whether a tensor's elements come from, or depend on, those of a source."""
         key = _key(tensor)
         return key in self._source_of or key in self._image_of or key in self._changed_by or key in self._copied
 
@@ -150,13 +150,13 @@ class _Recorder(TorchDispatchMode):
         if func in (_aten.fill_.Scalar, _aten.zero_.default):
             value = float(args[1]) if len(args) > 1 else 0.0
             self.recording.fills.append(FillRecord(name, _region(parameter), value))
-            if parameter.numel():  # padding may be none
+            if parameter.numel():  # padding may be empty
                 self._filled[_key(parameter)].append(_region(parameter))
             return parameter
         raise UnsupportedModelError(f"the engine's loader changes {name} with {func}, which is no copy")
 
     def _image(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """New memory for the same elements, wherever it was asked for: there is nothing to move."""
+        """New memory for the same elements. The requested device is ignored, as there is nothing to move."""
         image = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
         self._alive.append(image)
         if _key(tensor) in self._changed_by:
@@ -174,14 +174,14 @@ class _Recorder(TorchDispatchMode):
             raise UnsupportedModelError(f"the engine's loader puts values of its own into {storage}")
         origin = _converted(self._origin(source.expand(target.shape)), source, target)
         write = _region(target)
-        if self._is_filled(target):  # fills are made when all has arrived
+        if self._is_filled(target):  # fills are made only after all weights have arrived
             raise UnsupportedModelError(f"the engine's loader fills elements of {storage} before it copies to them")
         self._copied[_key(target)].append((write, origin))
         self.recording.copies.append(CopyRecord(origin.tensor, origin.region, storage, write, origin.steps))
         return target
 
     def _origin(self, tensor: torch.Tensor) -> _Origin:
-        """What the elements of a traced tensor are, if nothing but steps was done to them."""
+        """The origin of a traced tensor's elements, if only recorded steps were applied to them."""
         name = self._source_of.get(_key(tensor))
         if name is not None:
             return _Origin(name, _region(tensor))
@@ -195,7 +195,7 @@ class _Recorder(TorchDispatchMode):
         return origin
 
     def _read_back(self, parameter: torch.Tensor) -> _Origin:
-        """What was copied last to these elements of a parameter."""
+        """The origin of what was last copied to these elements of a parameter."""
         region = _region(parameter)
         for written, origin in reversed(() if self._is_filled(parameter) else self._copied[_key(parameter)]):
             if written == region:
@@ -208,11 +208,11 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _is_filled(self, parameter: torch.Tensor) -> bool:
-        """Whether the loader has filled elements of a parameter, or any between them."""
+        """Whether the loader has filled any element in the span of a parameter's region."""
         return any(_overlap(filled, _region(parameter)) for filled in self._filled[_key(parameter)])
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Notes results that depend on a source but are no views of it, and what was changed in place."""
+        """Records results that depend on a source without being views of it, and changes in place."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         traced = next((leaf for leaf in inputs if self._is_traced(leaf)), None)
         if traced is None:
@@ -231,7 +231,7 @@ class _Recorder(TorchDispatchMode):
         self._alive.extend(changed)
 
     def _history(self, tensor: torch.Tensor) -> tuple[str, str]:
-        """Name of the source, and what was done to its elements."""
+        """Name of the source, and the operations applied to its elements."""
         key = _key(tensor)
         if key in self._source_of:
             return self._source_of[key], ""
@@ -244,7 +244,7 @@ def _converted(origin: _Origin, tensor: torch.Tensor, into: torch.Tensor) -> _Or
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operation writes to, in place."""
+    """The tensors that an operation writes to in place."""
     if not func._schema.is_mutable:
         return []
     schema = func._schema.arguments
@@ -254,7 +254,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _elementwise(func: Any, args: Any, kwargs: Any, result: Any) -> Step | None:
-    """The operation as a step, if it makes each element of its first argument, and of numbers, one of its result."""
+    """The operation as a step, if it is elementwise in its first argument and all others are plain values."""
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     if func._schema.is_mutable or not isinstance(result, torch.Tensor) or not isinstance(args[0], torch.Tensor):
@@ -268,7 +268,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any, result: Any) -> Step | None:
 
 
 def _overlap(one: Region, other: Region) -> bool:
-    """Whether the stretches of memory that two regions span have elements in common."""
+    """Whether the memory spans of two regions overlap."""
 
     def span(region: Region) -> tuple[int, int]:
         reach = sum((extent - 1) * step for extent, step in zip(region.shape, region.strides, strict=True))

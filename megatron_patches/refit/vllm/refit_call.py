@@ -22,20 +22,20 @@ class RefitCall(WeightTransferInitInfo):
 
     Attributes:
         call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon`` or ``leave``.
-        host: to join: address of the rendezvous.
-        port: to join: its port.
+        host: for join: address of the rendezvous.
+        port: for join: its port.
         token: secret that all parties of a session share.
-        parties: to join: number of all parties.
-        timeout_s: to join: seconds that one step may take after its first party has finished.
-        first_party: to join: number of this engine's worker 0 among all parties.
-        sources: to join: number of trainer ranks.
-        transport: to join: how packets travel, or ``auto``.
-        staging_bytes: to join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
-        lease_s: to join: seconds after which the worker gives up what it is at if it hears nothing of the trainer.
-        memory: to join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
-        version: to receive and commit: number of the weights.
-        step: to receive: number of the step at which the trainer is.
-        linked: to receive: whether the trainer's links are up.
+        parties: for join: number of all parties.
+        timeout_s: for join: seconds that one step may take after its first party has finished.
+        first_party: for join: party number of this engine's worker 0.
+        sources: for join: number of trainer ranks.
+        transport: for join: name of the transport, or ``auto``.
+        staging_bytes: for join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+        lease_s: for join: seconds without a message of the trainer after which the worker gives up its current step.
+        memory: for join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
+        version: for receive and commit: number of the weights.
+        step: for receive: number of the trainer's next step.
+        linked: for receive: whether the trainer's links are up.
     """
 
     call: Annotated[str, Meta(max_length=256)]
@@ -64,7 +64,7 @@ def read_call(content: dict[str, Any]) -> RefitCall:
     """Reads one call.
 
     Raises:
-        ValueError: if it has other fields than this version of the package knows, or values of another form.
+        ValueError: if it has unknown fields or invalid values.
     """
     unknown = content.keys() - {field.name for field in fields(RefitCall)}
     if unknown:

@@ -1,9 +1,9 @@
-"""Converts a vLLM model to the form that its weight loaders expect, and new weights from there into the running model.
+"""Puts a vLLM model into the form that its weight loaders expect, and replaces its weights.
 
-New weights take effect in two halves. :meth:`Replacement.build` runs vLLM's own processing on staged weights, beside
-the model that serves; it may fail, and changes nothing. :meth:`Replacement.apply` lets them and the old ones change
-places, in the memory that captured graphs refer to, and can be undone. :meth:`Replacement.replace` does both at once,
-for whoever has the old weights elsewhere.
+New weights take effect in two steps. :meth:`Replacement.build` runs vLLM's own processing on staged weights, beside
+the serving model; it may fail, and changes nothing. :meth:`Replacement.apply` swaps them with the old ones, in the
+memory that captured graphs refer to, and can be undone. :meth:`Replacement.replace` does both at once, for callers that
+have the old weights elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Named = dict[str, torch.Tensor]
 
 @contextmanager
 def loader_form(model: nn.Module) -> Iterator[Named]:
-    """The model as its weight loaders know it, on the meta device; as it was before, afterwards.
+    """Puts a model into the form that its weight loaders know, on the meta device, and restores it at the end.
 
     Yields:
         Every parameter and buffer, by module path and attribute.
@@ -47,11 +47,11 @@ class Replacement:
     """New weights for a model.
 
     Args:
-        model: the model that serves.
+        model: the serving model.
         vllm_config: its configuration.
-        staged: flat memory of every tensor that was loaded, in loader form, by module path and attribute. Nobody may
-            use it afterwards. It may be the memory that serves, as :meth:`Layers.in_loader_form` gives it.
-        layers: what is known of the model's layers from earlier replacements; found out anew without.
+        staged: flat memory of every loaded tensor, in loader form, by module path and attribute. The caller must not
+            use it afterwards. It may be serving memory from :meth:`Layers.in_loader_form`.
+        layers: the model's layers as known from earlier replacements; None to examine them again.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Replacement:
         self._layers = layers or Layers(model)
         self._users = Users(self._staged.values())
         self._pairs: list[Pair] = []
-        self._left: Sequence[tuple[Layer, Sequence[str]]] | None = None  # layers that must be processed
+        self._left: Sequence[tuple[Layer, Sequence[str]]] | None = None  # layers that must still be processed
         self._swap: Swap | None = None
 
     def begin(self) -> None:
-        """As much of :meth:`build` as disturbs no request: the layers whose weights are taken as they are.
+        """The part of :meth:`build` that disturbs no request: layers whose weights need no processing.
 
         Raises:
             TransferError: as :meth:`build`.
@@ -90,14 +90,14 @@ class Replacement:
         """Processes the staged weights layer by layer, as vLLM does after loading.
 
         Raises:
-            TransferError: if a layer cannot be put together from what was staged, or a buffer would go stale.
+            TransferError: if a layer cannot be assembled from what was staged, or a buffer would become stale.
         """
         if self._left is None:
             self.begin()
         left, self._left = self._left, []
         if left:
             logger.info("refit: vLLM processes the weights of %d layers while the engine waits", len(left))
-            # Whoever received the weights may have had views of them when this began.
+            # The receiver of the weights may have had views of them when begin() ran.
             self._users.settle(new for _, new in self._pairs)
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in left or ():
@@ -106,9 +106,9 @@ class Replacement:
             self._make_swap()
 
     def apply(self) -> None:
-        """Lets the new weights and the old ones change places and refreshes what depends on them.
+        """Swaps the new weights with the old ones and refreshes what depends on them.
 
-        The old ones are kept until :meth:`forget`. After an error call :meth:`undo`.
+        The old ones are kept until :meth:`forget`. After an error, call :meth:`undo`.
 
         Raises:
             TransferError: before :meth:`build` has succeeded.
@@ -118,31 +118,31 @@ class Replacement:
         with torch.no_grad(), set_current_vllm_config(self._config):
             self._swap.run()
         refresh_attention(self._model, self._config)
-        # What failed on a GPU must be known before the workers agree that nothing has.
+        # Errors on a GPU must be known before the workers agree that there are none.
         self._await_devices()
 
     def undo(self) -> None:
-        """Puts back what :meth:`apply` has replaced so far."""
+        """Restores what :meth:`apply` has replaced so far."""
         if self._swap is not None:
             with torch.no_grad():
                 self._swap.undo()
         refresh_attention(self._model, self._config)
-        # What is read there may have been made in another thread, whose stream takes it again once it is let go of.
+        # The tensors read here may belong to another thread's stream, which may reuse their memory once they are freed.
         self._await_devices()
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of the old weights."""
+        """Frees the old weights."""
         self._swap, self._staged, self._users, self._pairs = None, {}, Users(), []
 
     def replace(self) -> None:
-        """Builds and applies layer by layer, with memory for one of them; keeps nothing of the old weights.
+        """Builds and applies layer by layer, with memory for one layer. Keeps none of the old weights.
 
         Raises:
-            TransferError: as :meth:`build`; then the model is a mixture.
+            TransferError: as :meth:`build`; the model is then a mixture.
         """
         self._layers.check_views()
-        self._users = Users()  # which keep what they count
+        self._users = Users()  # Users keeps references to what it counts
         with torch.no_grad(), set_current_vllm_config(self._config):
             for layer, names in self._layers.of(self._staged):
                 for target, new in self._new_tensors(layer, names):
@@ -165,12 +165,12 @@ class Replacement:
             )
 
     def _new_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair]:
-        """A layer's memory that serves, and what it shall hold."""
+        """Pairs of a layer's serving memory and its new content."""
         plain = self._plain_tensors(layer, names)
         return layer.process(self._of(layer, names)) if plain is None else plain
 
     def _plain_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair] | None:
-        """The same, if nothing has to be done to the layer's weights; otherwise None."""
+        """The same pairs if the layer's weights need no processing; otherwise None."""
         if not layer.is_plain or not layer.has_loader_form():
             return None
         running = layer.running()
@@ -183,12 +183,12 @@ class Replacement:
         return pairs
 
     def _of(self, layer: Layer, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What was staged for a layer, by attribute."""
+        """The staged tensors of a layer, by attribute."""
         return {name: self._staged[join(layer.path, name)] for name in names}
 
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Computes anew what attention derives from other layers' weights, such as MLA's absorbed projections."""
+    """Recomputes what attention derives from other layers' weights, such as MLA's absorbed projections."""
     vllm = installed()
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         for layer in model.modules():

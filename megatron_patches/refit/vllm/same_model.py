@@ -1,6 +1,6 @@
 """Refuses an engine whose model differs from the trainer's even though its weights have the same shapes.
 
-Another base of the rotary embedding or another epsilon changes no tensor's shape, and every answer.
+Another rotary base or another epsilon changes no tensor's shape, but every answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_patches.refit.errors import ModelMismatchError
 
-# What may differ: how long texts may be, what the trainer does not know, and how weights are kept.
+# Settings that may differ: lengths of texts, what the trainer does not know, and how weights are stored.
 _MAY_DIFFER = frozenset(
     {
         "_name_or_path",
@@ -30,7 +30,7 @@ _MAY_DIFFER = frozenset(
         "use_cache",
     }
 )
-# What vLLM's models read from a configuration, whatever the trainer knows; the trainer's model has what stands here.
+# Settings that vLLM's models read even if the trainer does not know them. The trainer's model has these values.
 _UNLESS_GIVEN: Mapping[str, object] = MappingProxyType(
     {
         "dual_chunk_attention_config": None,
@@ -39,26 +39,26 @@ _UNLESS_GIVEN: Mapping[str, object] = MappingProxyType(
         "llama_4_scaling": None,
         "logit_scale": 1.0,
         "rswa_window": None,
-        # vLLM gives it to all layers where layer_types are not of several kinds, even if none of them slides.
+        # vLLM sets it for all layers unless layer_types has several kinds, even if no layer uses a sliding window.
         "sliding_window": None,
     }
 )
-# What vLLM's models take where a configuration of transformers has no such entry.
+# Defaults of vLLM's models if a transformers configuration has no such entry.
 _UNLESS_SAID: Mapping[str, object] = MappingProxyType({"scoring_func": "softmax"})
-# transformers keeps these under other names, depending on its version.
+# transformers uses different names for these, depending on its version.
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def check_same_model(trainer: Mapping[str, Any], engine: Any, model: str = "") -> None:
-    """Compares what the trainer would write into ``config.json`` with the configuration that the engine runs.
+    """Compares the ``config.json`` that the trainer would write with the configuration that the engine runs.
 
     Args:
         trainer: content of ``config.json``.
         engine: the engine's configuration, an object of transformers.
-        model: name of the class of the engine's model: one class may serve several architectures.
+        model: class name of the engine's model: one class may serve several architectures.
 
     Raises:
-        ModelMismatchError: naming every setting that differs, with both values.
+        ModelMismatchError: with every setting that differs and both values.
     """
     meant = type(engine).from_dict(dict(trainer)).to_dict()
     running = engine.to_dict()
@@ -88,19 +88,19 @@ def check_same_model(trainer: Mapping[str, Any], engine: Any, model: str = "") -
 
 
 def _architectures(trainer: Mapping[str, Any], running: Mapping[str, Any], model: str) -> Iterator[str]:
-    """A clause if the engine runs another architecture: many have Llama's tensors, and compute other answers."""
+    """A clause if the engine runs another architecture. Many have Llama's tensors but compute other answers."""
     meant, found = trainer.get("architectures"), running.get("architectures")
     if meant and found and model not in meant and not set(meant) & set(found):
         yield f"architectures is {list(meant)!r} in the trainer and {list(found)!r} in the engine"
 
 
 def _each(value: Any) -> Sequence[Any]:
-    """One value for each layer, or the one for all."""
+    """One value per layer, or a single value for all layers."""
     return value if isinstance(value, list | tuple) else (value,)
 
 
 def _plain(value: Any) -> Any:
-    """For comparison: JSON and Python spell some values differently, and None stands for an absent entry."""
+    """Normalizes a value for comparison: JSON and Python spell some values differently; None means absent."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

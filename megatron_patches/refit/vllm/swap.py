@@ -1,9 +1,9 @@
 """Swaps new content into serving memory and keeps the old content in place of the new, without a third copy.
 
-[Note: exchange] Two tensors change places: on a GPU, where they lie alike, all in one launch of a kernel; else piece by
-piece, through a buffer of bounded size. That takes memory that nobody else reads or writes: where a new tensor shares
-elements with another one, or processing has kept a reference to its memory, its content is copied instead, and the old
-content kept apart.
+[Note: exchange] Two tensors swap their content. On a GPU, pairs of tensors with equal layouts are swapped in one kernel
+launch. Other pairs are swapped piece by piece, through a buffer of bounded size. Swapping requires memory that nothing
+else reads or writes. So if a new tensor shares elements with another one, or processing has kept a reference to its
+memory, its content is copied instead, and the old content is kept in new memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ROOM_BYTES = 64 << 20
 _ALIGNMENT = 256
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Memory that serves, and its new content, of the same shape and element type."""
+"""Serving memory and its new content, of the same shape and dtype."""
 Span = tuple[int, int, int]
-"""A stretch of memory: which storage, and its first byte and the one after its last in it."""
+"""A span of memory: identity of its storage, its first byte, and the byte after its last."""
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The memory that a tensor's elements lie in, gaps included; empty for a tensor without elements."""
+    """The memory span of a tensor's elements, gaps included; empty for a tensor without elements."""
     width, low, numel = tensor.element_size(), int(tensor.storage_offset()), tensor.numel()
     if numel and not tensor.is_contiguous():
         numel = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -35,7 +35,7 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its span, each a place of its own, in whatever order of dimensions."""
+    """Whether a tensor's elements fill its span without overlap, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -48,15 +48,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and type are the same elements in the same places."""
+    """Whether two tensors of one shape and dtype have the same elements in the same places."""
     return one.data_ptr() == other.data_ptr() and one.device == other.device and one.stride() == other.stride()
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Positions of those whose span shares bytes with that of another one."""
+    """Indices of the tensors whose span overlaps another's."""
     spans = sorted((span_of(tensor), index) for index, tensor in enumerate(tensors) if tensor.numel())
     found: set[int] = set()
-    reach: dict[int, tuple[int, int]] = {}  # of each storage: the highest byte so far, and whose it is
+    reach: dict[int, tuple[int, int]] = {}  # by storage: the highest byte so far, and the index of its tensor
     for (storage, low, high), index in spans:
         highest, owner = reach.get(storage, (low, index))
         if low < highest:
@@ -67,26 +67,26 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
 
 
 class Users:
-    """How many tensors refer to memory, at the time when this is made.
+    """Counts of the tensors that refer to memory, at the time of construction.
 
     Args:
-        tensors: those whose memory it is.
+        tensors: the tensors whose memory is counted.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._tensors = list(tensors)  # kept: an identity is only good while its object lives
+        self._tensors = list(tensors)  # kept, because an identity is valid only while its object lives
         self._known = {int(holder._cdata) for tensor in self._tensors for holder in _holders(tensor)}
         self._count = {int(tensor.untyped_storage()._cdata): users_of(tensor) for tensor in self._tensors}
 
     def settle(self, made: Iterable[torch.Tensor]) -> None:
-        """Forgets those who have let go of the memory since; ``made`` is what was made from it meanwhile."""
+        """Lowers the counts for references dropped since. ``made``, made from the memory since, does not count."""
         holders = self._new_holders(made)
         for tensor in self._tensors:
             storage = int(tensor.untyped_storage()._cdata)
             self._count[storage] = min(self._count[storage], users_of(tensor) - len(holders.get(storage, ())))
 
     def joined_only_by(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Which storages of ``tensors`` nobody else has begun to refer to since; by identity."""
+        """Identities of the storages of ``tensors`` to which no other tensor has begun to refer since."""
         # The storage itself counts as one.
         return {
             storage
@@ -95,7 +95,7 @@ class Users:
         }
 
     def _new_holders(self, tensors: Iterable[torch.Tensor]) -> dict[int, set[int]]:
-        """By storage: which tensors, themselves or as what they are views of, have come to refer to it since."""
+        """By storage: the tensors, or the bases of views among them, that have begun to refer to it since."""
         found: dict[int, set[int]] = defaultdict(set)
         for tensor in tensors:
             of_storage = found[int(tensor.untyped_storage()._cdata)]
@@ -104,16 +104,16 @@ class Users:
 
 
 class Swap:
-    """Replaces the content of memory that serves, and can put the old one back.
+    """Replaces the content of serving memory, and can restore the old content.
 
     Args:
-        pairs: the memory and its new content, in order. Nobody may use the new tensors afterwards.
-        users: of the memory of the new content, before ``pairs`` were made from it.
-        room_bytes: size of the buffer, for each device.
-        kernels: whether to use Triton's kernel; None for wherever there is Triton and a GPU.
+        pairs: the memory and its new content, in order. The caller must not use the new tensors afterwards.
+        users: counts for the memory of the new content, from before ``pairs`` were made from it.
+        room_bytes: size of the buffer on each device.
+        kernels: whether to use the Triton kernel; None to use it where Triton and a GPU are available.
 
     Attributes:
-        copied_bytes: content that cannot change places; see [Note: exchange].
+        copied_bytes: size of the content that is copied, not swapped; see [Note: exchange].
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Swap:
         exchanged, self._copied = _sort(pairs, users or Users())
         self.copied_bytes = sum(old.numel() * old.element_size() for old, _ in self._copied)
         by_kernel, by_pieces = _by_kernel(exchanged, kernels)
-        self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: it knows only addresses
+        self._of_kernel = [pair for pairs in by_kernel.values() for pair in pairs]  # kept: steps know only addresses
         self._steps: list[_Step] = [_exchange_of(device, pairs) for device, pairs in by_kernel.items()]
         self._steps += [
             _Group(pieces, places) for pieces, places in _grouped(by_pieces, room_bytes, _Rooms(room_bytes))
@@ -136,7 +136,7 @@ class Swap:
         self._kept: list[Pair] = []
 
     def run(self) -> None:
-        """Puts the new content in place. After an error call :meth:`undo`."""
+        """Puts the new content in place. After an error, call :meth:`undo`."""
         for old, new in self._copied:
             self._kept.append((old, old.clone()))
             old.copy_(new)
@@ -144,7 +144,7 @@ class Swap:
             step.run()
 
     def undo(self) -> None:
-        """Puts back what :meth:`run` has replaced so far. The new content is lost."""
+        """Restores what :meth:`run` has replaced so far. The new content is lost."""
         for step in reversed(self._steps):
             step.undo()
         for old, before in reversed(self._kept):
@@ -158,22 +158,22 @@ class _Step(Protocol):
         """Puts the new content in place."""
 
     def undo(self) -> None:
-        """Puts the old content back, as far as it is not in its place."""
+        """Restores the old content, as far as it was replaced."""
 
 
 class _Group:
-    """Pieces that change places together.
+    """Pieces that are swapped together.
 
     Args:
-        pieces: of memory that serves, and of its new content; none overlaps another.
-        places: as large as the pieces, in the buffer.
+        pieces: pieces of serving memory and of its new content; they do not overlap.
+        places: parts of the buffer, as large as the pieces.
     """
 
     def __init__(self, pieces: Sequence[Pair], places: Sequence[torch.Tensor]) -> None:
         self._serving = [serving for serving, _ in pieces]
         self._other = [new for _, new in pieces]
         self._places = list(places)
-        self._old_in: list[torch.Tensor] | None = None  # where the old content is, while it is not in its place
+        self._old_in: list[torch.Tensor] | None = None  # where the old content is while it is replaced
 
     def run(self) -> None:
         torch._foreach_copy_(self._places, self._serving)
@@ -205,18 +205,18 @@ class _Rooms:
 
 
 def _holders(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor and, as that may live on through it alone, what it is a view of."""
+    """A tensor and its base, if it is a view: the base may be kept alive by the view alone."""
     return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """How many tensors refer to a tensor's storage; the storage itself counts as one."""
+    """Number of tensors that refer to a tensor's storage, plus one for the storage itself."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 
 def _sort(pairs: Sequence[Pair], users: Users) -> tuple[list[Pair], list[Pair]]:
-    """Pairs that may change places, and those whose content must be copied."""
+    """Splits pairs into those that can be swapped and those whose content must be copied."""
     shared = overlapping([tensor for pair in pairs for tensor in pair])
     own = users.joined_only_by([new for _, new in pairs])
     exchanged: list[Pair] = []
@@ -229,7 +229,7 @@ def _sort(pairs: Sequence[Pair], users: Users) -> tuple[list[Pair], list[Pair]]:
 
 
 def _by_kernel(pairs: Sequence[Pair], kernels: bool | None) -> tuple[dict[torch.device, list[Pair]], list[Pair]]:
-    """Pairs that a kernel exchanges, by device, and those that change places through the buffer."""
+    """Splits pairs into those that a kernel swaps, by device, and those that are swapped through the buffer."""
     there = importlib.util.find_spec("triton") is not None if kernels is None else kernels
     flat: dict[torch.device, list[Pair]] = defaultdict(list)
     others: list[Pair] = []
@@ -244,7 +244,7 @@ def _by_kernel(pairs: Sequence[Pair], kernels: bool | None) -> tuple[dict[torch.
 
 
 def make_ready(device: torch.device) -> None:
-    """Does at once what the first exchange on a device would have to wait for."""
+    """Compiles the kernel, so that the first swap on a device does not wait for it."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from megatron_patches.refit.vllm.exchange_kernel import compile_for
 
@@ -258,7 +258,7 @@ def _exchange_of(device: torch.device, pairs: Sequence[Pair]) -> _Step:
 
 
 def _grouped(pairs: Iterable[Pair], room_bytes: int, rooms: _Rooms) -> Iterator[tuple[list[Pair], list[torch.Tensor]]]:
-    """Pieces of one device and type that together fit into the buffer, with their places in it."""
+    """Groups of pieces of one device and dtype that fit into the buffer together, with their places in it."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Pair]] = defaultdict(list)
     for old, new in pairs:
         kinds[old.device, old.dtype].append((old, new))
@@ -279,9 +279,9 @@ def _grouped(pairs: Iterable[Pair], room_bytes: int, rooms: _Rooms) -> Iterator[
 
 
 def _cut(old: torch.Tensor, new: torch.Tensor, limit: int) -> Iterator[Pair]:
-    """A pair in pieces of at most ``limit`` bytes."""
+    """Cuts a pair into pieces of at most ``limit`` bytes."""
     if old.stride() == new.stride() and old.dim() != 1:
-        # Alike in memory: as flat stretches.
+        # Equal strides: cut as flat spans.
         flat = (old.numel(),), (1,)
         yield from _cut(old.as_strided(*flat), new.as_strided(*flat), limit)
         return

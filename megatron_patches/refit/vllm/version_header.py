@@ -6,13 +6,13 @@
         --middleware megatron_patches.refit.vllm.version_header.WeightsVersionHeader \
         --worker-extension-cls megatron_patches.refit.vllm.worker.RefitWorker
 
-Every answer then has a header ``x-weights-version``: of the version that has answered, or of all that may have had a
-part in it, the oldest first. A commit happens between ``/sleep`` at level 0, or ``/pause``, and ``/wake_up``, which
-pass through here. A request that came during the pause waits for its end. One that came before and is not answered when
-the engine has committed may have reached the engine after the pause, may go on after it (with ``keep``, or once vLLM
-had taken it off the batch), so it gets both versions. The header of a streamed answer goes with its first part, and
-knows nothing of commits after that. A server with several API processes (``--api-server-count``) gives no header:
-only one of them hears of a commit.
+Every answer then has a header ``x-weights-version``: the version that answered, or all versions that may have taken
+part, oldest first. A commit happens between ``/sleep`` at level 0, or ``/pause``, and ``/wake_up``, which all pass
+through this middleware. A request that arrives during the pause waits for its end. A request that arrived earlier and
+is unanswered when the engine has committed may have reached the engine after the pause, or may continue after it (with
+``keep``, or after vLLM took it off the batch), so its answer gets both versions. The header of a streamed answer is
+sent with its first part and does not reflect later commits. A server with several API processes
+(``--api-server-count``) gives no header, because only one of them sees a commit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Request:
-    """One that is not answered yet.
+    """A request that is not answered yet.
 
     Attributes:
-        versions: that may have a part in its answer; None for one that is not known.
-        is_held: whether nothing of the answer is made before the pause has ended.
+        versions: versions that may take part in its answer; None for an unknown one.
+        is_held: whether no part of the answer is made before the pause ends.
     """
 
     versions: list[int | None]
@@ -46,18 +46,18 @@ class WeightsVersionHeader:
     """See the module's docstring.
 
     Args:
-        app: the server that this is put around.
+        app: the wrapped server.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._version: int | None = 0
         self._open: list[_Request] = []
-        self._holds = False  # whether a request that comes now is answered only after the pause
+        self._holds = False  # whether new requests are answered only after the pause
         self._warned = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass one request on, and add the header to its answer."""
+        """Passes a request on, and adds the header to its answer."""
         if scope["type"] != "http" or self._is_one_of_several(scope):
             await self._app(scope, receive, send)
             return
@@ -66,14 +66,14 @@ class WeightsVersionHeader:
         self._open.append(request)
         mode = parse_qs(scope.get("query_string", b"").decode()).get("mode", [""])[0]
         if route in ("pause", "sleep") and mode != "keep":
-            self._holds = True  # what comes before the engine knows of it ends before the commit
+            self._holds = True  # requests that arrive before the engine pauses end before the commit
         started: list[Message] = []
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 started.append(message)
                 if route == "init_weight_transfer_engine":
-                    # Before the trainer hears of it: it resumes the server next.
+                    # Ask before the trainer gets its answer, as it resumes the server next.
                     self._serves(await self._ask(scope))
                 elif route in ("pause", "sleep"):
                     self._holds = True
@@ -98,14 +98,14 @@ class WeightsVersionHeader:
         return several
 
     def _with_header(self, start: Message, request: _Request) -> Message:
-        """The beginning of an answer, once the first part of it is there."""
+        """The start of an answer with the header. Called when the first part of the body is there."""
         if None in request.versions:
             return start
         value = ", ".join(map(str, request.versions))
         return {**start, "headers": [*start.get("headers", ()), (HEADER, value.encode())]}
 
     def _serves(self, version: int | None) -> None:
-        """All that is not answered yet may be answered by this version."""
+        """Adds the version to all open requests, which it may answer."""
         self._version = version
         for request in self._open:
             kept = [] if request.is_held else [known for known in request.versions if known != version]
@@ -117,7 +117,7 @@ class WeightsVersionHeader:
             request.is_held = False
 
     async def _ask(self, scope: Message) -> int | None:
-        """The version that all workers serve; None, and no header, if they cannot say or do not agree."""
+        """The version that all workers serve; None, and no header, if they do not report it or disagree."""
         try:
             client = scope["app"].state.engine_client
             versions = set(await client.collective_rpc("weights_version", timeout=RPC_TIMEOUT_S))

@@ -18,9 +18,9 @@ class Arriving:
     """Memory of one version.
 
     Attributes:
-        tensors: by storage, flat, in the types that arrive.
-        bits: the same as unsigned integers, if it is the host's; otherwise empty.
-        beside_bytes: how much of it was made, beside what serves.
+        tensors: flat tensors in the arriving dtypes, by storage.
+        bits: the same as unsigned integers if in host memory; otherwise empty.
+        beside_bytes: size of the memory that was allocated beside the serving weights.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -29,30 +29,30 @@ class Arriving:
 
     @property
     def received_in(self) -> Memory:
-        """What a party receives into."""
+        """The memory that a party receives into."""
         return self.bits or self.tensors
 
 
 class VersionMemory:
-    """Makes memory for one version after the other.
+    """Makes memory for successive versions.
 
     Args:
         manifest: what the worker wants.
         device: where its model is.
-        in_place: memory that serves, as far as versions are received in it; None for fresh memory alone.
+        in_place: serving memory in which versions are received; None to allocate all memory.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device, in_place: InPlace | None) -> None:
         self._storages, self._device, self._in_place = manifest.storages, device, in_place
 
     def make(self, timeout_s: float) -> Arriving:
-        """Memory for the next version; where it is received in place, what served is overwritten from now on.
+        """Makes memory for the next version. In place, the serving weights may be overwritten from now on.
 
         Args:
-            timeout_s: seconds to wait for a copy of what serves.
+            timeout_s: seconds to wait for the backup of the serving weights.
 
         Raises:
-            RefitError: if there is no copy.
+            RefitError: if there is no backup.
         """
         serving = self._in_place.begin(timeout_s) if self._in_place is not None else {}
         made = Arriving()

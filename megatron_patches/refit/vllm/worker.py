@@ -1,4 +1,4 @@
-"""An extension for ``--worker-extension-cls`` with which vLLM workers report on their weights."""
+"""A worker extension for vLLM's ``--worker-extension-cls`` that reports the version of the weights."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class RefitWorker:
     weight_transfer_engine: Any
 
     def weights_version(self) -> int:
-        """Version of the weights that serve; 0 for those that vLLM loaded itself."""
+        """Version of the serving weights; 0 for those that vLLM loaded itself."""
         return int(getattr(self.weight_transfer_engine, "version", 0))

@@ -1,15 +1,15 @@
 """An engine worker's part in a session with a trainer: receives versions, and commits or drops them.
 
-[Note: meanwhile] vLLM carries out a call between two steps of its engine, so no request goes on during one. A version
-that is received beside the weights that serve therefore arrives in a thread of its own: ``receive`` only begins, and
-the next call waits for its end. What can be put together of it is, once all of it is on its way: where the new weights
-lie is known before they come. With NCCL it does not: its kernels and those of the engine's own communication could
-wait for each other in a circle, across workers.
+[Note: meanwhile] vLLM executes a call between two steps of its engine, so requests wait during a call. A version that
+is received beside the serving weights therefore arrives in a separate thread: ``receive`` only starts that thread, and
+the next call waits for its end. Once the last bytes are in flight, the thread prepares the replacement, as far as only
+the location of the new weights matters. With NCCL, versions arrive within the call: NCCL's kernels and those of the
+engine's own communication could otherwise deadlock across workers.
 
-[Note: in place] Between ``receive`` and ``commit`` the old version serves, or, where versions are received in place,
-nothing: the engine is paused, and what its model holds is of no version. A worker that has begun to receive in place
-therefore ends each call with the new version committed, with it complete but not committed, or with the old one put
-back; and every call but the commit puts it back first.
+[Note: in place] Between ``receive`` and ``commit`` the old version serves. If versions are received in place, nothing
+serves: the engine is paused, and its model may be a mixture. A worker that has started to receive in place therefore
+ends each call in one of three states: the new version is committed, it is complete but not committed, or the old one
+is restored. Every call but the commit restores the old version first.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
 logger = logging.getLogger(__name__)
 
 LEAVING_S = 30.0
-"""For a thread to notice that the session has ended."""
-_VOTE_S = 60.0  # for workers that have received a version to put it together
+"""Seconds for a thread to notice that the session has ended."""
+_VOTE_S = 60.0  # for workers that have received a version to assemble it
 
 
 @dataclass(frozen=True)
 class ServingModel:
-    """A model that serves, as vLLM gives it to a worker.
+    """The serving model, as vLLM gives it to a worker.
 
     Attributes:
         model: the model.
@@ -67,13 +67,13 @@ class ServingModel:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a worker wants of every version, and what becomes of it.
+    """What a worker wants of every version, and how it uses it.
 
     Attributes:
-        manifest: its storages, and which boxes lie where in them.
-        fills: constants that the model's loader puts where no tensor of the trainer's goes.
-        layers: of the model.
-        in_place: memory that serves, as far as versions are received in it; None for beside it.
+        manifest: its storages, and where in them each box lies.
+        fills: constants that the model's loader writes where no tensor of the trainer goes.
+        layers: the model's layers.
+        in_place: serving memory in which versions are received; None to receive beside it.
     """
 
     manifest: Manifest
@@ -83,18 +83,18 @@ class Layout:
 
 
 class WorkerSession:
-    """One session, from when the parties have agreed on a plan.
+    """One session, from the time when the parties have agreed on a plan.
 
     Args:
-        party: this worker among them.
-        serving: the model that is to be replaced.
+        party: this worker's party.
+        serving: the model whose weights are replaced.
         layout: what the worker wants.
-        version: number of the weights that serve.
+        version: number of the serving weights.
         may_go_on: whether requests are answered while a version arrives; see [Note: meanwhile].
-        timeout_s: seconds that one step may take.
+        timeout_s: timeout of one step, in seconds.
 
     Attributes:
-        version: number of the weights that serve.
+        version: number of the serving weights.
     """
 
     def __init__(
@@ -110,27 +110,27 @@ class WorkerSession:
         self.version = version
         self._party, self._serving, self._layout = party, serving, layout
         self._may_go_on, self._timeout_s = may_go_on, timeout_s
-        # Only where things lie matters then, and that is known before anything has come.
+        # Without conversion rules, only the location of the new weights matters, which is known before they arrive.
         self._may_begin = may_go_on and all(storage.rule is None for storage in layout.manifest.storages)
         self._in_place = layout.in_place
         self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
         self._aside = Aside(serving.device)
-        self._latest = -1  # version that this session has committed: a new one may begin anywhere
+        self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
-        self._lost: str | None = None  # why the model's weights are permanently of no version
+        self._lost: str | None = None  # why the model's weights are lost for good
 
     def receive(self, version: int, step: int, linked: bool) -> None:
-        """Receives a version, or begins to; see [Note: meanwhile].
+        """Receives a version, or starts to; see [Note: meanwhile].
 
         Args:
             version: number of the weights.
-            step: number of the step at which the trainer is.
+            step: number of the trainer's next step.
             linked: whether the trainer's links are up.
 
         Raises:
-            RefitError: if it could not be received; then the old weights are back.
-            LostWeightsError: if they cannot be put back.
+            RefitError: if it could not be received; the old weights are then restored.
+            LostWeightsError: if they cannot be restored.
         """
         self._come_to_rest()
         self._staged, self._instead = None, "nothing has been received"
@@ -140,11 +140,11 @@ class WorkerSession:
             self._take(version, step, linked)
 
     def commit(self, version: int) -> None:
-        """Lets a version serve that has been received, and tells the trainer how that went if it is still there.
+        """Makes a received version serve, and reports the result to the trainer if it is still connected.
 
         Raises:
-            RefitError: if a worker of this engine cannot; then the old weights are back.
-            LostWeightsError: if they cannot be put back.
+            RefitError: if a worker of this engine cannot; the old weights are then restored.
+            LostWeightsError: if they cannot be restored.
         """
         try:
             self._commit(version)
@@ -154,31 +154,31 @@ class WorkerSession:
         self._tell(version, None)
 
     def abandon(self) -> None:
-        """Gives up what has been received.
+        """Drops what has been received.
 
         Raises:
-            LostWeightsError: if the weights that served cannot be put back.
+            LostWeightsError: if the old weights cannot be restored.
         """
         self._come_to_rest()
         self._staged, self._instead = None, "what had been received was given up"
 
     def end(self) -> None:
-        """Leaves the trainer; the weights that served are back, and nothing is under way.
+        """Leaves the session, after restoring the old weights and ending what is under way.
 
         Raises:
-            LostWeightsError: if they cannot be put back.
-            RefitError: if a version that is on its way does not end.
+            LostWeightsError: if the old weights cannot be restored.
+            RefitError: if a version that is arriving does not end.
         """
         self._settle()
         self.close()
 
     def close(self) -> None:
-        """Leaves the trainer, whatever the model holds.
+        """Leaves the session, whatever the model holds.
 
         Raises:
-            RefitError: if a version that is on its way does not end.
+            RefitError: if a version that is arriving does not end.
         """
-        self._party.leave()  # so that a version that is on its way ends, in its own thread
+        self._party.leave()  # so that a version that is arriving ends in its own thread
         self._aside.finish(LEAVING_S)
         self._party.close()
         self._staged = None
@@ -190,15 +190,15 @@ class WorkerSession:
             logger.warning("refit: nobody hears how the commit of version %d went: %s", version, error)
 
     def _come_to_rest(self) -> None:
-        """Waits for a version that is on its way, and puts the weights that served back."""
+        """Waits for a version that is arriving, and restores the old weights."""
         self._aside.finish(self._timeout_s)
         self._settle()
 
     def _settle(self) -> None:
-        """Puts the weights that served back if others are in their place.
+        """Restores the old weights if they were overwritten.
 
         Raises:
-            LostWeightsError: if that fails, or has failed before.
+            LostWeightsError: if that fails or has failed before.
         """
         if self._lost is not None:
             raise LostWeightsError(self._lost)
@@ -220,13 +220,13 @@ class WorkerSession:
 
         try:
             self._party.receive(version, step, linked, make, begin if self._may_begin else None)
-            made[0].bits.clear()  # whoever received into them may keep the dictionary
+            made[0].bits.clear()  # the receiver may keep the dictionary
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._staged = version, replacement
         except Exception as error:
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
-            self._settle()  # has nothing to do where requests go on
+            self._settle()  # does nothing while requests continue
             raise
 
     def _make(self, version: int) -> Arriving:
@@ -238,7 +238,7 @@ class WorkerSession:
         return made
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
-        """New weights, as far as they can be made ready before the commit, for which requests wait."""
+        """The new weights, prepared as far as possible before the commit, for which requests wait."""
         replacement = Replacement(self._serving.model, self._serving.config, parameters, self._layout.layers)
         if self._may_go_on:
             replacement.begin()
@@ -247,7 +247,7 @@ class WorkerSession:
         return replacement
 
     def _commit(self, version: int) -> None:
-        # The slowest of them may first wait for the version to arrive.
+        # The slowest worker may first have to wait for the version to arrive.
         workers = AllOrNone(version, self.version, self._timeout_s + _VOTE_S)
         try:
             replacement = self._take_staged(version, workers)
@@ -266,10 +266,10 @@ class WorkerSession:
             self._in_place.done()
 
     def _take_staged(self, version: int, workers: AllOrNone) -> Replacement:
-        """What has been received of a version, which is then the caller's.
+        """Takes the staged replacement for a version.
 
         Raises:
-            TransferError: if that is nothing.
+            TransferError: if the version is not staged.
         """
         late: RefitError | None = None
         try:

@@ -1,10 +1,9 @@
-"""The releases of vLLM that weights are pushed into: one adapter each, and the refusal of all others.
+"""The supported releases of vLLM: one adapter each. All other releases are refused.
 
 Refit reaches below vLLM's documented interface: to its layerwise reloading, to what attention derives from weights, and
-to options that keep weights elsewhere. All of that is behind a
-:class:`~megatron_patches.refit.vllm.releases.release.Release`, whose file for a release of vLLM holds what that release
-does in its own way. An adapter is only written for a release that the live tests run on, so a release without one is
-refused, by name.
+to options that keep weights elsewhere. All of this is behind a
+:class:`~megatron_patches.refit.vllm.releases.release.Release`; the file of a release holds what is specific to it.
+Adapters exist only for releases that the live tests run on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_patches.refit.vllm.releases.release import Release
 
 ADAPTERS: Mapping[str, str] = MappingProxyType({"0.26.0": "v0_26", "0.32.0": "v0_32"})
-"""By release of vLLM: the module of its adapter."""
+"""Module of the adapter, by vLLM release."""
 
 _OTHERS: Mapping[str, str] = MappingProxyType(
     {
@@ -29,17 +28,17 @@ _OTHERS: Mapping[str, str] = MappingProxyType(
         "other experts in the place of a model's, and refuses requests during a pause",
     }
 )
-"""What is known of releases without an adapter, by their first two numbers."""
+"""What is known of releases without an adapter, by major and minor version."""
 
 
 def check_known(version: str) -> str:
-    """The adapter's name for a release of vLLM.
+    """The name of the adapter for a vLLM release.
 
     Args:
-        version: as vLLM states it, such as ``0.32.0`` or ``0.32.0+cpu``.
+        version: version string of vLLM, such as ``0.32.0`` or ``0.32.0+cpu``.
 
     Raises:
-        UnsupportedEngineError: naming the release, what is known of it, and the releases that have an adapter.
+        UnsupportedEngineError: with the release, what is known of it, and the releases that have an adapter.
     """
     public = version.partition("+")[0]
     if public in ADAPTERS:
@@ -56,7 +55,7 @@ def installed() -> Release:
     """The adapter of the installed vLLM.
 
     Raises:
-        UnsupportedEngineError: if that release has none, or lacks a name that the adapter uses.
+        UnsupportedEngineError: if the release has no adapter, or lacks a name that the adapter uses.
     """
     from vllm.version import __version__ as version
 

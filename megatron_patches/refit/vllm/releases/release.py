@@ -1,7 +1,7 @@
-"""What refit takes from vLLM below its documented interface, as the supported releases have it in common.
+"""What refit uses of vLLM below its documented interface, as far as the supported releases agree.
 
 Most of it is vLLM's layerwise reloading (``vllm/model_executor/model_loader/reload/``), which remembers for each layer
-the tensors that weight loaders know: shapes, types and attributes, without memory. Refit drives it layer by layer
+the tensors that weight loaders know: shapes, dtypes and attributes, without memory. Refit drives it layer by layer
 instead of loader call by loader call.
 """
 
@@ -31,7 +31,7 @@ from vllm.v1.attention.backend import AttentionImplBase
 Tensors = dict[str, torch.Tensor]
 
 PROCESSED = "_already_called_process_weights_after_loading"
-"""The mark that some of vLLM's methods leave on a layer, so that they process it once."""
+"""Attribute that some of vLLM's methods set on a layer so that they process it only once."""
 
 _RELOADING = "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo"
 _NAMES = (
@@ -61,7 +61,7 @@ def tensors_of(layer: nn.Module) -> Tensors:
 
 
 class Release:
-    """One release of vLLM; a subclass for each has what differs.
+    """One release of vLLM. Subclasses hold what differs between releases.
 
     Attributes:
         names: further names of vLLM that this release's adapter uses, as ``module:qualified.name``.
@@ -70,15 +70,15 @@ class Release:
     names: tuple[str, ...] = ()
 
     def missing_names(self) -> list[str]:
-        """The names that refit uses and this vLLM does not have."""
+        """The names that refit uses and this vLLM lacks."""
         return [name for name in (*_NAMES, *self.names) if not _exists(name)]
 
     def is_deferred(self, layer: nn.Module) -> bool:
-        """Whether vLLM processes a layer after all others, as it derives something from their weights."""
+        """Whether vLLM processes a layer after all others, because it derives something from their weights."""
         raise NotImplementedError
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
-        """Why new weights would not reach all that serves with a configuration, each with the way out."""
+        """Why new weights would not reach everything that serves under a configuration, each with the way out."""
         if config.quant_config is not None:
             yield (
                 f"it quantizes them ({config.quant_config.get_name()}); start it without --quantization, from a "
@@ -93,7 +93,7 @@ class Release:
             yield "it keeps some of them on the host (--cpu-offload-gb, --offload-group-size)"
 
     def derives(self, layer: nn.Module) -> bool:
-        """Whether a deferred layer derives something; of its own, attention only sets scales of the cache to one."""
+        """Whether a deferred layer derives something. By default attention only sets scales of the cache to one."""
         if not self.is_deferred(layer):
             return False
         attention = cast(Any, layer)
@@ -103,9 +103,9 @@ class Release:
         )
 
     def derives_by_itself(self, layer: nn.Module) -> bool:
-        """Whether a layer or model derives something in a way that nothing calls when weights are replaced.
+        """Whether a layer or model has processing of its own that nothing calls when weights are replaced.
 
-        Methods are modules too where they have kernels; they process the layer that they belong to.
+        Quantization methods with kernels are modules too, but they process the layer that they belong to.
         """
         if self.is_deferred(layer) or isinstance(layer, QuantizeMethodBase):
             return False
@@ -117,12 +117,12 @@ class Release:
         return parameters, buffers
 
     def keeps(self, layer: nn.Module, name: str) -> bool:
-        """Whether a tensor is one that vLLM never takes to the meta device; no processing changes those."""
+        """Whether vLLM never moves a tensor to the meta device; processing does not change such tensors."""
         return type(layer).__name__ in SKIP_MODULES or name in SKIP_TENSORS
 
     @contextmanager
     def loader_form(self, model: nn.Module) -> Iterator[None]:
-        """A model as its weight loaders know it, on the meta device; as it was before, afterwards."""
+        """Puts a model into the form that its weight loaders know, on the meta device, and restores it at the end."""
         try:
             initialize_layerwise_reload(model)
             for layer in model.modules():
@@ -137,51 +137,51 @@ class Release:
                 cast(Any, model)._do_torchao_reload = model._original_do_torchao_reload
 
     def take_to_loader_form(self, layer: nn.Module) -> None:
-        """Puts meta tensors in the place of a layer's, and remembers those that serve."""
+        """Replaces a layer's tensors with meta tensors, and remembers the serving ones."""
         info = get_layerwise_info(layer)
         info.kernel_tensors = get_layer_params_buffers(layer)
         info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
         restore_layer_on_meta(layer, info)
 
     def put_back(self, layer: nn.Module) -> None:
-        """Puts the tensors of a layer back that serve, if others are in their place."""
+        """Restores a layer's serving tensors if they were replaced."""
         info: LayerReloadingInfo = get_layerwise_info(layer)
         if info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
             info.reset()
 
     def non_persistent(self, layer: nn.Module) -> set[str]:
-        """Buffers that checkpoints leave out, of a layer that is in the loaders' form."""
+        """Buffers that checkpoints leave out, of a layer that is in loader form."""
         found: set[str] = get_layerwise_info(layer).kernel_non_persistent_buffers
         return found
 
     def method(self, layer: nn.Module) -> Any:
-        """What processes a layer's weights once they are loaded; None for nothing."""
+        """The method that processes a layer's loaded weights; None if there is none."""
         found = getattr(layer, "quant_method", None)
         return found if isinstance(found, QuantizeMethodBase) else None
 
     def leaves_alone(self, method: Any) -> bool:
-        """Whether a method has no processing of its own."""
+        """Whether a method does no processing."""
         own = type(method).process_weights_after_loading
         return own is QuantizeMethodBase.process_weights_after_loading
 
     def make_ready(self, layer: nn.Module) -> None:
-        """Prepares a layer whose weights were replaced for being processed."""
+        """Prepares a layer whose weights were replaced for processing."""
         for tensor in tensors_of(layer).values():
             cast(Any, tensor).weight_loader = _get_original_loader(tensor)
         if hasattr(layer, PROCESSED):
             delattr(layer, PROCESSED)
 
     def device(self, layer: nn.Module) -> torch.device:
-        """Where a layer was when its weights were loaded; as a context, where new tensors come to be."""
+        """The device of a layer when its weights were loaded; as a context manager, the device of new tensors."""
         return cast(torch.device, get_layerwise_info(layer).restore_device)
 
     def process(self, layer: nn.Module, method: Any) -> None:
-        """Processes a layer's weights as vLLM does once they are loaded; called on the layer's device."""
+        """Processes a layer's weights as vLLM does after loading. Called on the layer's device."""
         method.process_weights_after_loading(layer)
 
     def after_processing(self, layer: nn.Module) -> None:
-        """What vLLM does to a layer after that."""
+        """What vLLM does to a layer after processing."""
         if hasattr(layer, "update_param_tp_status"):
             cast(Any, layer).update_param_tp_status()
 

@@ -1,4 +1,4 @@
-"""vLLM 0.26.0, for torch 2.11; its build for CPUs is tested with a trainer in the same environment."""
+"""vLLM 0.26.0, for torch 2.11. Its CPU build is tested with a trainer in the same environment."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Vllm026(Release):
     names = ("vllm.config:CacheConfig.calculate_kv_scales",)
 
     def is_deferred(self, layer: nn.Module) -> bool:
-        """Those whose processing vLLM puts off until all others are processed."""
+        """Attention layers, which vLLM processes after all others."""
         return isinstance(layer, Attention | MLAAttention | MMEncoderAttention)
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
-        """Also the scales that this release can take from the first request."""
+        """Also refuses cache scales that this release can take from the first request."""
         yield from super().refusals(config)
         if config.cache_config.calculate_kv_scales:
             yield "scales of its KV cache are of the weights of its first request (--calculate-kv-scales)"

@@ -1,16 +1,15 @@
-"""vLLM 0.32.0, for torch 2.13; its build for CPUs is tested with a trainer in another environment.
+"""vLLM 0.32.0, for torch 2.13. Its CPU build is tested with a trainer in another environment.
 
-Against 0.26.0, in what refit touches:
+Differences from 0.26.0 that affect refit:
 
-- Whatever kind of attention has something to process is put off until all others are processed, and says so itself.
-- ``bias`` is among the tensors that never leave their memory while a layer is in its loaders' form.
-- A model may have something to process of its own, after all layers; nothing calls that when weights are replaced.
-- Word embeddings that a checkpoint unties are tied again after loading where both turn out equal.
-- The kernel of unquantized experts may process weights of its own accord, as on CPUs, where it packs them. vLLM lets it
-  do so when a model is loaded, but not when weights are replaced: then experts would compute with weights that are not
-  packed.
+- All kinds of attention that need processing are processed after all other layers, and declare it themselves.
+- ``bias`` is among the tensors that keep their memory while a layer is in loader form.
+- A model may have processing of its own, after all layers; nothing calls it when weights are replaced.
+- Word embeddings that a checkpoint unties are tied again after loading if both turn out equal.
+- The kernel of unquantized experts may process weights itself; on CPUs it packs them. vLLM calls this when a model is
+  loaded, but not when weights are replaced: experts would then compute with unpacked weights.
 - Weights can be mapped from a daemon's memory, which other engines map as well.
-- Scales of the KV cache are not taken from requests any more (``--calculate-kv-scales`` is gone).
+- KV cache scales are no longer taken from requests (``--calculate-kv-scales`` is gone).
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from megatron_patches.refit.vllm.releases.release import Release
 _EXPERTS = "vllm.model_executor.layers.fused_moe"
 _IN_PARAMETERS = frozenset(
     {
-        f"{_EXPERTS}.modular_kernel.FusedMoEExperts.process_weights_after_loading",  # nothing
-        f"{_EXPERTS}.experts.flashinfer_cutlass_moe.FlashInferExperts.process_weights_after_loading",  # scales alone
+        f"{_EXPERTS}.modular_kernel.FusedMoEExperts.process_weights_after_loading",  # does nothing
+        f"{_EXPERTS}.experts.flashinfer_cutlass_moe.FlashInferExperts.process_weights_after_loading",  # only scales
         f"{_EXPERTS}.experts.cpu_moe.CPUUnquantizedExperts.process_weights_after_loading",
     }
 )
-"""Kernels whose processing puts what it makes into the layer's parameters, and keeps nothing elsewhere."""
+"""Kernels whose processing stores all its results in the layer's parameters."""
 
 
 class Vllm032(Release):
@@ -46,11 +45,11 @@ class Vllm032(Release):
     )
 
     def is_deferred(self, layer: nn.Module) -> bool:
-        """Those whose processing vLLM puts off until all others are processed."""
+        """Attention layers that declare that vLLM must process them after all others."""
         return bool(is_deferred_attention_layer(layer))
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
-        """Also what is new in this release and keeps weights elsewhere, or derives from other workers' weights."""
+        """Also refuses new options that keep weights elsewhere or derive them from other workers' weights."""
         yield from super().refusals(config)
         if config.model_config is not None and config.model_config.word_embeddings_untied_by_checkpoint:
             yield (
@@ -63,7 +62,7 @@ class Vllm032(Release):
             yield "it derives some of them from those of other workers (dcp_q_replicate)"
 
     def derives_by_itself(self, layer: nn.Module) -> bool:
-        """Also kernels of experts that keep something of the weights elsewhere than in the layer."""
+        """Also refuses kernels of experts that store something derived from weights outside the layer."""
         experts = _experts_of(layer)
         if experts is None:
             return super().derives_by_itself(layer)
@@ -71,7 +70,7 @@ class Vllm032(Release):
         return f"{own.__module__}.{own.__qualname__}" not in _IN_PARAMETERS
 
     def process(self, layer: nn.Module, method: Any) -> None:
-        """Also lets the kernel of experts process weights, which vLLM leaves out once there is one."""
+        """Also runs the experts' kernel on the weights, which vLLM skips once the kernel exists."""
         experts = _experts_of(method)
         super().process(layer, method)
         if experts is not None:
@@ -79,7 +78,7 @@ class Vllm032(Release):
 
 
 def _experts_of(method: object) -> Any:
-    """The kernel that unquantized experts already compute with; None for other methods."""
+    """The kernel that unquantized experts already use; None for other methods."""
     kernel = method.moe_kernel if isinstance(method, UnquantizedFusedMoEMethod) else None
     return kernel.fused_experts if kernel is not None else None
 
