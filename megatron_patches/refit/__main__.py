@@ -91,7 +91,7 @@ def run_export(options: argparse.Namespace, progress: Progress) -> ExportReport:
 
 
 def _silence_imports() -> None:
-    """Silences the warnings that Megatron and torch issue on import, on every rank, for missing optional dependencies."""
+    """Silences import warnings of Megatron and torch about missing optional dependencies, which every rank prints."""
     warnings.simplefilter("ignore")
     for name in ("megatron", "megatron_patches", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

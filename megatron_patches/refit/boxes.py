@@ -207,8 +207,8 @@ class Runs:
 def contiguous_runs(*views: View) -> Runs:
     """The longest stretches that are contiguous in every one of ``views``, which must show the same box.
 
-    Neighbouring dimensions are merged wherever every view allows it, so a box that is contiguous in all views becomes one
-    stretch.
+    Neighbouring dimensions are merged wherever every view allows it, so a box that is contiguous in all views becomes
+    one stretch.
 
     Raises:
         ValueError: if the views differ in shape.
@@ -254,7 +254,7 @@ def pitch_of(first: View, second: View) -> Pitch | None:
 
 
 def _merge_dims(views: Sequence[View]) -> list[tuple[int, tuple[int, ...]]]:
-    """(extent, stride in each view) by dimension. Skips extents of 1, and merges neighbours where all views allow it."""
+    """(extent, stride in each view) by dimension. Skips extents of 1; merges neighbours where all views allow it."""
     merged: list[tuple[int, tuple[int, ...]]] = []
     for dim, extent in enumerate(views[0].shape):
         if extent == 1:

@@ -44,8 +44,8 @@ class Agreement:
 
     Attributes:
         tokens: number of tokens compared.
-        kl: estimate of KL(engine || trainer) in nats per token: the mean of ``r - 1 - log r``, where r is the ratio of the
-            trainer's probability to the engine's. Unbiased and never negative
+        kl: estimate of KL(engine || trainer) in nats per token: the mean of ``r - 1 - log r``, where r is the ratio of
+            the trainer's probability to the engine's. Unbiased and never negative
             (http://joschu.net/blog/kl-approx.html, k3).
         mean: mean absolute difference of log-probabilities.
         largest: largest absolute difference.

@@ -30,7 +30,7 @@ class Credentials:
     headers_file: Path | None = None
 
     def headers(self) -> dict[str, str]:
-        """The headers of a request. They include the key in ``VLLM_API_KEY``, if set, unless the file authorizes itself.
+        """The headers of a request. They include the key in ``VLLM_API_KEY``, if set, unless the file has another.
 
         Raises:
             RefitError: if a file cannot be read or is malformed.

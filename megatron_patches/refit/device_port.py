@@ -107,8 +107,8 @@ class DevicePort:
             for name, storage in memory.items()
         }
         if self._stream is not None:
-            # Wait for earlier work there, such as the optimizer's step. The transports' streams may also write to memory that
-            # it has freed.
+            # Wait for earlier work there, such as the optimizer's step. Memory that it has freed may also be written to by
+            # the transports' streams.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
@@ -157,12 +157,12 @@ class DevicePort:
         if known != form:
             names = tuple({piece.view.storage: None for piece in batch.pieces})
             for piece in batch.pieces:
-                self._elements(piece)  # the storages are as described
+                self._elements(piece)  # checks the storages
             self._checked[batch] = names, tuple(map(self._forms.get, names))
         return Places(self._memory, batch.pieces)
 
     def close(self) -> None:
-        """Waits for what is under way, gives the buffer back, and lets go of the storages."""
+        """Waits for work under way, returns the buffer, and drops the storages."""
         if self._stream is not None:
             self._stream.synchronize()
         self._memory = {}
@@ -171,7 +171,7 @@ class DevicePort:
             self._bounce = None
 
     def _launch(self, move: str, batch: Batch, payload: torch.Tensor | None, digests: torch.Tensor | None) -> None:
-        """Puts the kernel for a batch into the current stream, once for each shape of its boxes."""
+        """Launches the kernel for a batch on the current stream, once for each shape of its boxes."""
         from megatron_patches.refit.device_kernels import Move, move_boxes
 
         for shape, table, tiles in self._compile(batch, payload):
@@ -189,14 +189,14 @@ class DevicePort:
     def _compile(
         self, batch: Batch, payload: torch.Tensor | None
     ) -> Iterator[tuple[Shape, torch.Tensor, torch.Tensor]]:
-        """Shape, table and tiles of each launch that a batch takes; made anew where memory has moved."""
+        """Shape, table and tiles of each launch for a batch; recomputed if memory has moved."""
         past = 0 if payload is None else payload.data_ptr() % _VECTOR_BYTES
         found = self._compiled.get(batch)
         names = found.names if found is not None else sorted({piece.view.storage for piece in batch.pieces})
         form = (past, *[self._forms.get(name) for name in names])
         if found is None or found.form != form:
             for piece in batch.pieces:
-                self._elements(piece)  # the storages are as described
+                self._elements(piece)  # checks the storages
             parts = describe(batch.pieces, names, [self._forms[name][0] for name in names], past)
             found = _Compiled(names, form, parts, [self._upload(part.tiles) for part in parts])
             self._compiled[batch] = found
@@ -213,7 +213,7 @@ class DevicePort:
             yield part.shape, table, tiles
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """Synchronous, as it is done once."""
+        """Copies an array to the device. Synchronous, because it happens once."""
         return torch.from_numpy(array).to(self._device)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
@@ -223,7 +223,7 @@ class DevicePort:
         return None if self._stream is None else self._stream.record_event()
 
     def _digests(self, digests: torch.Tensor) -> _Digests:
-        """Has digests brought to the host, behind what computes them."""
+        """Queues a copy of digests to the host after their computation."""
         if self._stream is None:
             return _Digests(digests, None)
         host = torch.empty(digests.shape, dtype=torch.int64, pin_memory=True)
@@ -231,7 +231,7 @@ class DevicePort:
         return _Digests(host, self._record())
 
     def _near(self, payload: Payload) -> tuple[torch.Tensor, bool]:
-        """The payload itself, or memory of its size on the device and that its content has to cross."""
+        """The payload itself, or a buffer of its size on the device and True, if its content must be copied across."""
         if isinstance(payload, torch.Tensor) and payload.device == self._device:
             return payload, False
         if self._device.type == "cpu":
@@ -240,7 +240,7 @@ class DevicePort:
         if self._bounce is None or self._bounce.nbytes < nbytes:
             if self._bounce is not None:
                 self._bounce.release()
-                self._bounce = None  # the stream's own order protects what it is still used for
+                self._bounce = None  # stream order protects work that still uses it
             pool = self._pool or StagingPool(nbytes)
             self._bounce = pool.lease(nbytes, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
         return self._bounce.buffer[:nbytes], True
@@ -268,7 +268,7 @@ def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:
 
 
 class _Ended:
-    """Work on a device that ends with an event; None for a device that has done it at once."""
+    """Work on a device that ends with an event; None if it has already been done."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -297,12 +297,12 @@ def _from_host(payload: Payload) -> torch.Tensor:
     if isinstance(payload, torch.Tensor):
         return payload
     with warnings.catch_warnings():
-        # torch knows no memory that may only be read, such as a packet in another process's; it is only read here.
+        # torch warns about read-only memory, such as a packet of another process; here it is only read.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(host_bytes(payload))
 
 
 def _packed(payload: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The place of a piece in a payload, flat."""
+    """A piece's place in a payload, flat."""
     width = itemsize(piece.dtype)
     return payload[piece.offset : piece.offset + piece.box.volume * width].view(_SIGNED[width])

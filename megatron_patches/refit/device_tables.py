@@ -1,7 +1,7 @@
 """Encodes boxes as tables for the kernel that moves and digests many of them at once.
 
-A box becomes one or more *entries*: rows of equal length, whose beginnings take up to three nested steps through
-memory. An entry is covered by *tiles*, one a program of the kernel. Numbers only; nothing here needs a GPU.
+A box becomes one or more *entries*: rows of equal length whose starts form up to three nested loops of steps through
+memory. An entry is covered by *tiles*, one per program of the kernel. Numbers only; nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from megatron_patches.refit.ports import Piece
 VALUES, PACKED, FIRST_TILE, ROWS, COLUMNS, EXTENT1, EXTENT2 = range(7)
 STEP0, STEP1, STEP2, COLUMN_STEP, ROW, INDEX0, INDEX1, INDEX2, COLUMN, DIGEST = range(7, 17)
 FIELDS = 17
-"""Columns of the table: first element in memory and in the packet; first tile; rows and columns; extents of the two
-inner levels of rows; steps in memory of the three levels and of a column; the first row's index in the whole tensor
-and the levels' steps of it; the first column's; where the digest is added."""
+"""Columns of the table: first element in memory and in the packet; first tile; numbers of rows and columns; extents of
+the two inner levels of rows; steps in memory of the three levels and of a column; the first row's index in the whole
+tensor and the levels' steps of that index; the first column's index; where to add the digest."""
 
 LOOPS = 16
-"""Groups of rows that a tile has, one after the other."""
+"""Groups of rows that a tile processes one after the other."""
 
 _ELEMENTS = 2048  # of one group of rows
-_MOST_COLUMNS = 1024  # of a tile: enough for whole transactions of memory; the rest are rows, which share column hashes
+_MOST_COLUMNS = 1024  # of a tile: enough for full memory transactions; the rest are rows, which share column hashes
 _LEVELS = 3
-_VECTOR_BYTES = 16  # what one thread of a GPU reads at most at a time
+_VECTOR_BYTES = 16  # the most that one GPU thread reads at a time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Which variant of the kernel entries need.
+    """The variant of the kernel that entries need.
 
     Attributes:
-        width: bytes of an element.
-        aligned: whether rows begin at multiples of 16 bytes, in memory and in the packet, and lie element by element.
-        nested: whether rows take more than one level of steps.
-        columns: of a tile; a power of two.
+        width: bytes per element.
+        aligned: whether rows start at multiples of 16 bytes, in memory and in the packet, with adjacent elements.
+        nested: whether rows have more than one level of steps.
+        columns: columns of a tile; a power of two.
     """
 
     width: int
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that are worked on at once."""
+        """Rows of a tile that are processed at once."""
         return _ELEMENTS // self.columns
 
 
@@ -62,9 +62,9 @@ class Part:
 
     Attributes:
         shape: their shape.
-        table: int64, an entry a row; places in memory count from the beginning of the entry's storage.
-        storages: for each entry, the number of its storage.
-        tiles: int32, for each tile the number of its entry.
+        table: int64, one entry per row; places in memory are relative to the start of the entry's storage.
+        storages: number of each entry's storage.
+        tiles: int32, the entry number of each tile.
     """
 
     shape: Shape
@@ -76,13 +76,13 @@ class Part:
 def describe(
     pieces: Sequence[Piece], storages: Sequence[str], offsets: Sequence[int], packed_offset: int = 0
 ) -> list[Part]:
-    """Entries for some boxes; the digest of each is added at its number.
+    """Entries for some boxes. The digest of each box is added at its index.
 
     Args:
         pieces: the boxes.
-        storages: names of the storages that they lie in.
-        offsets: for each storage, how many bytes its beginning is past a multiple of 16 bytes.
-        packed_offset: the same of the packet.
+        storages: names of their storages.
+        offsets: for each storage, bytes of its start past a multiple of 16 bytes.
+        packed_offset: the same for the packet.
     """
     number = {name: index for index, name in enumerate(storages)}
     found: dict[Shape, list[tuple[list[int], int]]] = defaultdict(list)
@@ -140,7 +140,7 @@ def _entries(piece: Piece, digest: int) -> Iterator[list[int]]:
 
 
 def _merged(extents: Sequence[int], steps: Sequence[int], indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(extent, step in memory, step of the index) by dimension, neighbours merged where both allow it."""
+    """(extent, step in memory, step of the index) by dimension; neighbours are merged where both steps allow it."""
     merged: list[tuple[int, int, int]] = []
     for extent, step, index in zip(extents, steps, indices, strict=True):
         if extent == 1:

@@ -4,13 +4,13 @@ The digest of a set of elements is the sum, modulo 2**64, of ``(bits(x) + 1) * u
 element's bit pattern as an unsigned integer, ``c`` its index in the whole tensor's last dimension, ``r`` its row-major
 index in all others, and ``u`` and ``v`` are splitmix64 hashes, forced odd. So
 
-- whoever holds a part computes its share alone, and shares are summed in any order;
-- an element that moved counts with another weight: swapped boxes and shifted offsets show;
+- the holder of a part computes its share alone, and shares are summed in any order;
+- an element that moved has another weight, so swapped boxes and shifted offsets show;
 - since weights are odd, no single flipped bit can cancel; since 1 is added, a missing zero shows too;
-- a row is hashed once for all of its elements and a column once for all rows, so an element costs one product, and a
-  GPU digests at the speed of its memory. A hash for each element would take it several times as long.
+- a row is hashed once for all its elements and a column once for all rows, so an element costs one product, and a
+  GPU digests at memory speed. Hashing each element would take several times as long.
 
-It guards against mistakes, not against an adversary.
+The digest protects against mistakes, not against an adversary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MASK = (1 << 64) - 1
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """splitmix64's constants (Steele, Lea and Flood, OOPSLA 2014)."""
 COLUMN_SALT = 0x5851F42D4C957F2D
-"""What a column's index is combined with, so that no row has the hash of a column."""
+"""Combined with a column's index, so that rows and columns have different hashes."""
 _CHUNK = 1 << 16  # elements at a time: the temporaries stay in a core's cache
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -46,11 +46,11 @@ def digest_array(values: NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
 
     Args:
         values: the elements in row-major order of the box; any shape, any dtype of 1, 2, 4 or 8 bytes.
-        box: which region they are.
+        box: the region.
         shape: shape of the whole tensor.
 
     Raises:
-        ValueError: if the number of elements is not the box's.
+        ValueError: if the number of elements differs from the box's.
     """
     if values.size != box.volume:
         raise ValueError(f"{box} has {box.volume} elements, not {values.size}")
@@ -67,12 +67,12 @@ def digest_array(values: NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
 
 
 def digest_tensor(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Digest of ``box`` from a torch tensor of the box's shape, computed where the tensor lies; see `digest_array`.
+    """Digest of ``box`` from a torch tensor of the box's shape, computed on its device; see :func:`digest_array`.
 
     Strided tensors are read in place, chunk by chunk.
 
     Raises:
-        ValueError: if the tensor's shape is not the box's.
+        ValueError: if the tensor's shape differs from the box's.
     """
     import torch
 
@@ -82,10 +82,10 @@ def digest_tensor(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int
 
 
 def add_digest(values: torch.Tensor, box: Box, shape: tuple[int, ...], total: torch.Tensor) -> None:
-    """Adds what :func:`digest_tensor` gives to ``total``, an int64 of no dimension on the same device; sums wrap.
+    """Adds the result of :func:`digest_tensor` to ``total``, an int64 scalar on the same device; sums wrap.
 
     Raises:
-        ValueError: if the tensor's shape is not the box's.
+        ValueError: if the tensor's shape differs from the box's.
     """
     import torch
 
@@ -103,7 +103,7 @@ def add_digest(values: torch.Tensor, box: Box, shape: tuple[int, ...], total: to
 
 
 def _rows(box: Box, shape: tuple[int, ...]) -> tuple[NDArray[np.uint64], int, int]:
-    """Of a box: the row-major index of each of its rows among all of the tensor's, and its range of columns."""
+    """For a box: each row's row-major index among all rows of the tensor, and the range of columns."""
     if not shape:
         return np.zeros(1, dtype=np.uint64), 0, 1
     index = np.zeros(1, dtype=np.uint64)
@@ -121,7 +121,7 @@ def _odd_hash(index: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _odd_hash_torch(index: torch.Tensor) -> torch.Tensor:
-    """The same in int64, whose products wrap alike; right shifts are masked to be logical ones."""
+    """The same in int64, whose products wrap identically. Right shifts are masked to make them logical shifts."""
 
     def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
         return (x >> bits) & ((1 << (64 - bits)) - 1)

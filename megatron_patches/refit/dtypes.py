@@ -1,4 +1,4 @@
-"""Names and sizes of element types, without torch. Names are torch's (``bfloat16``); files use safetensors' codes."""
+"""Names and sizes of dtypes, without torch. Names are torch's (``bfloat16``); files use safetensors' codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXACTLY_IN: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def holds(dtype: str, other: str) -> bool:
-    """Whether ``dtype`` has every value of ``other``, so that converting to it loses nothing."""
+    """Whether ``dtype`` can hold every value of ``other``, so that converting to it loses nothing."""
     return dtype == other or dtype in _EXACTLY_IN.get(other, ())
 
 
@@ -51,7 +51,7 @@ def itemsize(dtype: str) -> int:
     """Bytes of one element of ``dtype``.
 
     Raises:
-        ValueError: if the dtype has no safetensors code, so could neither be written nor described.
+        ValueError: if the dtype has no safetensors code, so that it can be neither written nor described.
     """
     try:
         return ITEMSIZE[dtype]

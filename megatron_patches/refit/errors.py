@@ -34,30 +34,30 @@ class DigestError(RefitError):
 
 
 class TransferError(RefitError):
-    """What arrived, or the memory that it should go to, is not what the plan says."""
+    """What arrived, or the memory that it should go to, differs from the plan."""
 
 
 class StaleVersionError(RefitError):
-    """Weights of another version than the one that is being received."""
+    """Weights of a version other than the one being received."""
 
 
 class StagingError(RefitError):
-    """Packets would take more memory than they may."""
+    """Packets would exceed their memory limit."""
 
 
 class ExportError(RefitError):
-    """An export failed on some rank; nothing that looks like a checkpoint was left behind."""
+    """An export failed on some rank. Nothing that looks like a checkpoint was left behind."""
 
 
 class CheckpointReadError(ExportError):
-    """A Megatron checkpoint is damaged or incomplete, as one rank found; others may not know."""
+    """One rank found a Megatron checkpoint damaged or incomplete; other ranks may not know."""
 
 
 class PartyFailedError(RefitError):
-    """Another party of the refit failed, left, or did not answer in time; carries its reason.
+    """Another party of the refit failed, left, or did not answer in time. Carries its reason.
 
     Attributes:
-        engines: names of the engines that failed, where it was them.
+        engines: names of the engines that failed, if any.
     """
 
     def __init__(self, message: str, engines: Iterable[str] = ()) -> None:
@@ -70,8 +70,8 @@ class ModelMismatchError(RefitError):
 
 
 class UnsupportedEngineError(RefitError):
-    """An engine has options with which new weights would not reach all that serves."""
+    """An engine has options with which new weights would not reach everything that serves."""
 
 
 class LostWeightsError(RefitError):
-    """A worker cannot put the weights back that served, or know what others serve; its engine must not go on."""
+    """A worker cannot restore the old weights, or does not know what others serve; its engine must not continue."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_LATE_S = 5.0  # after which ranks that wait for the first one meet, and wait on
+_LATE_S = 5.0  # interval at which ranks that wait for the first one meet
 
 
 class Exchange(Protocol):
@@ -22,7 +22,7 @@ class Exchange(Protocol):
 
     @property
     def rank(self) -> int:
-        """The own rank, from 0."""
+        """This process's rank, from 0."""
 
     @property
     def size(self) -> int:
@@ -33,24 +33,24 @@ class Exchange(Protocol):
 
 
 class SingleProcess:
-    """The exchange of a process that is alone."""
+    """The exchange of a single process."""
 
     rank = 0
     size = 1
 
     def gather[T](self, value: T) -> list[T]:
-        """``value`` alone."""
+        """``[value]``."""
         return [value]
 
 
 class GroupExchange:
-    """Gathers objects over a process group; every wait ends with the group's time-out.
+    """Gathers objects over a process group. Every wait ends with the group's timeout.
 
     Args:
         group: the group, all of whose ranks take part; None for the default group.
 
     Raises:
-        ValueError: if this process is no member of the group.
+        ValueError: if this process is not a member of the group.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -72,7 +72,7 @@ class GroupExchange:
 
 
 def default_exchange(group: ProcessGroup | None = None) -> Exchange:
-    """Over ``group`` or, if None, over all processes; alone where torch.distributed is not initialised."""
+    """Over ``group`` or, if None, over all processes; a single process if torch.distributed is not initialized."""
     import torch.distributed as dist
 
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -81,13 +81,13 @@ def default_exchange(group: ProcessGroup | None = None) -> Exchange:
 
 
 def on_first[T](exchange: Exchange, work: Callable[[], T]) -> T:
-    """What ``work`` gives on the first rank, on every rank; raises on all what it raises there.
+    """Runs ``work`` on the first rank. Every rank gets its result or its error.
 
-    The others wait for a few seconds at a time, however long it takes: a collective that one rank comes late to is
-    ended by its group's time-out, and with it, over NCCL, the process.
+    The other ranks wait in collectives of a few seconds each. In a single long one, the group's timeout would end the
+    collective and, over NCCL, the process.
 
     Raises:
-        PartyFailedError: on every rank, if it fails.
+        PartyFailedError: on every rank, if ``work`` failed.
     """
     with ThreadPoolExecutor(1, "refit-on-first") as pool:
         task = pool.submit(work) if exchange.rank == 0 else None
@@ -102,7 +102,7 @@ def on_first[T](exchange: Exchange, work: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class _Outcome[T]:
-    """What became of some work: what it gave, or why it failed, and whose fault that was."""
+    """Outcome of some work: its result, or why it failed and which engines caused it."""
 
     value: T
     reason: str | None = None
@@ -110,7 +110,7 @@ class _Outcome[T]:
 
 
 def _outcome[T](task: Future[T] | None) -> _Outcome[T] | None:
-    """None if it has not ended soon."""
+    """The outcome; None if the task has not ended within seconds."""
     if task is None or not wait([task], _LATE_S).done:
         return None
     error = task.exception()
@@ -121,15 +121,15 @@ def _outcome[T](task: Future[T] | None) -> _Outcome[T] | None:
 
 
 def on_all(exchange: Exchange, work: Callable[[], None], blamed: Callable[[], Iterable[str]] = tuple) -> None:
-    """Runs ``work`` on every rank, each of which comes to its end at about the same time.
+    """Runs ``work`` on every rank. It must end on all ranks at about the same time.
 
     Args:
         exchange: the ranks.
         work: this rank's part.
-        blamed: gives, on the first rank, the names of engines whose fault it was if it failed.
+        blamed: returns, on the first rank, the names of engines that caused a failure.
 
     Raises:
-        PartyFailedError: on every rank if it failed on any, with every reason; the cause is this rank's own error.
+        PartyFailedError: on every rank if it failed on any, with every reason; its cause is this rank's own error.
     """
     mine: Exception | None = None
     try:
@@ -143,18 +143,18 @@ def on_all(exchange: Exchange, work: Callable[[], None], blamed: Callable[[], It
 
 
 def together[T](exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on every rank; if it fails on any, raises on all with every reason.
+    """Runs ``work`` on every rank. If it fails on any, raises on all with every reason.
 
     Args:
         exchange: the ranks.
-        what: what is being done, for the message: "export to /data/model".
+        what: the activity, for messages, such as "export to /data/model".
         work: this rank's part.
 
     Returns:
         The results, by rank.
 
     Raises:
-        ExportError: naming each rank that failed, its host and reason. On those ranks its cause is the original.
+        ExportError: with each rank that failed, its host and reason. On those ranks its cause is the original error.
     """
     mine: Exception | None = None
     outcome: tuple[bool, T | str]
@@ -172,7 +172,7 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the system's words and the file for an OSError, else the message."""
+    """One line: the system's message and the file for an OSError, otherwise the error's message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())

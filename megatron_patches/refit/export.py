@@ -1,7 +1,7 @@
 """Exports a sharded Megatron model to a Hugging Face checkpoint, each rank writing its own boxes.
 
-Collective: every rank that holds a part of the model calls :func:`export_checkpoint`. What travels between ranks
-are manifests and outcomes, small objects; the weights go from each rank's memory straight to the files.
+Collective: every rank that holds a part of the model calls :func:`export_checkpoint`. Ranks exchange only manifests and
+outcomes, which are small. The weights go from each rank's memory straight to the files.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ExportOptions:
     """How to export.
 
     Attributes:
-        max_shard_bytes: most bytes of weights in one file; a tensor above it gets a file of its own.
-        overwrite: whether an earlier export at the path may be replaced; the old one stays until the new is whole.
-        dtype: element type of the checkpoint; None keeps that of the weights.
+        max_shard_bytes: most bytes of weights in one file; a larger tensor gets its own file.
+        overwrite: whether to replace an earlier export at the path; it stays until the new one is complete.
+        dtype: dtype of the checkpoint; None keeps that of the weights.
         staging_bytes: most bytes that a rank copies at a time.
         bos_token_id: token that begins a text, for the configuration.
         eos_token_id: token that ends a text, for the configuration.
@@ -69,14 +69,14 @@ class ExportOptions:
 
     @property
     def tokens(self) -> Mapping[str, int | None]:
-        """Those for the configuration, by name."""
+        """The tokens for the configuration, by name."""
         return {"bos_token_id": self.bos_token_id, "eos_token_id": self.eos_token_id}
 
     def check_tokens(self, vocab_size: int) -> None:
         """Refuses tokens that the model does not have.
 
         Raises:
-            ExportError: naming it.
+            ExportError: with the token.
         """
         for name, token in self.tokens.items():
             if token is not None and token >= vocab_size:
@@ -120,17 +120,17 @@ def export_checkpoint(
 ) -> ExportReport:
     """Writes the model as a Hugging Face checkpoint, on all ranks together.
 
-    May be called between training steps. The weights are only read. Nothing appears at ``path`` before all of it is
-    written, synced and read back; if any rank fails, every rank raises with the reason and ``path`` is as before.
+    May be called between training steps. The weights are only read. Nothing appears at ``path`` before everything has been
+    written, synced and read back. If any rank fails, every rank raises with the reason, and ``path`` is unchanged.
 
     Args:
-        model_chunks: this rank's part: a GPTModel a virtual pipeline stage, wrapped (DDP, Float16Module) or not.
+        model_chunks: this rank's part: one GPTModel per virtual pipeline stage, wrapped (DDP, Float16Module) or not.
         path: directory for the checkpoint, on a file system that all ranks share.
-        vocab_size: number of tokens; rows of the embedding beyond it are padding and are left out.
-        options: sizes, element type, overwriting.
+        vocab_size: number of tokens; embedding rows beyond it are padding and are left out.
+        options: sizes, dtype, overwriting.
         group: ranks that hold the model, replicas included; None for all processes.
         tp_group: tensor-parallel group; None for Megatron's own.
-        progress: told how far this rank is.
+        progress: receives this rank's progress.
 
     Returns:
         What was written; the same on every rank except for the seconds.
@@ -149,14 +149,14 @@ def export_checkpoint(
         job = _Job(exchange, what, directory, options, progress or Quiet())
         return job.run(model_chunks, vocab_size, tp_group)
     except BaseException:
-        # Whatever ends the export, an interrupt included, must leave nothing behind that others have to interpret.
+        # However the export ends, even by an interrupt, it must leave nothing behind that others have to interpret.
         if first:
             directory.discard()
         raise
 
 
 class _Job:
-    """One export, phase by phase; every phase succeeds on all ranks or raises on all."""
+    """One export, phase by phase. Every phase succeeds on all ranks or raises on all."""
 
     def __init__(
         self,
@@ -210,14 +210,14 @@ class _Job:
         tp_group: ProcessGroup | None,
         keep: Callable[[ModelFamily], None],
     ) -> tuple[str, ModelTraits, Manifest]:
-        """What this rank holds; keeps the memory and the family, returns what others need to know."""
+        """Describes what this rank holds. Keeps memory and family; returns what other ranks need."""
         held = describe_rank(chunks, vocab_size, self._exchange.rank, tp_group)
         self._memory = held.memory
         keep(held.family)
         return held.family.architecture, held.family.traits, held.manifest
 
     def _plan(self, family: ModelFamily, sources: Sequence[Manifest]) -> tuple[Plan, CheckpointLayout]:
-        """The plan and the files, proved and equal on all ranks. Every rank computes both alone."""
+        """The plan and the files, proved and equal on all ranks. Every rank computes both independently."""
 
         def compute() -> tuple[Plan, CheckpointLayout]:
             tensors = agree_on_tensors(family.shapes(), sources)
@@ -248,7 +248,7 @@ class _Job:
         return found[0]
 
     def _write(self, plan: Plan, layout: CheckpointLayout) -> Mapping[str, int]:
-        """Writes this rank's boxes; returns the digest of every tensor, from all ranks' shares."""
+        """Writes this rank's boxes. Returns the digest of every tensor, combined from all ranks' shares."""
         rank = self._exchange.rank
         with self._phase("write", plan.bytes_by_source().get(rank, 0)):
             partial, staging = self._directory.partial, self._options.staging_bytes
@@ -258,7 +258,7 @@ class _Job:
         return {spec.name: combine(share.get(spec.name, 0) for share in shares) for spec in plan.tensors}
 
     def _verify(self, plan: Plan, layout: CheckpointLayout, digests: Mapping[str, int]) -> None:
-        """Reads a share of the tensors back, whoever wrote them."""
+        """Reads back a share of the tensors, regardless of which ranks wrote them."""
         mine = share_of(plan.tensors, self._exchange.rank, self._exchange.size)
         partial, chunk = self._directory.partial, self._options.staging_bytes
         with self._phase("verify", sum(spec.nbytes for spec in mine)):
@@ -272,7 +272,7 @@ class _Job:
         return together(self._exchange, self._what, work)
 
     def _on_first(self, work: Callable[[], None]) -> None:
-        """Runs ``work`` on rank 0 alone; its failure is everyone's."""
+        """Runs ``work`` on rank 0 only; a failure is raised on all ranks."""
         self._together(work if self._exchange.rank == 0 else lambda: None)
 
     @contextmanager
@@ -284,10 +284,10 @@ class _Job:
 
 
 def _check_same(found: Sequence[tuple[str, ModelTraits]]) -> None:
-    """All ranks must describe one model.
+    """Checks that all ranks describe one model.
 
     Raises:
-        ExportError: naming the first rank and field that differ from rank 0's.
+        ExportError: with the first rank and field that differ from rank 0's.
     """
     architecture, first = found[0]
     for rank, (name, traits) in enumerate(found):

@@ -9,13 +9,13 @@ _LINGER_S = 5.0
 
 
 def fail(error: Exception, *, speaks: bool, leads: bool) -> int:
-    """Says what has failed, and returns the exit status.
+    """Reports an error, and returns the exit status.
 
     Args:
-        error: what has failed, on this process or on another one.
-        speaks: whether this process says it.
-        leads: whether this is the first process. torchrun kills all others as soon as one has ended, so the others
-            first let that one have its say.
+        error: what has failed, on this process or another.
+        speaks: whether this process reports it.
+        leads: whether this is the first process. torchrun kills all processes as soon as one has ended, so the others
+            first give that one time to report.
     """
     if speaks:
         sys.stderr.write(f"error: {error}\n")

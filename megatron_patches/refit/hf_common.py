@@ -13,7 +13,7 @@ def common_traits(model: torch.nn.Module, vocab_size: int) -> dict[str, Any]:
 
     Args:
         model: the model, or any pipeline stage of it, without wrappers.
-        vocab_size: rows of the embedding that are the tokenizer's.
+        vocab_size: number of embedding rows that belong to tokens.
     """
     config: Any = model.config
     return {

@@ -1,4 +1,4 @@
-"""The content of a ``config.json``: what the family writes, the weights' type, and the tokenizer's tokens."""
+"""Content of a ``config.json``: what the family writes, the weights' dtype, and the tokenizer's special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def build_config(
 
     Args:
         family: the architecture, with its traits.
-        dtype: torch's name of the weights' element type.
+        dtype: torch's name of the weights' dtype.
         bos_token_id: token that begins a text, if the tokenizer has one.
         eos_token_id: token that ends a text, if the tokenizer has one.
     """

@@ -1,4 +1,4 @@
-"""Features of a Megatron model that no Hugging Face architecture expresses, by the flags that set them."""
+"""Features of a Megatron model that no Hugging Face architecture can express, with the flags that set them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def vocabulary_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
-    """A clause if the model's embedding cannot be that of ``vocab_size`` tokens."""
+    """A clause if the model's embedding cannot hold ``vocab_size`` tokens."""
     if not 0 < vocab_size <= int(model.vocab_size):  # type: ignore[arg-type]
         yield f"its embedding has {model.vocab_size} rows, padding included, which cannot hold {vocab_size} tokens"
 
 
 def attention_refusals(config: Any) -> Iterator[str]:
-    """One clause for each setting of attention, or of the layer around it."""
+    """One clause per unsupported setting of attention or of the layer around it."""
     unsupported: Sequence[tuple[str, object, str]] = (
         ("qk_l2_norm", False, "--qk-l2-norm"),
         ("attention_output_gate", False, "--attention-output-gate"),
@@ -38,7 +38,7 @@ def attention_refusals(config: Any) -> Iterator[str]:
 
 
 def expert_refusals(config: Any) -> Iterator[str]:
-    """One clause for each setting of experts."""
+    """One clause per unsupported setting of experts."""
     kinds = config.moe_router_load_balancing_type
     balancing = {kinds} if isinstance(kinds, str) else set(kinds)
     if not balancing <= {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}:
@@ -59,7 +59,7 @@ def expert_refusals(config: Any) -> Iterator[str]:
 
 
 def sigmoid_router_refusals(config: Any) -> Iterator[str]:
-    """One clause for each way in which a router is not DeepSeek-V3's."""
+    """One clause per difference of a router from DeepSeek-V3's."""
     if config.moe_router_score_function != "sigmoid":
         yield (
             f"its router scores by {config.moe_router_score_function}; train with --moe-router-score-function sigmoid"
@@ -76,7 +76,7 @@ def sigmoid_router_refusals(config: Any) -> Iterator[str]:
 
 
 def norm_refusals(config: Any) -> Iterator[str]:
-    """One clause for each way in which norms and biases are not plain RMSNorm and none."""
+    """One clause per difference from plain RMSNorm without biases."""
     if config.normalization != "RMSNorm":
         yield f"its norms are {config.normalization}; train with --normalization RMSNorm"
     if config.layernorm_zero_centered_gamma:
@@ -86,6 +86,6 @@ def norm_refusals(config: Any) -> Iterator[str]:
 
 
 def activation_name(config: Any) -> str:
-    """What the feed-forward computes, for messages."""
+    """Name of the feed-forward activation, for messages."""
     name = getattr(config.activation_func, "__name__", str(config.activation_func))
     return f"a {'gated ' if config.gated_linear_unit else ''}{name}"

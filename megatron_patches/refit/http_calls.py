@@ -1,7 +1,7 @@
-"""The trainer's calls of one server over HTTP; whatever comes back, an error says which server and what it said.
+"""The trainer's HTTP calls to one server. Errors name the server and quote its answer.
 
-Servers are called directly, whatever ``http_proxy`` says: weights take no proxy either, and one that gives up early
-would hide how a commit went. Redirects are not followed: nobody else must be shown the secret.
+Calls ignore ``http_proxy``: weights bypass proxies too, and a proxy that times out would hide the result of a commit.
+Redirects are not followed, so that no other server sees the secret.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotShownError(RefitError):
-    """The server wants to be shown another secret."""
+    """The server requires another secret."""
 
 
 class NotFoundError(RefitError):
@@ -30,23 +30,23 @@ class NotFoundError(RefitError):
 
 
 class GoneError(RefitError):
-    """What the call is about has ended."""
+    """What the call refers to has ended."""
 
 
 class HttpCalls:
     """Calls one server.
 
     Args:
-        url: its base, such as ``http://10.0.0.5:8000``.
-        timeout_s: seconds that one call may take.
-        credentials: what it is shown.
+        url: its base URL, such as ``http://10.0.0.5:8000``.
+        timeout_s: timeout of one call, in seconds.
+        credentials: credentials to send.
 
     Attributes:
-        url: the same, without a slash at its end.
-        server: which server its guard says it is, whatever it is called; empty before the first answer, or without one.
+        url: the base URL without a trailing slash.
+        server: identity of the server as reported by its guard; empty before the first answer, or without a guard.
 
     Raises:
-        ValueError: if it is no HTTP URL of a server.
+        ValueError: if ``url`` is not an HTTP URL of a server.
     """
 
     def __init__(self, url: str, timeout_s: float, credentials: Credentials) -> None:
@@ -68,30 +68,30 @@ class HttpCalls:
         """Calls a route.
 
         Args:
-            method: of HTTP.
-            route: below the base.
-            body: what to send, as JSON; None for nothing.
-            headers: to send, beside the credentials.
-            timeout_s: seconds that it may take; None for as long as any.
+            method: HTTP method.
+            route: route below the base URL.
+            body: JSON content to send; None for none.
+            headers: headers in addition to the credentials.
+            timeout_s: timeout in seconds; None for the default.
 
         Returns:
-            What it answers, if that is a JSON object; otherwise nothing.
+            The answer if it is a JSON object; otherwise an empty dict.
 
         Raises:
-            NotShownError: if it wants to be shown another secret.
-            NotFoundError: if it has no such route.
-            GoneError: if what the call is about has ended.
-            RefitError: if it cannot be reached, answers with an error or something else than JSON, or takes too long.
+            NotShownError: if the server requires another secret.
+            NotFoundError: if the server has no such route.
+            GoneError: if what the call refers to has ended.
+            RefitError: if the server cannot be reached, is too slow, or answers with an error or anything but JSON.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with closing(self.connect(timeout_s)) as connection:
             return self.ask(connection, method, route, body, headers or {})
 
     def connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        """A connection to the server, for several calls, each of which may take ``timeout_s`` seconds.
+        """A connection to the server, for several calls with a timeout of ``timeout_s`` seconds each.
 
         Raises:
-            RefitError: if it cannot be reached.
+            RefitError: if the server cannot be reached.
         """
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -111,7 +111,7 @@ class HttpCalls:
         body: dict[str, Any] | None,
         headers: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Calls a route over a connection; arguments, result and errors as of :meth:`call`."""
+        """Calls a route over a connection; arguments, result and errors as in :meth:`call`."""
         content = None if body is None else json.dumps(body).encode()
         own = {"Content-Type": "application/json", **self._credentials.headers(), **headers}
         try:
@@ -142,7 +142,7 @@ class HttpCalls:
         return found if isinstance(found, dict) else {}
 
     def _refusal(self, route: str, status: int, said: bytes, *, is_guarded: bool) -> RefitError:
-        """What an answer that is an error means."""
+        """The error for an answer with an error status."""
         message = f"{self.url}/{route} answered {status}: {_shown(said)}"
         if status == 401 and is_guarded:
             return NotShownError(f"{message}; {self._credentials.describe()}; {HOW_TO_SHARE}")
@@ -153,9 +153,9 @@ def _check_url(url: str) -> None:
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # for example a port that is not a number
         usable = False
-    if "@" in url:  # not shown, as what comes before may be a password
+    if "@" in url:  # not shown, because it may contain a password
         raise ValueError(
             "an engine URL has a user name or a password in it; give them as a header, such as "
             "'Authorization: Basic ...', in the file of --refit-headers-file (--headers-file of 'refit push')"

@@ -1,10 +1,10 @@
-"""A paused server's word that it waits for its trainer, as long as it hears of it; the trainer's side.
+"""Leases of a pause, the trainer's side: a paused server waits for its trainer only while the trainer renews a lease.
 
-[Note: leases] Before a trainer pauses a server, it takes a lease of it: from then on it must be heard of every few
-seconds. If it is not, because it has died, hangs, or its machine or network is lost, the server helps itself
-(:mod:`megatron_patches.refit.vllm.pause_lease`): its workers leave the trainer's session, with the weights that served
-before, or the new ones where they have committed them; its prefix cache is emptied; it goes on. A trainer that comes
-back later is told, and can neither pause the server nor commit to it before they have met again.
+[Note: leases] Before a trainer pauses a server, it takes a lease, which it must renew every few seconds. If it does
+not, because it has died or hangs, or its machine or network is lost, the server resumes by itself
+(:mod:`megatron_patches.refit.vllm.pause_lease`): its workers leave the trainer's session, with the old weights, or the
+new ones if they have been committed. Its prefix cache is emptied, and requests continue. A trainer that returns later is
+refused: it can neither pause the server nor commit to it until it has joined it again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from megatron_patches.refit.http_calls import GoneError, HttpCalls, NotFoundErro
 logger = logging.getLogger(__name__)
 
 ROUTE = "refit/lease"
-"""Route of a server by which leases are taken, renewed and given back."""
+"""Route of a server at which leases are taken, renewed and returned."""
 HEADER = "x-refit-lease"
-"""Header of a request to pause: token of the session, for which there must be a lease."""
+"""Header of a request to pause: token of the session, which must have a lease."""
 EMPTY_CACHES = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
-"""Route that empties the prefix caches of a server that is paused, whatever holds them."""
+"""Route that empties all prefix caches of a paused server, even those in use."""
 RESUME = "wake_up?tags=scheduling"
 """Route that ends a pause, whichever route began it."""
 
 DEFAULT_LEASE_S = 30.0
 LEAST_LEASE_S = 1.0
-"""How long a paused server waits for a sign of life of its trainer: by default, and at least."""
+"""How long a paused server waits for its trainer to renew the lease: default and minimum, in seconds."""
 
-_PER_LEASE = 4.0  # renewals
-_MOST_S = 2.0  # between renewals; vLLM closes a connection that is silent for 5 seconds
+_PER_LEASE = 4.0  # renewals per lease
+_MOST_S = 2.0  # longest time between renewals; vLLM closes connections that are idle for 5 seconds
 _ANSWER_S = 10.0
 _TRIES = 3
 
@@ -41,26 +41,26 @@ class Lease:
     """Leases of one server.
 
     Args:
-        http: of the server.
+        http: calls to the server.
     """
 
     def __init__(self, http: HttpCalls) -> None:
         self._http = http
-        self._asking = threading.Lock()  # one request at a time, in the order of what they mean
+        self._asking = threading.Lock()  # one request at a time, so that requests stay in order
         self._token = ""
         self._connection: HTTPConnection | None = None
-        self._state = threading.Lock()  # of what follows; nobody waits for the server while he has it
-        self._held: threading.Event | None = None  # set when the lease that is held is to be renewed no more
+        self._state = threading.Lock()  # guards the next attribute; never held while waiting for the server
+        self._held: threading.Event | None = None  # set when the current lease is no longer renewed
 
     def take(self, token: str, seconds: float) -> None:
         """Takes a lease, and renews it until :meth:`give_back` or :meth:`drop`.
 
         Args:
-            token: of the session.
-            seconds: how long the server waits for a sign of life.
+            token: token of the session.
+            seconds: how long the server waits for a renewal.
 
         Raises:
-            RefitError: if the server does not grant it.
+            RefitError: if the server does not grant the lease.
         """
         self.drop()
         with self._asking:
@@ -82,7 +82,7 @@ class Lease:
         threading.Thread(target=self._renew, args=(held, seconds), name=name, daemon=True).start()
 
     def give_back(self) -> None:
-        """The server goes on, and needs to hear no more."""
+        """Returns the lease after the server has resumed."""
         if not self.drop():
             return
         with self._asking:
@@ -95,10 +95,10 @@ class Lease:
             self._disconnect()
 
     def drop(self) -> bool:
-        """Renews it no more: if the server is still paused, it helps itself. Waits for nothing.
+        """Stops renewing the lease: if the server is still paused, it resumes by itself. Does not block.
 
         Returns:
-            Whether there was a lease.
+            Whether a lease was held.
         """
         with self._state:
             held, self._held = self._held, None
@@ -116,14 +116,14 @@ class Lease:
                 except GoneError as error:
                     logger.warning("refit: %s", error)
                     return
-                except RefitError as error:  # such as a server that is busy; the next one may reach it
+                except RefitError as error:  # for example a busy server; the next renewal may succeed
                     logger.debug("refit: cannot renew the lease: %s", error)
         with self._asking:
-            if self._held is None:  # nobody has taken another one since
+            if self._held is None:  # no other lease was taken since
                 self._disconnect()
 
     def _ask(self, seconds: float) -> None:
-        """Asks for a lease, always over the same connection, which leads to the same one of several API servers."""
+        """Sends a lease request, always over one connection, so that it reaches the same one of several API servers."""
         if self._connection is None:
             self._connection = self._http.connect(_ANSWER_S)
         try:

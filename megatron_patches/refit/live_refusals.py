@@ -1,6 +1,6 @@
-"""What a ``config.json`` says that no trainer's model has, so that a live engine of it would be refused.
+"""Entries of a ``config.json`` that no trainer's model supports, so that a live engine with them would be refused.
 
-Nothing here changes the shape of a tensor, so a plan could be made and proved all the same.
+None of them changes the shape of a tensor, so a plan could still be made and proved.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from megatron_patches.refit.errors import UnsupportedModelError
 
 _USUAL_ROTARY = (None, "default")
-# What Megatron's --use-rope-scaling computes, in the architectures with which it is exported.
+# What Megatron's --use-rope-scaling computes, in the architectures that are exported with it.
 _SCALED_ROTARY = "llama3"
 _WITHOUT_SCALING = frozenset({"DeepseekV3ForCausalLM", "NemotronHForCausalLM"})
 
 
 def check_live(config: Mapping[str, object], architecture: str) -> None:
-    """Refuses a configuration of which no engine could be given a trainer's weights.
+    """Refuses a configuration whose engines could not receive any trainer's weights.
 
     Args:
         config: content of ``config.json``.
         architecture: class in ``transformers``.
 
     Raises:
-        UnsupportedModelError: naming each entry, with the way out.
+        UnsupportedModelError: with each entry and the remedy.
     """
     reasons = [*_quantized(config), *_rotary(config, architecture), *_windowed(config)]
     if reasons:

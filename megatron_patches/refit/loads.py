@@ -1,8 +1,7 @@
 """Splits what a source sends to a destination into loads, the contents of packets.
 
-What one source sends to one destination is cut into :class:`Load` after load, each small enough for a slot of their
-link, so a box of any size passes through bounded memory. Boxes that both ends can reach where they lie
-travel without a slot, in *direct* loads.
+A link's transfers are cut into loads, each small enough for a slot of the link, so a box of any size passes through
+bounded memory. Boxes that both ends can access in place travel without a slot, in *direct* loads.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Batch, Piece
 
-_ROW_BYTES = 512  # of a row: shorter ones are packed faster than they are copied one by one
+_ROW_BYTES = 512  # least size of a row: shorter rows are faster to pack than to copy one by one
 
 
 class Reach(IntEnum):
-    """Which boxes a link can move without packing them, from where they lie to where they are to lie."""
+    """Which boxes a link can move without packing, from their place at the source to their place at the destination."""
 
     NONE = 0
     CONTIGUOUS = 1
     ROWS = 2
-    """Contiguous ones, and rows of equal length at equal distances on each side."""
+    """Contiguous boxes, and rows of equal length at equal distances on each side."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,11 @@ class Terms:
     """What both ends of a link have agreed on.
 
     Attributes:
-        packet_bytes: the most bytes of a packed load; None for one packet, however large.
+        packet_bytes: limit of a packed load; None for one packet of any size.
         reach: what may travel directly.
-        hidden: the source's storages that the destination cannot reach where they lie.
-        direct_bytes: the least that travels directly; smaller boxes are faster in the company of others, packed.
-        load_bytes: the most of a direct load: few enough for the first to leave soon, many enough to cost little each.
+        hidden: the source's storages that the destination cannot access in place.
+        direct_bytes: least size of a box that travels directly; smaller boxes are faster packed together.
+        load_bytes: limit of a direct load: small enough for the first to leave soon, large enough to keep loads few.
     """
 
     packet_bytes: int | None = None
@@ -56,14 +55,14 @@ DEFAULT_TERMS = Terms()
 
 @dataclass(frozen=True)
 class Load:
-    """What one packet is to carry.
+    """The content of one packet.
 
     Attributes:
-        number: number of the load among those of its link.
+        number: number of the load within its link.
         source: rank that sends.
         destination: rank that receives.
-        items: the transfers, cut to size; if packed, wider elements first, so that all lie aligned one after the other.
-        direct: whether its boxes travel from where they lie to where they are to lie, and are not packed.
+        items: the transfers, cut to size. If packed, wider elements come first, so that all are aligned.
+        direct: whether the boxes travel in place and are not packed.
     """
 
     number: int
@@ -78,7 +77,7 @@ class Load:
         return sum(item.nbytes for item in self.items)
 
     def batch(self, shapes: Mapping[str, tuple[int, ...]], *, read: bool) -> Batch:
-        """The boxes where they lie at the source (``read``) or at the destination, and in the payload."""
+        """The boxes, with their places at the source (``read``) or at the destination, and in the payload."""
         found, offset = [], 0
         for item in self.items:
             view = item.read if read else item.write
@@ -93,14 +92,14 @@ def links_of(plan: Plan) -> list[Link]:
 
 
 def cut_into_loads(transfers: Iterable[Transfer], terms: Mapping[Link, Terms] | None = None) -> dict[Link, list[Load]]:
-    """Cuts what moves into packets.
+    """Cuts transfers into packets.
 
     Args:
         transfers: what moves.
-        terms: what was agreed on, by link; None for one packet a link.
+        terms: the agreed terms, by link; None for one packet per link.
 
     Returns:
-        The loads of each link; both ends get the same.
+        The loads of each link. Both ends compute the same.
 
     Raises:
         TransferError: if one element is larger than a packet.
@@ -139,10 +138,10 @@ def goes_directly(item: Transfer, terms: Terms) -> bool:
 
 
 def fill(items: Sequence[Transfer], limit: int | None) -> Iterator[tuple[int, list[Transfer]]]:
-    """Deals transfers, in order, into groups of at most ``limit`` bytes; cuts those that are larger.
+    """Distributes transfers, in order, into groups of at most ``limit`` bytes. Larger transfers are cut.
 
     Returns:
-        The groups, each with the index of the transfer that it begins with, or with a part of.
+        The groups, each with the index of the transfer that it starts with, or with a part of.
     """
     if limit is None:
         limit = max(1, sum(item.nbytes for item in items))

@@ -1,7 +1,7 @@
 """What one party holds or wants: its storages, and the placement of boxes in them.
 
-Manifests are all that the parties exchange before the bytes. They are small, hold no tensor, and from the same
-manifests every party computes the same plan.
+Manifests are all that the parties exchange before the bytes. They are small and hold no tensor. Every party computes
+the same plan from the same manifests.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Storage:
 
     Attributes:
         name: unique within the party.
-        dtype: torch's name of the element type.
+        dtype: torch's name of the dtype.
         numel: elements allocated, padding included.
-        logical_numel: elements that carry values. Padding is always a tail: elements from here on are never read.
-        rule: of a destination, how its elements are converted when all have arrived; None where they stay as they are.
+        logical_numel: elements that carry values. Padding is always at the end and never read.
+        rule: at a destination, how the elements are converted once all have arrived; None for no conversion.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Storage:
 
     @property
     def target(self) -> str:
-        """Name of the memory in which the elements end up."""
+        """Name of the memory that receives the elements."""
         return self.name if self.rule is None else self.rule.target
 
     @property
     def final_dtype(self) -> str:
-        """Their type there."""
+        """Dtype of the elements in ``target``."""
         return self.dtype if self.rule is None else self.rule.dtype
 
 
@@ -57,13 +57,13 @@ class Manifest:
     """What party ``rank`` of one side holds (sources) or wants (destinations).
 
     Attributes:
-        rank: index of the party on its side; sources and destinations are numbered apart.
-        host: name of the machine; parties of one host are paired first.
+        rank: index of the party on its side; sources and destinations are numbered separately.
+        host: name of the machine; parties on one host are paired first.
         storages: the party's storages.
         placements: the boxes in them. A box may appear more than once (a tied weight).
 
     Raises:
-        RefitError: if two storages share a name, or a placement names a storage that is not there.
+        RefitError: if two storages share a name, or a placement names an unknown storage.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Manifest:
 
     @property
     def conversions(self) -> tuple[Conversion, ...]:
-        """The rules of its storages."""
+        """The conversion rules of its storages."""
         return tuple(
             Conversion(self.rank, storage.name, storage.dtype, storage.rule)
             for storage in self.storages

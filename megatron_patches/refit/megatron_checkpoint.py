@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-# A norm's name in Transformer Engine's layers and in Megatron's own.
+# Names of norms in Transformer Engine's layers and in Megatron's own.
 _NAMES_OF_NORMS = (
     (".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight"),
     (".self_attention.linear_q_up_proj.layer_norm_weight", ".self_attention.q_layernorm.weight"),
@@ -32,7 +32,7 @@ def find_iteration(load: Path, iteration: int | None) -> Path:
 
     Args:
         load: directory given to Megatron's ``--save``, or one iteration in it.
-        iteration: which; None for the latest.
+        iteration: number of the iteration; None for the latest.
 
     Raises:
         ExportError: if there is no such checkpoint, or it is not in the ``torch_dist`` format.
@@ -58,7 +58,7 @@ def find_iteration(load: Path, iteration: int | None) -> Path:
 
 @contextlib.contextmanager
 def process_groups(sizes: ParallelSizes, timeout: timedelta) -> Iterator[None]:
-    """Joins the processes that torchrun started, or makes a group of this one alone, and Megatron's groups in it.
+    """Sets up torch.distributed, for torchrun's processes or this process alone, and Megatron's process groups.
 
     Raises:
         ExportError: if the processes cannot be divided as asked.
@@ -100,7 +100,7 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
     """The arguments of the run that wrote the checkpoint.
 
     Raises:
-        ExportError: if the checkpoint cannot be read or holds none.
+        ExportError: if the checkpoint cannot be read or contains no arguments.
     """
     from megatron.core import dist_checkpointing
 
@@ -109,7 +109,7 @@ def saved_arguments(directory: Path) -> argparse.Namespace:
     args = state.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ExportError(f"{directory} holds no arguments; it was not written by a Megatron training script")
-    if getattr(args, "hybrid_layer_pattern", None) is None:  # older versions had another name for it
+    if getattr(args, "hybrid_layer_pattern", None) is None:  # older versions used another name
         args.hybrid_layer_pattern = getattr(args, "hybrid_override_pattern", None)
     return args
 
@@ -118,7 +118,7 @@ def vocabulary_of(args: argparse.Namespace) -> int:
     """Number of tokens without padding, from the tokenizer that the run used.
 
     Raises:
-        ExportError: if the tokenizer is not at hand.
+        ExportError: if the tokenizer is not available.
     """
     if args.tokenizer_type == "NullTokenizer" and args.vocab_size:
         return int(args.vocab_size)
@@ -134,14 +134,14 @@ def vocabulary_of(args: argparse.Namespace) -> int:
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
-    """Fills the model from the checkpoint, each rank its own part.
+    """Loads the model's weights from the checkpoint, each rank its own part.
 
     Args:
-        chunks: this rank's part, one module a virtual pipeline stage, wrapped or not.
-        directory: of the iteration.
+        chunks: this rank's part, one module per virtual pipeline stage, wrapped or not.
+        directory: directory of the iteration.
 
     Raises:
-        ExportError: if a file is missing or damaged, or the checkpoint does not hold the model's weights.
+        ExportError: if a file is missing or damaged, or the checkpoint lacks weights of the model.
     """
     from megatron.core import dist_checkpointing
 
@@ -159,7 +159,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
 
 
 def _require_unchanged(directory: Path) -> None:
-    """Raise ExportError on all ranks if a file is missing, or the bytes of a weight have changed. Collective."""
+    """Raises ExportError on all ranks if a file is missing, or the bytes of a weight have changed. Collective."""
     import torch.distributed as dist
 
     from megatron_patches.checkpoint.integrity import find_changed
@@ -181,10 +181,11 @@ def _is_of_model(name: str) -> bool:
 
 
 def _name_norms_as_saved(state: dict[str, Any], saved: frozenset[str]) -> None:
-    """Asks for each norm by the name that the checkpoint has for it.
+    """Changes the key of each norm to its name in the checkpoint.
 
-    Transformer Engine's layers keep some norms in the linear layer behind them, Megatron's own do not, and the names in
-    checkpoints agree for dense models alone. So those of one could not be loaded where only the other is installed.
+    Transformer Engine's layers keep some norms in the linear layer that follows, Megatron's own layers do not, and their
+    names in checkpoints agree only for dense models. So without this, a checkpoint of one could not be loaded into the
+    other.
 
     Args:
         state: entries of Megatron's sharded state dict, whose ``key`` is changed in place.

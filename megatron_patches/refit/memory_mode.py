@@ -1,4 +1,4 @@
-"""Where engine workers receive new weights: beside those that serve, or in their memory."""
+"""Where engine workers receive new weights: beside the serving weights, or in their memory."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from megatron_patches.refit.transports.base import TransportName
 
 
 class MemoryMode(StrEnum):
-    """What a worker's memory must hold while a version is on its way."""
+    """What a worker's memory must hold while a version arrives."""
 
     BESIDE = "beside"
-    """A second copy of the weights; the engine is paused for the commit alone."""
+    """A second copy of the weights; the engine is paused only for the commit."""
     IN_PLACE = "in_place"
-    """Next to nothing more; the engine is paused from before the first byte, and the host keeps the old weights."""
+    """Almost nothing more; the engine is paused from before the first byte, and the host keeps the old weights."""
 
 
 def may_go_directly(mode: MemoryMode, transport: TransportName, memory: str) -> bool:
-    """Whether boxes may travel without being packed; both sides of a link come to the same.
+    """Whether boxes may travel without being packed. Both sides of a link compute the same.
 
-    Bytes that a peer or a thread writes could still arrive after a push was given up. Into memory that serves only
-    that may write whose end the worker can await: copies on its own GPU.
+    Bytes that a peer or a thread writes could still arrive after a push was abandoned. So only copies on the worker's own
+    GPU, whose end the worker can await, may write to serving memory.
 
     Args:
-        mode: of the workers.
-        transport: that is taken.
-        memory: kind of memory that all storages are in: ``cpu`` or ``cuda``.
+        mode: memory mode of the workers.
+        transport: the transport in use.
+        memory: kind of memory of all storages: ``cpu`` or ``cuda``.
     """
     awaited = transport is TransportName.CUDA_IPC or (transport is TransportName.C10D and memory != "cpu")
     return mode is MemoryMode.BESIDE or awaited

@@ -1,7 +1,7 @@
-"""Executes a plan in memory and compares every byte with a dense random model, using none of the planner's code.
+"""Executes a plan in memory and compares every byte with a dense random model, without using the planner's code.
 
-What a destination must hold is derived from its manifest alone, by index arithmetic of its own: neither the pairing,
-nor the views that the plan cuts, nor the transport takes part. Padding starts as random bits and must stay as it is.
+What a destination must hold is derived from its manifest alone, by separate index arithmetic that does not use the
+pairing, the views that the plan cuts, or the transport. Padding starts as random bits and must not change.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.transports.memory import Receiver, refit
 
 COPIES_OF_DESTINATIONS = 4
-"""In memory: serving, incoming, as it was, what is expected."""
+"""Copies of a destination in memory: serving, incoming, original, expected."""
 
 
 class OracleError(RefitError):
-    """A destination holds another byte than the dense model has there."""
+    """A byte at a destination differs from the dense model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Verification:
 
     Attributes:
         elements: elements of wanted boxes, each equal to the dense model's.
-        untouched: elements of destinations outside all boxes, each as it was.
+        untouched: elements of destinations outside all boxes, each unchanged.
         peak_staged_bytes: bytes of the largest packet.
     """
 
@@ -47,7 +47,7 @@ class Verification:
 
 
 def memory_needed(tensors: Sequence[TensorSpec], sources: Sequence[Manifest], destinations: Sequence[Manifest]) -> int:
-    """Bytes that :func:`verify_in_memory` allocates at its peak, about."""
+    """Approximate peak memory of :func:`verify_in_memory`, in bytes."""
     held, wanted = (
         sum(storage.numel * itemsize(storage.dtype) for manifest in side for storage in manifest.storages)
         for side in (sources, destinations)
@@ -62,17 +62,17 @@ def verify_in_memory(
     seed: int = 0,
     staging_bytes: int = 256 << 20,
 ) -> Verification:
-    """Fills the sources from a random dense model, moves it by ``plan``, and compares the destinations with it.
+    """Fills the sources from a random dense model, executes ``plan``, and compares the destinations with the model.
 
     Args:
         plan: the plan.
         sources: what each source rank holds.
         destinations: what each destination rank wants.
-        seed: of the random bits.
-        staging_bytes: the most bytes of a packet.
+        seed: seed of the random bits.
+        staging_bytes: most bytes of a packet.
 
     Raises:
-        OracleError: naming the first element that differs, its tensor, box and rank.
+        OracleError: with the first element that differs, its tensor, box and rank.
         RefitError: if the transfer itself fails.
     """
     copies = _copies(sources)
@@ -111,7 +111,7 @@ def verify_in_memory(
 
 
 def _copies(sources: Sequence[Manifest]) -> Mapping[str, str]:
-    """Tensors that some source has in the same memory as another, so that they are one weight: copy to original."""
+    """Tensors that share memory with another on some source, and so are one weight: copy to original."""
     found: dict[str, str] = {}
     for manifest in sources:
         first: dict[View, str] = {}
@@ -142,7 +142,7 @@ def _compare(manifest: Manifest, found: Mapping[str, Bits], expected: Mapping[st
 
 
 def _positions(placement: Placement) -> NDArray[np.int64]:
-    """Index in the storage of every element of a placement, in row-major order of its box."""
+    """Storage index of every element of a placement, in row-major order of its box."""
     index = np.full(1, placement.view.offset, dtype=np.int64)
     for extent, step in zip(placement.view.shape, placement.view.strides, strict=True):
         index = (index[:, None] + np.arange(extent, dtype=np.int64) * step).reshape(-1)

@@ -28,7 +28,7 @@ from megatron_patches.refit.source.offline import TrainerOptions
 from megatron_patches.refit.target.vllm_layout import EngineMesh
 
 ROWS = 16
-"""Most rows of a table; all are in the JSON."""
+"""Most rows of a table; the JSON has all."""
 MOST_ELEMENT_BYTES = 8
 _MOST_RANKS = 1 << 14
 
@@ -76,8 +76,8 @@ class Outcome:
         engine: the engine's axes.
         cluster: both sides.
         plan: the plan, or one rank's part.
-        traffic: its bytes and floors.
-        verdict: the proof's.
+        traffic: its bytes and minimum times.
+        verdict: the result of the proof.
         comparison: what ``verify`` compared; None for ``plan``.
         seconds: duration of each phase.
     """
@@ -93,7 +93,7 @@ class Outcome:
     seconds: Mapping[str, float]
 
     def as_json(self) -> Mapping[str, object]:
-        """Everything, for machines."""
+        """All results, for JSON."""
         part = self.plan.part
         return {
             "architecture": self.architecture,
@@ -124,14 +124,14 @@ class Outcome:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> Outcome:
-    """Plans and proves; carries the plan out where the command is ``verify``.
+    """Plans and proves; also executes the plan if the command is ``verify``.
 
     Args:
-        options: of the command line.
-        progress: told of each phase.
+        options: options of the command line.
+        progress: receives each phase.
 
     Raises:
-        RefitError: on any mistake of the user's, with one line that says which.
+        RefitError: on any user error, with one line that names it.
     """
     trainer = of_flag("--from", lambda: trainer_mesh(options.trainer))
     engine = of_flag("--to", lambda: engine_mesh(options.engine))
@@ -174,10 +174,10 @@ def run(options: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 class _Phases:
-    """Times phases, and tells of them.
+    """Times phases and reports them.
 
     Attributes:
-        seconds: of each that has ended.
+        seconds: duration of each phase that has ended.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -186,7 +186,7 @@ class _Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """One of them."""
+        """Runs one phase."""
         self._progress.phase(name, 0)
         started = time.perf_counter()
         yield
@@ -194,10 +194,10 @@ class _Phases:
 
 
 def of_flag[T](flag: str, make: Callable[[], T]) -> T:
-    """What a flag says.
+    """The value of a flag.
 
     Raises:
-        RefitError: naming the flag if that cannot be.
+        RefitError: with the flag's name if the value is invalid.
     """
     try:
         return make()
@@ -216,7 +216,7 @@ def _part(options: argparse.Namespace) -> PartOf | None:
 
 
 def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mapping[str, int]:
-    """Moves the model, or as many layers of it as fit into memory; what was compared."""
+    """Moves the model, or as many of its layers as fit into memory. Returns what was compared."""
     needed = memory_needed(cluster.tensors, cluster.sources, cluster.destinations)
     layers: dict[str, int] = {}
     if needed > options.max_memory:
@@ -229,7 +229,7 @@ def _compare(options: argparse.Namespace, cluster: Cluster, plan: Plan) -> Mappi
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs ``plan`` or ``verify`` and prints what came of it; returns the exit status."""
+    """Runs ``plan`` or ``verify`` and prints the result; returns the exit status."""
     try:
         with ExitStack() as stack:
             progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Quiet()
@@ -246,7 +246,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def print_outcome(outcome: Outcome, out: TextIO) -> None:
-    """Tables for people."""
+    """Prints the outcome as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -304,7 +304,7 @@ def _summary(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _as_given(engine: Mapping[str, int]) -> dict[str, int]:
-    """The axes of an :class:`EngineMesh` as ``--to`` takes them."""
+    """The axes of an :class:`EngineMesh` as ``--to`` accepts them."""
     sizes = {name: engine[name] for name in ("tp", "pp", "dp")}
     return sizes | {"ep": sizes["tp"] * sizes["dp"] if engine["expert_parallel"] else 1}
 
@@ -315,7 +315,7 @@ def _axes(mesh: Mapping[str, int]) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes for people."""
+    """A human-readable size."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"

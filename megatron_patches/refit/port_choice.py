@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def open_port(memory: Memory, where: str, pool: StagingPool | None = None) -> Port:
-    """The port for storages that are all arrays, or all tensors of one device.
+    """The port for storages that are all arrays, or all tensors on one device.
 
     Args:
         memory: the storages, by name.
-        where: whose they are, for messages.
-        pool: where a device leases the buffer through which payloads on the host pass.
+        where: owner of the storages, for messages.
+        pool: pool of the buffer through which a device moves payloads on the host.
 
     Raises:
-        TransferError: if they are of several kinds.
+        TransferError: if the storages are of several kinds.
     """
     arrays: dict[str, Bits] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """How boxes get from a party's memory into packets and back, and how they are digested.
 
-A :class:`Port` knows one kind of memory. Work on a GPU is under way when a method returns, so results come as
-:class:`Pending`; on a CPU they are there at once. :class:`HostPort` is the reference for
+A :class:`Port` handles one kind of memory. Work on a GPU may still be running when a method returns, so results are
+:class:`Pending`; on a CPU they are available at once. :class:`HostPort` is the reference for
 :class:`megatron_patches.refit.device_port.DevicePort`.
 
 Memories are flat arrays of unsigned integers as wide as the elements: bits are moved, never values.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 type Bits = NDArray[np.unsignedinteger]
 type Memory = Mapping[str, Bits] | Mapping[str, torch.Tensor]
-"""Storages by name: flat arrays, or flat tensors that lie on one device."""
+"""Storages by name: flat arrays, or flat tensors on one device."""
 type Bytes = NDArray[np.uint8]
 type Payload = bytes | Bytes | torch.Tensor
-"""Elements of a packet: bytes on the host, or a tensor of bytes on a device."""
+"""Elements of a packet: bytes on the host, or a byte tensor on a device."""
 type Elements = Bits | torch.Tensor
-"""Elements of a box where they lie: an array or a tensor, of the box's shape, strided."""
+"""Elements of a box in place: a strided array or tensor of the box's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Spot:
 
 
 class Places(Sequence[Spot]):
-    """Where the boxes of a batch lie; each spot is made when it is asked for.
+    """Where the boxes of a batch lie. Each spot is made on demand.
 
     Args:
         memory: the storages, by name.
@@ -83,7 +83,7 @@ class Places(Sequence[Spot]):
     def __getitem__(self, at: slice) -> list[Spot]: ...
 
     def __getitem__(self, at: int | slice) -> Spot | list[Spot]:
-        """One of them, or several."""
+        """One spot, or several."""
         if isinstance(at, slice):
             return [Spot(self._memory[piece.view.storage], piece.view) for piece in self._pieces[at]]
         view = self._pieces[at].view
@@ -91,18 +91,18 @@ class Places(Sequence[Spot]):
 
 
 class Pending[T](Protocol):
-    """Something that is under way."""
+    """An operation that may still be running."""
 
     def done(self) -> bool:
         """Whether it has ended."""
 
     def result(self) -> T:
-        """Waits for it, and gives what it came to."""
+        """Waits until it has ended, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done[T]:
-    """Something that has ended."""
+    """An operation that has ended."""
 
     value: T
 
@@ -111,12 +111,12 @@ class Done[T]:
         return True
 
     def result(self) -> T:
-        """What it came to."""
+        """Its result."""
         return self.value
 
 
 class Shared[T]:
-    """A list that is under way, of which several wait for a part each."""
+    """A pending list of which several callers each wait for a part."""
 
     def __init__(self, pending: Pending[list[T]]) -> None:
         self._pending: Pending[list[T]] | None = pending
@@ -131,7 +131,7 @@ class Shared[T]:
         return self._pending is None or self._pending.done()
 
     def result(self) -> list[T]:
-        """Waits for it, and gives what it came to."""
+        """Waits until it has ended, and returns its result."""
         if self._pending is not None:
             self._result, self._pending = self._pending.result(), None
         return self._result
@@ -139,30 +139,30 @@ class Shared[T]:
 
 @dataclass(frozen=True, slots=True)
 class SharedPart[T]:
-    """A part of a list that is under way."""
+    """A part of a pending list."""
 
     whole: Shared[T]
     part: slice
 
     def done(self) -> bool:
-        """Whether all of it has ended."""
+        """Whether the whole list is available."""
         return self.whole.done()
 
     def result(self) -> list[T]:
-        """Waits for it."""
+        """Waits for the whole list, and returns the part."""
         return self.whole.result()[self.part]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box in memory, in the way to or from a payload.
+    """A box in memory that is copied to or from a payload.
 
     Attributes:
         view: where it lies in memory.
-        dtype: its element type.
-        box: what it is.
+        dtype: its dtype.
+        box: the box.
         shape: shape of the whole tensor.
-        offset: first byte of it in the payload.
+        offset: its first byte in the payload.
     """
 
     view: View
@@ -174,7 +174,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Boxes that are moved at once. Ports remember what they have found out about one.
+    """Boxes that are moved together. Ports cache what they compute for a batch.
 
     Attributes:
         pieces: the boxes.
@@ -188,30 +188,30 @@ class Port(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether work is under way when a method returns, so that more of it at once keeps nobody waiting."""
+        """Whether work may still be running when a method returns, so that queueing more at once blocks nothing."""
 
     def renew(self, memory: Any) -> None:
-        """Turns to the storages' memory of another version; all work on that of the last one has ended.
+        """Switches to the memory of another version. All work on the last one must have ended.
 
         Args:
             memory: the storages, by name, of the same kind as before.
 
         Raises:
-            TransferError: if they are of another kind.
+            TransferError: if their kind differs.
         """
 
     def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
-        """Copies boxes into a payload, each in row-major order, and digests what it has read.
+        """Copies boxes into a payload, each in row-major order, and digests what it reads.
 
         Returns:
-            The digest of each.
+            The digest of each box.
 
         Raises:
-            TransferError: if a storage is not as its manifest says.
+            TransferError: if a storage differs from its description in the manifest.
         """
 
     def unpack(self, batch: Batch, payload: Payload) -> Pending[None]:
-        """Copies boxes out of a payload; the payload may be overwritten when it has ended. Raises as :meth:`pack`."""
+        """Copies boxes out of a payload, which may be overwritten once this has ended. Raises as :meth:`pack`."""
 
     def digest(self, batch: Batch) -> Pending[list[int]]:
         """The digest of each box as it lies in memory. Raises as :meth:`pack`."""
@@ -220,18 +220,18 @@ class Port(Protocol):
         """Where each box lies. Raises as :meth:`pack`."""
 
     def close(self) -> None:
-        """Waits for what is under way, gives back what it has leased, and lets go of the storages.
+        """Waits for work under way, returns leased memory, and drops the storages.
 
         :meth:`renew` opens it again.
         """
 
 
 class HostPort:
-    """Memory of the host.
+    """Storages in host memory.
 
     Args:
         memory: the storages, by name.
-        where: whose they are, for messages: "source rank 3".
+        where: owner of the storages, for messages, such as "source rank 3".
     """
 
     def __init__(self, memory: Mapping[str, Bits], where: str) -> None:
@@ -285,10 +285,10 @@ def elements(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> 
 
 
 def storage_of(view: View, memory: Mapping[str, Bits], dtype: str, where: str) -> Bits:
-    """The storage that a view is of.
+    """The storage of a view.
 
     Raises:
-        TransferError: if the storage is not there, is not flat, is too short, or has elements of another width.
+        TransferError: if the storage is missing, not flat, too short, or has elements of another width.
     """
     storage = memory.get(view.storage)
     width = itemsize(dtype)
@@ -310,7 +310,7 @@ def host_bytes(payload: Payload) -> Bytes:
     """A payload on the host as an array that shares its memory.
 
     Raises:
-        TransferError: if it lies on a device.
+        TransferError: if the payload is on a device.
     """
     if isinstance(payload, np.ndarray):
         return payload
@@ -323,7 +323,7 @@ def host_bytes(payload: Payload) -> Bytes:
 
 
 def _packed(payload: Bytes, piece: Piece) -> Bits:
-    """The place of a piece in a payload."""
+    """A piece's place in a payload."""
     width = itemsize(piece.dtype)
     content = payload[piece.offset : piece.offset + piece.box.volume * width]
     return content.view(f"u{width}").reshape(piece.box.shape)

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Is told of every phase, and of the bytes done in it."""
+    """Receives every phase, and the bytes done in it."""
 
     def phase(self, name: str, nbytes: int) -> None:
-        """A phase begins, in which this rank handles ``nbytes`` bytes; 0 where that has no meaning."""
+        """A phase begins, in which this rank handles ``nbytes`` bytes; 0 if not applicable."""
 
     def advance(self, nbytes: int) -> None:
         """``nbytes`` more bytes of the phase are done."""
@@ -23,14 +23,14 @@ class Quiet:
     """Shows nothing."""
 
     def phase(self, name: str, nbytes: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def advance(self, nbytes: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class TerminalProgress:
-    """Bars on standard error, one a phase; for one rank only."""
+    """Progress bars on standard error, one per phase; for one rank only."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -59,9 +59,9 @@ class TerminalProgress:
         self._bars.stop()
 
     def phase(self, name: str, nbytes: int) -> None:
-        """Completes the bar before and starts a new one."""
+        """Completes the previous bar and starts a new one."""
         self._finish()
-        self._bars.start()  # with the first phase: what fails before is told in one line, without an empty one
+        self._bars.start()  # only now, so that an earlier error prints one line without an empty one
         amount = f"{nbytes / 1e6:.1f} MB on this rank" if nbytes else ""
         self._task = self._bars.add_task(name, total=nbytes or None, amount=amount)
 

@@ -1,8 +1,8 @@
 """Proves, before a byte moves, that a plan writes every wanted element exactly once and reads no padding.
 
-It trusts nothing that the planner computed: views are derived again from the manifests, and coverage is shown by
-volumes and disjointness (parts inside a box, pairwise disjoint, with the box's volume, cover it exactly once). The
-work grows with the number of transfers and of contiguous runs, never with the number of elements.
+The proof trusts nothing that the planner computed. It derives views again from the manifests, and shows coverage by
+volumes and disjointness (parts inside a box, pairwise disjoint, with the box's volume, cover it exactly once). Its cost
+grows with the number of transfers and of contiguous stretches, not with the number of elements.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_patches.refit.planning.transfers import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was proved, in numbers; of a source's part the first two are 0.
+    """What was proved, in numbers. For a source's part, the first two are 0.
 
     Attributes:
         elements: elements written, each exactly once.
         boxes: destination boxes covered.
         transfers: transfers checked.
-        plan_digest: digest of the plan that this holds for.
-        conversions: every rule by which arriving elements are changed; all others stay as the source has them.
+        plan_digest: digest of the proved plan.
+        conversions: every rule by which arriving elements are converted; all others keep the source's form.
     """
 
     elements: int
@@ -49,18 +49,20 @@ def prove(
 ) -> Verdict:
     """Checks a plan against the manifests that it was made from.
 
-    Shown are: every read lies in a box that its rank holds, at the place where it holds it, and before the storage's
-    padding; every wanted box lies in its tensor, and every element of it is written by exactly one transfer, at the
-    place where it is wanted; wanted boxes do not share memory, neither where they arrive nor where they end up; dtypes
-    are equal, or converted on the way by a pair listed in ``options.conversions``, or at the destination by a rule that
-    the plan lists and that loses nothing unless ``options.allow_narrowing``.
+    It shows that
 
-    Of a part, the same is shown as far as it concerns its rank: of a destination all that it wants, of a source all
-    that it sends. Manifests of ranks that have nothing to do with the part are not looked at. A whole plan is proved
-    when every destination has proved its part.
+    - every read lies in a box that its rank holds, at the place where it holds it, and outside the storage's padding;
+    - every wanted box lies in its tensor, and each of its elements is written by exactly one transfer, at the place
+      where it is wanted;
+    - wanted boxes share no memory, neither where they arrive nor after conversion;
+    - dtypes are equal, or converted in transfer by a pair in ``options.conversions``, or converted at the destination by
+      a rule that the plan lists and that loses nothing unless ``options.allow_narrowing``.
+
+    For a part, it shows this as far as its rank is concerned: for a destination all that it wants, for a source all that
+    it sends. Manifests of uninvolved ranks are ignored. A whole plan is proved once every destination has proved its part.
 
     Raises:
-        ProofError: naming tensor, box and rank.
+        ProofError: with tensor, box and rank.
     """
     if plan.part is not None:
         used = {item.source for item in plan.transfers}
@@ -71,7 +73,7 @@ def prove(
 def prove_with(
     plan: Plan, holders: Sequence[Holder], destinations: Sequence[Manifest], options: PlanOptions = DEFAULT_OPTIONS
 ) -> Verdict:
-    """:func:`prove` with the layouts of sources, of which those that send nothing may be missing."""
+    """:func:`prove` with the layouts of sources. Sources that send nothing may be missing."""
     specs = {spec.name: spec for spec in plan.tensors}
     if plan.part is not None:
         destinations = _concerned(plan, plan.part, destinations)
@@ -91,7 +93,7 @@ def prove_with(
 
 
 def _check_owner(plan: Plan) -> None:
-    """A part holds transfers of its rank only."""
+    """Checks that a part contains only transfers of its rank."""
     of = plan.part
     if of is None:
         return
@@ -110,7 +112,7 @@ def _concerned(plan: Plan, part: PartOf, destinations: Sequence[Manifest]) -> Se
 
 
 def _is_covered(plan: Plan, rank: int) -> bool:
-    """Whether the plan, or the part of it, has all transfers to this destination."""
+    """Whether the plan, or part, contains all transfers to this destination."""
     return plan.part is None or plan.part == PartOf("destination", rank)
 
 
@@ -135,7 +137,7 @@ def _check_placement(rank: int, placement: Placement, storage: Storage, specs: M
 def _check_reads(
     transfers: Sequence[Transfer], holders: Sequence[Holder], destinations: Sequence[Manifest], options: PlanOptions
 ) -> None:
-    """Every read is of what its source holds, where it does; types are those of both ends."""
+    """Checks that every read is of what its source holds, where it holds it, and that dtypes are those of both ends."""
     layouts = {holder.rank: holder.layout for holder in holders}
     storages = {manifest.rank: manifest.storage for manifest in destinations}
     for item in transfers:
@@ -169,7 +171,7 @@ def _is_cut(box: Box, view: View, placement: Placement) -> bool:
 
 
 def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOptions) -> None:
-    """The plan lists the rules of all destinations, and each of them is sound."""
+    """Checks that the plan lists the rules of all destinations, and that each rule is sound."""
     if plan.conversions != conversions_of(covered):
         raise ProofError("the plan does not list the rules by which the destinations convert what arrives")
     for manifest in covered:
@@ -186,7 +188,7 @@ def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOpt
 
 
 def _check_targets(manifest: Manifest) -> None:
-    """Storages that end up in one memory agree on its type and length."""
+    """Checks that storages that are converted into one memory agree on its dtype and length."""
     first: dict[str, Storage] = {}
     for storage in manifest.storages:
         known = first.setdefault(storage.target, storage)
@@ -198,7 +200,7 @@ def _check_targets(manifest: Manifest) -> None:
 
 
 def _check_no_aliases(manifest: Manifest) -> None:
-    """No two wanted boxes of a rank, and no two elements of one, share memory."""
+    """Checks that no two wanted boxes of a rank, and no two elements of one box, share memory."""
     views: dict[str, list[Placement]] = defaultdict(list)
     for placement in manifest.placements:
         views[manifest.storage[placement.view.storage].target].append(placement)
@@ -220,7 +222,7 @@ def _check_no_aliases(manifest: Manifest) -> None:
 def _check_writes(
     transfers: Sequence[Transfer], destinations: Sequence[Manifest], covered: Sequence[Manifest]
 ) -> tuple[int, int]:
-    """Every write is wanted, and every box of ``covered`` covered exactly once; returns how many boxes and elements."""
+    """Checks that every write is wanted and every box of ``covered`` is covered once. Returns their boxes and elements."""
     wanted: dict[tuple[int, str, str], list[Placement]] = defaultdict(list)
     for manifest in destinations:
         for placement in manifest.placements:

@@ -1,4 +1,4 @@
-"""Flags that configure pushes: of training scripts, with the prefix ``--refit-``, and of ``refit push``."""
+"""Flags that configure pushes, for training scripts (with the prefix ``--refit-``) and for ``refit push``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_patches.refit.transports.base import AUTO, TransportName, named_tr
 
 
 def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
-    """Adds them.
+    """Adds the flags.
 
     Args:
-        parser: what to add them to.
-        prefix: what their names begin with, such as ``refit-``.
+        parser: parser to add them to.
+        prefix: prefix of their names, such as ``refit-``.
     """
     defaults = RefitOptions()
     parser.add_argument(
@@ -85,7 +85,7 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
 
 
 def credentials_from(args: argparse.Namespace, prefix: str = "") -> Credentials:
-    """What they say that engines are to be shown; arguments as of :func:`options_from`."""
+    """The credentials that the flags select; arguments as for :func:`options_from`."""
     start = prefix.replace("-", "_")
     given = vars(args)
     return Credentials(secret_file=given[f"{start}secret_file"], headers_file=given[f"{start}headers_file"])
@@ -94,16 +94,16 @@ def credentials_from(args: argparse.Namespace, prefix: str = "") -> Credentials:
 def options_from(
     args: argparse.Namespace, timeout_s: float, prefix: str = "", timeout_flag: str = "timeout"
 ) -> RefitOptions:
-    """What they say.
+    """The options that the flags select.
 
     Args:
-        args: with what :func:`add_flags` added.
+        args: parsed arguments, with those of :func:`add_flags`.
         timeout_s: seconds that a step may take after its first party has finished.
-        prefix: the same as there.
-        timeout_flag: name, without the prefix, of the flag that ``timeout_s`` is of.
+        prefix: prefix given to :func:`add_flags`.
+        timeout_flag: name, without the prefix, of the flag for ``timeout_s``.
 
     Raises:
-        ValueError: on a value out of range, naming the flag.
+        ValueError: with the flag's name if a value is out of range.
     """
     start = prefix.replace("-", "_")
     given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}

@@ -20,19 +20,19 @@ class RefitOptions:
     """Options of a session.
 
     Attributes:
-        transport: how bytes travel; ``shm`` and ``cuda_ipc`` need trainer and engines on one host. None for the
+        transport: how bytes travel. ``shm`` and ``cuda_ipc`` need trainer and engines on one host. None for the
             fastest that reaches all; see :func:`megatron_patches.refit.parties.choosing.choose`.
-        staging_bytes: the most memory that packets take in one process, on either side; every link has two buffers.
-            At least 4096; with buffers much smaller than the weights, preparation takes long.
+        staging_bytes: limit of the memory for packets in one process, on either side; every link has two buffers. At
+            least 4096. With buffers much smaller than the weights, preparation takes long.
         timeout_s: seconds that a step may take after its first party has finished.
-        pause: what happens to requests in flight when the engines pause, which they do for the commit, or in place for
+        pause: what happens to requests in flight when the engines pause, which they do for the commit or, in place, for
             the whole push.
-        memory: where workers receive new weights: beside those that serve, or in their memory.
+        memory: where workers receive new weights: beside the serving ones, or in their memory.
         host: address at which engines can reach this process.
-        allow_narrowing: whether an engine may keep a weight in a type that cannot hold every value of the trainer's,
-            where its own loader would round a checkpoint alike; otherwise :meth:`RefitSession.prepare` refuses.
-        lease_s: seconds after which engines that hear nothing of this process go on without it: a paused server with
-            its old or new weights, a worker that receives with the old ones.
+        allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,
+            if its own loader would round a checkpoint in the same way. Otherwise :meth:`RefitSession.prepare` refuses.
+        lease_s: seconds without a message from this process after which engines continue without it: a paused server
+            with its old or new weights, a worker that is receiving with the old ones.
     """
 
     transport: TransportName | None = None
@@ -63,14 +63,14 @@ class RefitOptions:
                 f"host is {self.host}, to which engines cannot connect; it must be the address of this machine at "
                 "which they reach it"
             )
-        # A program may give their names, as the flags do; which mode it is, is asked by identity.
+        # A program may pass names, as the flags do; modes are compared by identity.
         object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))
 
 
 def _is_any(host: str) -> bool:
-    """Whether a host stands for all addresses of a machine, and is none to connect to."""
+    """Whether a host is a wildcard address, which clients cannot connect to."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name
@@ -83,16 +83,15 @@ class PushReport:
 
     Attributes:
         version: number of the weights that were pushed; they serve if the push waited for it.
-        nbytes: bytes that all destinations together were sent.
-        staged_bytes: the most memory that packets took at a time in any process, of either side; at most the
-            option ``staging_bytes``.
-        beside_bytes: the most memory that a worker made on its device for the new weights, beside those that serve.
-        backup_bytes: the most memory of its host in which a worker keeps the weights that serve.
-        seconds: duration of each phase on this rank: ``send`` until every byte was verified and, where the push
-            waited for it, ``commit`` until all engines serve the new weights, and ``paused``, the longest that one of
-            them began no request, from when it was asked to pause. Of ``send``, on the slowest rank, ``look_up``
-            of the weights, and on the slowest worker ``allocate`` memory beside the weights that serve, ``move``
-            (packing, the way and unpacking, which overlap, and what of ``look_up`` it has to wait for), and ``verify``.
+        nbytes: bytes sent to all destinations together.
+        staged_bytes: peak memory of packets in any process of either side; at most the option ``staging_bytes``.
+        beside_bytes: most memory that a worker allocated on its device for the new weights, beside the serving ones.
+        backup_bytes: most host memory in which a worker keeps the serving weights.
+        seconds: duration of each phase on this rank. ``send`` lasts until every byte is verified. If the push waited for
+            the commit, ``commit`` lasts until all engines serve the new weights, and ``paused`` is the longest time in
+            which an engine began no request, from the call to pause. Parts of ``send``: ``look_up`` of the weights, on
+            the slowest rank; and on the slowest worker ``allocate`` memory beside the serving weights, ``move``
+            (packing, transfer and unpacking, which overlap, plus any wait for ``look_up``), and ``verify``.
     """
 
     version: int

@@ -12,11 +12,11 @@ from megatron_patches.refit.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeeds:
-    """What one rank can send, and at the same time receive.
+    """Bandwidth of one rank, for sending and at the same time for receiving.
 
     Attributes:
-        within_host: bytes a second to and from ranks of the same host.
-        between_hosts: bytes a second to and from ranks of other hosts.
+        within_host: bytes per second to and from ranks of the same host.
+        between_hosts: bytes per second to and from ranks of other hosts.
     """
 
     within_host: float
@@ -29,7 +29,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Link:
-    """What one source sends one destination in all.
+    """Total that one source sends to one destination.
 
     Attributes:
         source: rank that sends.
@@ -52,8 +52,8 @@ class Traffic:
         links: bytes by link, in order of source and destination.
         sent: bytes by source rank.
         received: bytes by destination rank.
-        egress_seconds: the least time in which the busiest source can send its bytes.
-        ingress_seconds: the least time in which the busiest destination can receive its bytes.
+        egress_seconds: least time for the busiest source to send its bytes.
+        ingress_seconds: least time for the busiest destination to receive its bytes.
     """
 
     links: tuple[Link, ...]
@@ -64,19 +64,19 @@ class Traffic:
 
     @property
     def floor_seconds(self) -> float:
-        """The least time of the whole: nothing overlaps better than everything at once."""
+        """Lower bound on the total time, reached if everything overlaps."""
         return max(self.egress_seconds, self.ingress_seconds)
 
     @property
     def bytes_within_hosts(self) -> int:
-        """Bytes that stay on their host."""
+        """Bytes that stay on one host."""
         return sum(link.nbytes for link in self.links if link.within_host)
 
 
 def traffic_of(
     plan: Plan, sources: Sequence[Manifest], destinations: Sequence[Manifest], speeds: LinkSpeeds
 ) -> Traffic:
-    """Sums the bytes of a plan, or of one rank's part, as they travel: in the destination's element type."""
+    """Sums the bytes of a plan, or of one rank's part, in the dtype in which they arrive."""
     host_of_source = {manifest.rank: manifest.host for manifest in sources}
     host_of_destination = {manifest.rank: manifest.host for manifest in destinations}
     links = tuple(

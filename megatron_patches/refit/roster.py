@@ -1,8 +1,8 @@
-"""Which engines a training run pushes to: those that take part, and those that failed and are asked until they answer.
+"""Which engines a training run pushes to: those that take part, and those that failed and are polled until they answer.
 
-[Note: returning] An engine that failed is taken back when its server says that it is well. That may be wrong, as of an
-engine whose worker hangs, and then costs all others another failed push. So it is not asked before ten times as long
-has passed as its failure took: a run spends at most a tenth of its time on engines that are not well.
+[Note: returning] An engine that failed is taken back when its server reports that it is healthy. The report may be
+wrong, for example if a worker hangs, and the next push then fails for all engines. So the engine is not polled until ten
+times the duration of its failure has passed: a run spends at most a tenth of its time on unhealthy engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_patches.refit.engines import HttpEngine
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 5.0  # from one question to the next
+_AGAIN_S = 5.0  # between polls
 _COST_FACTOR = 10.0  # see [Note: returning]
 
 
@@ -28,7 +28,7 @@ class _Lost:
 
     Attributes:
         engine: the engine.
-        not_before: when it may be asked, as ``time.monotonic()`` tells.
+        not_before: time of ``time.monotonic()`` before which it is not polled.
         answers: whether it has answered since.
     """
 
@@ -53,11 +53,11 @@ class Roster:
 
     @property
     def present(self) -> list[HttpEngine]:
-        """Those that take part, in their order."""
+        """The engines that take part, in order."""
         return [engine for engine in self._engines if engine.name not in self._lost]
 
     def drop_unreachable(self) -> list[str]:
-        """Drops those that do not answer now, unless none does. Returns their names."""
+        """Drops engines that do not answer now, unless none answers. Returns their names."""
         silent = {name for name, _ in on_each(self._engines, lambda engine: engine.check_up())}
         if len(silent) == len(self._engines):
             return []
@@ -68,8 +68,8 @@ class Roster:
         """Leaves engines out until they answer.
 
         Args:
-            names: of them.
-            cost_s: seconds that were lost by their failure.
+            names: names of the engines.
+            cost_s: seconds lost by their failure.
         """
         not_before = time.monotonic() + max(_AGAIN_S, _COST_FACTOR * cost_s)
         with self._lock:
@@ -81,7 +81,7 @@ class Roster:
             self._thread.start()
 
     def take_back(self) -> list[str]:
-        """Lets those take part again that answer. Returns their names."""
+        """Takes back engines that answer. Returns their names."""
         with self._lock:
             back = [name for name, lost in self._lost.items() if lost.answers]
             for name in back:
@@ -89,7 +89,7 @@ class Roster:
         return back
 
     def close(self) -> None:
-        """Asks none any more."""
+        """Stops polling."""
         self._closed.set()
 
     def _ask(self) -> None:

@@ -1,4 +1,4 @@
-"""Chooses layers of a model that is too large to be moved in memory: as many as fit, of every kind one first."""
+"""Chooses layers of a model that is too large to be moved in memory: as many as fit, first one of every kind."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Sample:
     """Some layers of a model, on both sides.
 
     Attributes:
-        cluster: with these alone.
-        layers: how many there are.
-        of: how many the model has.
+        cluster: both sides with only these layers.
+        layers: number of layers.
+        of: number of layers of the model.
     """
 
     cluster: Cluster
@@ -33,12 +33,12 @@ class Sample:
 
 
 def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
-    """The layers, and what else there is beside layers, as far as it fits.
+    """Chooses as many layers as fit, and the tensors outside of layers.
 
     Args:
         cluster: both sides.
-        most_bytes: memory that :func:`megatron_patches.refit.oracle.verify_in_memory` may take.
-        seed: of the choice, where there is one.
+        most_bytes: memory that :func:`megatron_patches.refit.oracle.verify_in_memory` may use.
+        seed: seed of the random choice.
 
     Raises:
         RefitError: if not one layer fits.
@@ -65,18 +65,18 @@ def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
 
 
 def _group(name: str) -> str:
-    """The layer that a tensor is of; its own name if it is of none."""
+    """The layer of a tensor; the tensor's own name if it is outside of layers."""
     found = _LAYER.search(name)
     return found[0] if found else name
 
 
 def _in_order(cluster: Cluster, groups: dict[str, list[str]], layers: Sequence[str], seed: int) -> list[str]:
-    """One layer of each kind, what is beside layers, and then the other layers in random order."""
+    """One layer of each kind, what is outside of layers, and then the other layers in random order."""
     shapes = {spec.name: spec.shape for spec in cluster.tensors}
     kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[str]] = defaultdict(list)
     for layer in layers:
         kinds[frozenset((_LAYER.sub("", name, count=1), shapes[name]) for name in groups[layer])].append(layer)
-    chooser = random.Random(seed)  # noqa: S311 - whoever repeats it gets the same
+    chooser = random.Random(seed)  # noqa: S311  - repeatable, not secret
     firsts = [chooser.choice(alike) for alike in kinds.values()]
     others = [layer for layer in layers if layer not in firsts]
     chooser.shuffle(others)
@@ -84,7 +84,7 @@ def _in_order(cluster: Cluster, groups: dict[str, list[str]], layers: Sequence[s
 
 
 def _memory_by_group(cluster: Cluster) -> dict[str, int]:
-    """What :func:`megatron_patches.refit.oracle.memory_needed` counts, for each group alone."""
+    """Memory as in :func:`megatron_patches.refit.oracle.memory_needed`, by group."""
     found: dict[str, int] = defaultdict(int)
     for spec in cluster.tensors:
         found[_group(spec.name)] += spec.nbytes
@@ -98,7 +98,7 @@ def _memory_by_group(cluster: Cluster) -> dict[str, int]:
 
 
 def _only(cluster: Cluster, names: set[str]) -> Cluster:
-    """Both sides with some tensors alone."""
+    """Both sides with only some tensors."""
     return Cluster(
         tensors=[spec for spec in cluster.tensors if spec.name in names],
         sources=[_part(manifest, names) for manifest in cluster.sources],
