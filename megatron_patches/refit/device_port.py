@@ -107,8 +107,8 @@ class DevicePort:
             for name, storage in memory.items()
         }
         if self._stream is not None:
-            # Wait for earlier work there, such as the optimizer's step. Memory that it has freed may also be written to by
-            # the transports' streams.
+            # Wait for earlier work there, such as the optimizer's step. Memory that it has freed may also be written to
+            # by the transports' streams.
             torch.cuda.current_stream(self._device).synchronize()
 
     def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:

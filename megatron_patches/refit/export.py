@@ -120,8 +120,8 @@ def export_checkpoint(
 ) -> ExportReport:
     """Writes the model as a Hugging Face checkpoint, on all ranks together.
 
-    May be called between training steps. The weights are only read. Nothing appears at ``path`` before everything has been
-    written, synced and read back. If any rank fails, every rank raises with the reason, and ``path`` is unchanged.
+    May be called between training steps. The weights are only read. Nothing appears at ``path`` before everything has
+    been written, synced and read back. If any rank fails, every rank raises with the reason, and ``path`` is unchanged.
 
     Args:
         model_chunks: this rank's part: one GPTModel per virtual pipeline stage, wrapped (DDP, Float16Module) or not.

@@ -2,9 +2,9 @@
 
 [Note: leases] Before a trainer pauses a server, it takes a lease, which it must renew every few seconds. If it does
 not, because it has died or hangs, or its machine or network is lost, the server resumes by itself
-(:mod:`megatron_patches.refit.vllm.pause_lease`): its workers leave the trainer's session, with the old weights, or the
-new ones if they have been committed. Its prefix cache is emptied, and requests continue. A trainer that returns later is
-refused: it can neither pause the server nor commit to it until it has joined it again.
+(:mod:`megatron_patches.refit.vllm.pause_lease`): its workers leave the trainer's session, with the old weights, or
+the new ones if they have been committed. Its prefix cache is emptied, and requests continue. A trainer that returns
+later is refused: it can neither pause the server nor commit to it until it has joined it again.
 """
 
 from __future__ import annotations

@@ -183,9 +183,9 @@ def _is_of_model(name: str) -> bool:
 def _name_norms_as_saved(state: dict[str, Any], saved: frozenset[str]) -> None:
     """Changes the key of each norm to its name in the checkpoint.
 
-    Transformer Engine's layers keep some norms in the linear layer that follows, Megatron's own layers do not, and their
-    names in checkpoints agree only for dense models. So without this, a checkpoint of one could not be loaded into the
-    other.
+    Transformer Engine's layers keep some norms in the linear layer that follows, Megatron's own layers do not, and
+    their names in checkpoints agree only for dense models. Without this, a checkpoint of one could not be loaded into
+    the other.
 
     Args:
         state: entries of Megatron's sharded state dict, whose ``key`` is changed in place.

@@ -19,8 +19,8 @@ class MemoryMode(StrEnum):
 def may_go_directly(mode: MemoryMode, transport: TransportName, memory: str) -> bool:
     """Whether boxes may travel without being packed. Both sides of a link compute the same.
 
-    Bytes that a peer or a thread writes could still arrive after a push was abandoned. So only copies on the worker's own
-    GPU, whose end the worker can await, may write to serving memory.
+    Bytes that a peer or a thread writes could still arrive after a push was abandoned. So only copies on the worker's
+    own GPU, whose end the worker can await, may write to serving memory.
 
     Args:
         mode: memory mode of the workers.

@@ -55,11 +55,12 @@ def prove(
     - every wanted box lies in its tensor, and each of its elements is written by exactly one transfer, at the place
       where it is wanted;
     - wanted boxes share no memory, neither where they arrive nor after conversion;
-    - dtypes are equal, or converted in transfer by a pair in ``options.conversions``, or converted at the destination by
-      a rule that the plan lists and that loses nothing unless ``options.allow_narrowing``.
+    - dtypes are equal, or converted in transfer by a pair in ``options.conversions``, or converted at the destination
+      by a rule that the plan lists and that loses nothing unless ``options.allow_narrowing``.
 
-    For a part, it shows this as far as its rank is concerned: for a destination all that it wants, for a source all that
-    it sends. Manifests of uninvolved ranks are ignored. A whole plan is proved once every destination has proved its part.
+    For a part, it shows this as far as its rank is concerned: for a destination all that it wants, for a source all
+    that it sends. Manifests of uninvolved ranks are ignored. A whole plan is proved once every destination has proved
+    its part.
 
     Raises:
         ProofError: with tensor, box and rank.
@@ -222,7 +223,7 @@ def _check_no_aliases(manifest: Manifest) -> None:
 def _check_writes(
     transfers: Sequence[Transfer], destinations: Sequence[Manifest], covered: Sequence[Manifest]
 ) -> tuple[int, int]:
-    """Checks that every write is wanted and every box of ``covered`` is covered once. Returns their boxes and elements."""
+    """Checks that every write is wanted and every box of ``covered`` is covered once. Returns (boxes, elements)."""
     wanted: dict[tuple[int, str, str], list[Placement]] = defaultdict(list)
     for manifest in destinations:
         for placement in manifest.placements:

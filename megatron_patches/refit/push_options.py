@@ -87,10 +87,10 @@ class PushReport:
         staged_bytes: peak memory of packets in any process of either side; at most the option ``staging_bytes``.
         beside_bytes: most memory that a worker allocated on its device for the new weights, beside the serving ones.
         backup_bytes: most host memory in which a worker keeps the serving weights.
-        seconds: duration of each phase on this rank. ``send`` lasts until every byte is verified. If the push waited for
-            the commit, ``commit`` lasts until all engines serve the new weights, and ``paused`` is the longest time in
-            which an engine began no request, from the call to pause. Parts of ``send``: ``look_up`` of the weights, on
-            the slowest rank; and on the slowest worker ``allocate`` memory beside the serving weights, ``move``
+        seconds: duration of each phase on this rank. ``send`` lasts until every byte is verified. If the push waited
+            for the commit, ``commit`` lasts until all engines serve the new weights, and ``paused`` is the longest time
+            in which an engine began no request, from the call to pause. Parts of ``send``: ``look_up`` of the weights,
+            on the slowest rank; and on the slowest worker ``allocate`` memory beside the serving weights, ``move``
             (packing, transfer and unpacking, which overlap, plus any wait for ``look_up``), and ``verify``.
     """
 

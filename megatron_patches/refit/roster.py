@@ -1,8 +1,8 @@
 """Which engines a training run pushes to: those that take part, and those that failed and are polled until they answer.
 
 [Note: returning] An engine that failed is taken back when its server reports that it is healthy. The report may be
-wrong, for example if a worker hangs, and the next push then fails for all engines. So the engine is not polled until ten
-times the duration of its failure has passed: a run spends at most a tenth of its time on unhealthy engines.
+wrong, for example if a worker hangs, and the next push then fails for all engines. So the engine is not polled until
+ten times the duration of its failure has passed: a run spends at most a tenth of its time on unhealthy engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model that is spread over trainer ranks makes of given tokens."""
+"""Log-probabilities of given tokens under a model that is sharded over trainer ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def log_probabilities(chunks: list[torch.nn.Module], tokens: torch.Tensor) -> to
     """Log-probability of each token after the first. Collective over the model's ranks.
 
     Args:
-        chunks: this rank's part of the model, one module a virtual pipeline stage.
-        tokens: ``[sequences, length]``, int64, the same on all ranks; with a virtual pipeline, a multiple of the number
-            of stages.
+        chunks: this rank's part of the model, one module per virtual pipeline stage.
+        tokens: ``[sequences, length]``, int64, equal on all ranks. With a virtual pipeline, the number of sequences
+            must be a multiple of the number of stages.
 
     Returns:
         ``[sequences, length - 1]``, float32; None on ranks that do not have the end of the model.

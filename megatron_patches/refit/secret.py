@@ -1,8 +1,8 @@
-"""The secret that an engine and its trainers share: whoever shows it may replace weights.
+"""The secret that an engine shares with its trainers: anyone who has it may replace weights.
 
-It is the value of ``ETP_REFIT_SECRET``, or lies in the file that ``ETP_REFIT_SECRET_FILE`` names, or in a file of the
-user's home. An engine makes the file if it is not there, readable by its owner alone. So on one machine, and where
-machines share a home directory, both sides find the same secret without being told.
+It is the value of ``ETP_REFIT_SECRET``, or the content of the file that ``ETP_REFIT_SECRET_FILE`` names, or of a file
+in the user's home directory. An engine creates this file if it is missing, readable only by its owner. So on one
+machine, or with a shared home directory, both sides find the same secret without configuration.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron_patches.refit.errors import RefitError
 logger = logging.getLogger(__name__)
 
 HEADER = "x-refit-secret"
-"""Header of a request in which the secret is shown."""
+"""Request header that carries the secret."""
 GUARDED_HEADER = "x-refit-guarded"
-"""Header of an answer by a server that looks at the secret."""
+"""Response header of a server that checks the secret."""
 VALUE_VARIABLE = "ETP_REFIT_SECRET"
 FILE_VARIABLE = "ETP_REFIT_SECRET_FILE"
 
-_FORM = re.compile(r"[!-~]{16,512}")  # what a header can hold
+_FORM = re.compile(r"[!-~]{16,512}")  # valid in a header
 _FORM_IN_WORDS = "16 to 512 printable ASCII characters without blanks"
 _MOST_BYTES = 1024
 _READABLE_BY_OTHERS = 0o044
@@ -38,7 +38,7 @@ class Secret:
     """A secret.
 
     Attributes:
-        value: the secret itself; not shown where the object is printed.
+        value: the secret; left out when the object is printed.
         origin: where it comes from, for messages: a variable or a file.
     """
 
@@ -46,7 +46,7 @@ class Secret:
     origin: str
 
     def is_shown_by(self, value: bytes) -> bool:
-        """Whether a stranger's ``value`` is this secret. Takes as long whatever it is."""
+        """Whether ``value``, which is untrusted, is this secret. Compares in constant time."""
         return hmac.compare_digest(value, self.value.encode())
 
 
@@ -54,13 +54,13 @@ def read_secret(path: Path | None = None) -> Secret | None:
     """The secret of this process.
 
     Args:
-        path: a file to read instead of what the environment names.
+        path: a file to read instead of the one from the environment.
 
     Returns:
-        None if nothing names one and the user's home has none.
+        None if no secret is configured and the user's home directory has none.
 
     Raises:
-        RefitError: if what is named cannot be read, or holds no secret.
+        RefitError: if a configured secret cannot be read or is invalid.
     """
     if path is None:
         value, named = os.environ.get(VALUE_VARIABLE), os.environ.get(FILE_VARIABLE)
@@ -74,7 +74,7 @@ def read_secret(path: Path | None = None) -> Secret | None:
 
 
 def read_or_make_secret() -> Secret:
-    """The secret of this process; if there is none, a new one, which is written for the other side.
+    """The secret of this process. If there is none, creates one in a file for the other side.
 
     Raises:
         RefitError: if it can be neither read nor written.
@@ -88,7 +88,7 @@ def read_or_make_secret() -> Secret:
 
 
 def default_file() -> Path:
-    """Where the secret lies if nothing is said."""
+    """The file of the secret by default."""
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(config).expanduser() / "megatron-etp" / "refit-secret"
 
@@ -111,14 +111,14 @@ def _read(path: Path) -> Secret:
 
 
 def _checked(value: str, origin: str) -> Secret:
-    """The value, which no message shows."""
+    """Checks a secret's form. No message shows the value."""
     if not _FORM.fullmatch(value):
         raise RefitError(f"{origin} holds no secret, which is {_FORM_IN_WORDS}")
     return Secret(value, origin)
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret; whoever is first, if several do."""
+    """Writes a new secret. If several processes do, the first one wins."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _make(path: Path) -> None:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(secrets.token_hex(32) + "\n")
             with suppress(FileExistsError):
-                os.link(draft, path)  # complete from the beginning, for whoever reads it
+                os.link(draft, path)  # readers never see an incomplete file
                 logger.info("refit: wrote a new secret to %s", path)
         finally:
             draft.unlink()

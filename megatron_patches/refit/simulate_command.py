@@ -23,7 +23,7 @@ from megatron_patches.refit.source.config_traits import dtype_of, family_from_co
 from megatron_patches.refit.source.offline import TrainerOptions
 
 ROWS = 12
-"""Most waves of the table; all are in the JSON."""
+"""Most waves in the table; the JSON has all."""
 _FIGURES = ("seconds", "received_bytes", "sent_bytes", "peers", "requests", "weight_bytes")
 
 
@@ -59,13 +59,13 @@ def add_command(
 
 @dataclass(frozen=True)
 class Limit:
-    """A figure and the most that it may be.
+    """A figure and its limit.
 
     Attributes:
-        name: what it is.
-        found: the figure.
+        name: name of the figure.
+        found: its value.
         most: the limit.
-        text: both, for people.
+        text: both as text.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Limit:
 
     @property
     def met(self) -> bool:
-        """Whether it is within the limit."""
+        """Whether the figure is within its limit."""
         return self.found <= self.most
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs ``simulate`` and prints what came of it; returns the exit status."""
+    """Runs ``simulate`` and prints the result; returns the exit status."""
     try:
         with ExitStack() as stack:
             progress = stack.enter_context(TerminalProgress()) if sys.stderr.isatty() else Quiet()
@@ -96,16 +96,16 @@ def main(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace, progress: Progress) -> tuple[Sides, Simulation]:
-    """Simulates.
+    """Runs the simulation.
 
     Args:
-        options: of the command line.
-        progress: told of each phase.
+        options: options of the command line.
+        progress: receives each phase.
 
     Raises:
-        RefitError: on any mistake of the user's, with one line that says which.
+        RefitError: on any user error, with one line that names it.
     """
-    if options.json is not None and not options.json.parent.is_dir():  # before minutes of work, not after
+    if options.json is not None and not options.json.parent.is_dir():  # before minutes of work
         raise RefitError(f"--json: there is no directory {options.json.parent}")
     config = config_of(options.model)
     family = family_from_config(config)
@@ -165,7 +165,7 @@ def _of(found: str, most: int) -> str:
 
 
 def as_json(options: argparse.Namespace, sides: Sides, found: Simulation, targets: list[Limit]) -> Mapping[str, object]:
-    """Everything, for machines."""
+    """All results, for JSON."""
     balance = found.balance
     return {
         "model": options.model,
@@ -223,7 +223,7 @@ def _write(file: Path, content: Mapping[str, object]) -> None:
 
 
 def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out: TextIO) -> None:
-    """Tables for people."""
+    """Prints the results as tables."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,1 +1,1 @@
-"""A refit between clusters that need not exist: its own planning code, run for some workers of each kind."""
+"""A refit between clusters that need not exist: runs refit's own planning code for some workers of each kind."""

@@ -1,4 +1,4 @@
-"""All parties of a refit, without processes: what each holds or wants, and a registry that sources have told so."""
+"""All parties of a refit without their processes: what each holds or wants, and a registry that all sources joined."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifes
 
 
 class CpuClock:
-    """Seconds of one core's time of this process, by phase; other work on the machine does not add to them.
+    """CPU seconds of this process, by phase. Other work on the machine does not count.
 
     Attributes:
-        seconds: by phase.
+        seconds: CPU seconds by phase.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class CpuClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds what is done in it to ``name``."""
+        """Adds the time of its body to ``name``."""
         began = time.process_time()
         yield
         self.seconds[name] += time.process_time() - began
@@ -60,8 +60,8 @@ class Sides:
     Attributes:
         family: the model.
         trainer: sizes of the trainer's axes.
-        engine: sizes of the axes of one engine.
-        engines: how many such engines; their workers are numbered one engine after the other.
+        engine: sizes of one engine's axes.
+        engines: number of such engines. Their workers are numbered one engine after another.
         options: how the trainer keeps its weights.
         hosts: how ranks are spread over machines.
 
@@ -82,7 +82,7 @@ class Sides:
 
     @property
     def workers(self) -> int:
-        """Workers of all engines."""
+        """Number of workers of all engines."""
         return self.engines * self.engine.size
 
     def host_of(self, worker: int) -> str:
@@ -111,20 +111,20 @@ class Sides:
 
 
 class Fleet:
-    """The parties of a refit, and the registry of the first trainer rank, which all sources have told what they hold.
+    """The parties of a refit, and the first trainer rank's registry, to which all sources have registered.
 
     Args:
-        sides: who they are.
+        sides: the two sides.
 
     Attributes:
-        sides: likewise.
+        sides: the two sides.
         holders: what each trainer rank holds.
-        model: what all parties are told of the model, encoded.
-        clock: what the registry took, by step.
-        through_bytes: bytes that went to and from the registry, by step.
+        model: the model as sent to all parties, encoded.
+        clock: CPU time of the registry, by step.
+        through_bytes: bytes to and from the registry, by step.
 
     Raises:
-        RefitError: if the model and the meshes do not go together.
+        RefitError: if model and meshes do not match.
     """
 
     def __init__(self, sides: Sides) -> None:
@@ -149,12 +149,12 @@ class Fleet:
 
     def held(self, rank: int) -> Held:
         """What a source registers."""
-        # Of all but the layout, what the first one says counts.
+        # Only the layout is used of sources other than the first.
         shapes = dict(self.sides.family.shapes()) if rank == 0 else {}
         return Held({}, shapes, self.sides.held_by(rank))
 
     def tell(self, what: str, parts: Sequence[bytes]) -> list[bytes]:
-        """What the registry answers to what all parties say in a step, in order of their numbers."""
+        """The registry's answers in a step to the parts of all parties, in order of party numbers."""
         with self.clock.phase(what):
             answers = self._registry.answer(what, list(parts))
         if answers is None:
@@ -163,7 +163,7 @@ class Fleet:
         return answers
 
     def layout_wanted_by(self, worker: int) -> Layout:
-        """What an engine worker wants; the same in each engine."""
+        """What an engine worker wants. Equal for all engines."""
         place = worker % self.sides.engine.size
         if place not in self._layouts:
             self._layouts[place] = layout_of(self.sides.wanted_by(place))
@@ -174,7 +174,7 @@ class Fleet:
         return [self.layout_wanted_by(place) for place in range(self.sides.engine.size)]
 
     def overlaps(self) -> list[bytes]:
-        """What each engine worker is told of the sources, encoded; workers that want the same share it."""
+        """The encoded overlap for each engine worker. Workers that want the same share one object."""
         parts = [encode(Wanted(()))] * self.sides.trainer.size
         places = []
         for place in range(self.sides.engine.size):
@@ -183,28 +183,28 @@ class Fleet:
         return self.tell(RECORDING, parts + places * self.sides.engines)[self.sides.trainer.size :]
 
     def requests_of(self, worker: int, sources: SourceIndex) -> dict[int, list[Request]]:
-        """What an engine worker asks of which trainer rank.
+        """What an engine worker requests of each trainer rank.
 
         Args:
             worker: the worker.
-            sources: those that it is told of.
+            sources: the sources that overlap what it wants.
         """
         wanted = self.layout_wanted_by(worker)
         return plan_destination(worker, self.sides.host_of(worker), wanted, sources, DEFAULT_OPTIONS.split_bytes)
 
     def orders(self, asked: Sequence[bytes]) -> list[bytes]:
-        """What each trainer rank is told, encoded, if these are the requests of engine workers, in order."""
+        """The encoded orders for each trainer rank, given the engine workers' requests in order."""
         parts = [encode(Asked[list[Request]]({}, "", 0))] * self.sides.trainer.size
         return self.tell(PLANNING, [*parts, *asked])[: self.sides.trainer.size]
 
 
 def holders_in(overlap: bytes) -> list[Holder]:
-    """The sources that a destination is told of."""
+    """The sources in an overlap."""
     told = decode(overlap, type=Overlap)
     return [Holder(rank, host, told.layouts[number]) for rank, host, number in told.holders]
 
 
 def asked_bytes(requests: Mapping[int, list[Request]]) -> bytes:
-    """What a destination says that it asks, encoded; without the digest of its plan, but as long."""
+    """A destination's encoded requests. The digest is a placeholder of the same length."""
     nbytes = sum(request.nbytes for found in requests.values() for request in found)
     return encode(Asked(dict(requests), "0" * 64, nbytes))

@@ -62,14 +62,14 @@ MODELS: Mapping[str, Mapping[str, object]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-"""Content of ``config.json`` by name; without what has no bearing on a tensor. Kimi K2 has 1.03e12 parameters."""
+"""Content of ``config.json`` by name, without entries that affect no tensor. Kimi K2 has 1.03e12 parameters."""
 
 
 def config_of(model: str) -> Mapping[str, object]:
-    """The configuration of a model of ``MODELS``, or of a file.
+    """The configuration of a model in ``MODELS``, or from a file.
 
     Args:
-        model: a name, or the path of a ``config.json`` or of the directory that has it.
+        model: a name, or the path of a ``config.json`` or of its directory.
 
     Raises:
         UnsupportedModelError: if it is neither.

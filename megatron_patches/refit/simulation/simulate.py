@@ -26,13 +26,13 @@ class SampleSize:
     """How much of a fleet is run.
 
     Attributes:
-        workers: of each kind, how many describe, plan and prove as they would among processes: of each set whose
-            layouts differ in places only.
-        requests: of at least so many engine workers, in whole engines, the requests are planned: what each trainer rank
-            sends comes from them.
+        workers: how many workers of each kind describe, plan and prove as in a real refit. Workers whose layouts differ
+            only in places are of one kind.
+        requests: plan the requests of at least this many engine workers, in whole engines. They determine what each
+            trainer rank sends.
 
     Raises:
-        ValueError: if nobody is run.
+        ValueError: if no worker is run.
     """
 
     workers: int = 1
@@ -47,13 +47,13 @@ class SampleSize:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerKind:
-    """Workers of a pipeline stage.
+    """Workers of one pipeline stage.
 
     Attributes:
-        name: which they are.
-        count: how many there are.
-        measured: those that were run: some of each set whose layouts differ in places only. The greatest of each figure
-            counts.
+        name: name of the kind.
+        count: number of workers.
+        measured: the workers that were run: some of each set whose layouts differ only in places. The largest value of
+            each figure counts.
     """
 
     name: str
@@ -61,7 +61,7 @@ class WorkerKind:
     measured: tuple[WorkerCost, ...]
 
     def most(self, figure: str) -> float:
-        """The greatest value of an attribute of :class:`WorkerCost`."""
+        """The largest value of an attribute of :class:`WorkerCost`."""
         return max(float(getattr(worker, figure)) for worker in self.measured)
 
 
@@ -71,9 +71,9 @@ class Balance:
 
     Attributes:
         engines: engines whose requests were planned.
-        busiest_bytes: what the busiest trainer rank sends them.
-        mean_bytes: what trainer ranks send them on average.
-        even_bytes: what the busiest would send them if all who may send a part always sent as much of it.
+        busiest_bytes: bytes that the busiest trainer rank sends them.
+        mean_bytes: mean bytes that trainer ranks send them.
+        even_bytes: bytes that the busiest rank would send if all candidates for a part sent an equal share of it.
     """
 
     engines: int
@@ -83,20 +83,20 @@ class Balance:
 
     @property
     def over_even(self) -> float:
-        """The busiest trainer rank over the busiest of an even division."""
+        """Bytes of the busiest trainer rank, relative to an even division."""
         return self.busiest_bytes / self.even_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FanOut:
-    """How a version gets to all replicas of an engine.
+    """How a version reaches all replicas of an engine.
 
     Attributes:
-        replicas: how many there are.
+        replicas: number of replicas.
         copies: how many of them the trainer serves at full speed at a time.
-        unit_seconds: in which one of them receives a version at full speed.
-        waves: from the first to the last.
-        least_units: a time that no schedule is shorter than.
+        unit_seconds: seconds in which a replica receives a version at full speed.
+        waves: the waves, in order.
+        least_units: lower bound on the time of any schedule.
     """
 
     replicas: int
@@ -107,25 +107,25 @@ class FanOut:
 
     @property
     def units(self) -> float:
-        """The time of all waves."""
+        """Time of all waves, in units."""
         return float(self.waves[-1].end)
 
     @property
     def over_least(self) -> float:
-        """That time over the least."""
+        """That time, relative to the lower bound."""
         return self.units / self.least_units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What came of it.
+    """The results.
 
     Attributes:
-        engines: how many there are.
-        kinds: of workers, trainer first.
-        registry_seconds: CPU seconds of the first trainer rank for all others, by step.
-        registry_bytes: to and from it, by step.
-        balance: of what trainer ranks send.
+        engines: number of engines.
+        kinds: kinds of workers, trainer first.
+        registry_seconds: CPU seconds of the registry on the first trainer rank, by step.
+        registry_bytes: bytes to and from the registry, by step.
+        balance: how evenly trainer ranks send.
         fan_out: the waves.
     """
 
@@ -138,22 +138,22 @@ class Simulation:
 
     @property
     def sampled(self) -> bool:
-        """Whether what trainer ranks are asked for was planned for a part of the engines only."""
+        """Whether requests were planned for only some of the engines."""
         return self.balance.engines < self.engines
 
 
 def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float, progress: Progress) -> Simulation:
-    """Runs it.
+    """Runs the simulation.
 
     Args:
         sides: trainer and engines.
         sample: how much of them is run.
-        replicas: how many engines the version is to get to in waves.
-        bytes_per_s: that an engine worker can receive, and send at the same time.
-        progress: told of each phase.
+        replicas: number of engines that the version reaches in waves.
+        bytes_per_s: bandwidth of an engine worker, in each direction.
+        progress: receives each phase.
 
     Raises:
-        RefitError: if the model and the meshes do not go together, or no plan covers what engines want.
+        RefitError: if model and meshes do not match, or no plan covers what engines want.
     """
     progress.phase("describe", 0)
     fleet = Fleet(sides)
@@ -191,7 +191,7 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
 
 
 def _requests(fleet: Fleet, engines: int, overlaps: Sequence[bytes]) -> tuple[list[bytes], Balance]:
-    """What the workers of some engines ask, encoded, and how evenly."""
+    """The encoded requests of the workers of some engines, and their balance."""
     sides = fleet.sides
     sent = dict.fromkeys(range(sides.trainer.size), 0)
     even: dict[int, float] = defaultdict(float)
@@ -215,16 +215,16 @@ def _requests(fleet: Fleet, engines: int, overlaps: Sequence[bytes]) -> tuple[li
 
 
 def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) -> FanOut:
-    """The waves, where the trainer is as fast as its busiest rank.
+    """The waves, if the trainer is as fast as its busiest rank.
 
     Args:
-        replicas: how many want the version.
+        replicas: number of engines that want the version.
         received: bytes that the busiest worker of an engine receives.
         sent: bytes that the busiest trainer rank sends an engine.
-        bytes_per_s: of either.
+        bytes_per_s: bandwidth of either.
     """
     exact = Fraction(received) / Fraction(sent)
-    # In whole copies, or parts of few: waves with many different parts of a copy are long to compute and no better.
+    # Round to whole copies, or to simple fractions: many different fractions take long to compute and gain nothing.
     parts = 64 if exact < 1 else 8 if exact < 8 else 1
     copies = max(Fraction(1, parts), Fraction(math.floor(parts * exact), parts))
     waves = fan_out(
@@ -242,7 +242,7 @@ def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) ->
 def _run(
     kinds: Mapping[str, Sequence[Sequence[int]]], count: int, run: Callable[[int], WorkerCost], times: int = 1
 ) -> list[WorkerKind]:
-    """Runs workers of each kind, of which there are ``times`` as many as ranks."""
+    """Runs workers of each kind. The number of workers is ``times`` the number of ranks."""
     return [
         WorkerKind(
             name=name,
@@ -254,7 +254,7 @@ def _run(
 
 
 def _kinds(side: str, layouts: Sequence[Layout], stage_of: Callable[[int], int]) -> dict[str, list[list[int]]]:
-    """Ranks by pipeline stage; within it, those whose layouts differ in places only together."""
+    """Ranks by pipeline stage, grouped by layouts that differ only in places."""
     stages: dict[int, dict[object, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, layout in enumerate(layouts):
         stages[stage_of(rank)][_sizes(layout)].append(rank)
@@ -265,7 +265,7 @@ def _kinds(side: str, layouts: Sequence[Layout], stage_of: Callable[[int], int])
 
 
 def _sizes(layout: Layout) -> object:
-    """What workers of a kind have in common."""
+    """What layouts of one kind have in common."""
     return tuple(
         sorted(
             (
@@ -280,6 +280,6 @@ def _sizes(layout: Layout) -> object:
 
 
 def _spread(ranks: Sequence[int], count: int) -> list[int]:
-    """``count`` of them at even distances, or all."""
+    """``count`` ranks at even distances, or all."""
     count = min(count, len(ranks))
     return [ranks[index * len(ranks) // count] for index in range(count)]

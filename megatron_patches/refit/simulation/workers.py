@@ -1,4 +1,4 @@
-"""One worker of a simulated refit: it runs what it would run among processes, and its messages are counted."""
+"""One worker of a simulated refit. It runs the code of a real refit, and its messages are counted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron_patches.refit.simulation.fleet import Fleet
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerCost:
-    """What planning was for one worker.
+    """Cost of planning for one worker.
 
     Attributes:
-        rank: on its side.
-        seconds: CPU seconds of its own, from describing its weights to a plan that is proved or checked.
-        received_bytes: of messages.
-        sent_bytes: of messages.
-        peers: sources that it asks, or engine workers that ask it.
-        requests: that it makes, or that it checks.
-        weight_bytes: that it receives, or sends, in each version.
+        rank: rank on its side.
+        seconds: its CPU seconds, from describing its weights to a proved or checked plan.
+        received_bytes: bytes of messages received.
+        sent_bytes: bytes of messages sent.
+        peers: number of sources that it requests from, or of engine workers that request from it.
+        requests: number of requests that it makes or checks.
+        weight_bytes: bytes of weights that it receives or sends per version.
     """
 
     rank: int
@@ -41,18 +41,18 @@ class WorkerCost:
 
 
 class SimulatedSteps:
-    """Stands for a party's :class:`megatron_patches.refit.assembly.Assembly`; see ``parties/agreement.py``.
+    """Replaces a party's :class:`megatron_patches.refit.assembly.Assembly`; see ``parties/agreement.py``.
 
     Args:
         party: the party's number.
-        answers: what the party is told, encoded, by step.
+        answers: encoded answers to the party, by step.
 
     Attributes:
-        party: likewise.
-        answers: likewise.
-        sent: what it said, encoded, by step.
-        received_bytes: of all answers so far.
-        seconds: CPU seconds of its own, by step.
+        party: the party's number.
+        answers: encoded answers to the party, by step.
+        sent: encoded parts of the party, by step.
+        received_bytes: bytes of all answers so far.
+        seconds: its CPU seconds, by step.
     """
 
     def __init__(self, party: int, answers: Mapping[str, bytes]) -> None:
@@ -63,7 +63,7 @@ class SimulatedSteps:
         self.answers = answers
 
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
-        """Does this party's part of a step; what it is told."""
+        """Does this party's part of a step. Returns the prepared answer."""
         with self._timed(what):
             self.sent[what] = encode(work())
             answer = self.answers[what]
@@ -71,7 +71,7 @@ class SimulatedSteps:
             return decode(answer, type=kind)
 
     def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:  # noqa: ARG002 - the assembly's
-        """Does this party's part of a step; its own part, as if it were the only one."""
+        """Does this party's part of a step. Returns only its own part."""
         with self._timed(what):
             return [work()]
 
@@ -83,12 +83,12 @@ class SimulatedSteps:
 
 
 def run_destination(fleet: Fleet, rank: int, overlap: bytes) -> WorkerCost:
-    """An engine worker plans what it asks of which source, and proves it.
+    """Runs an engine worker, which plans its requests and proves the plan.
 
     Args:
-        fleet: all others.
+        fleet: the other parties.
         rank: the worker.
-        overlap: what it is told of the sources.
+        overlap: encoded overlap for the worker.
 
     Raises:
         RefitError: if no plan covers what it wants.
@@ -101,17 +101,17 @@ def run_destination(fleet: Fleet, rank: int, overlap: bytes) -> WorkerCost:
 
 
 def run_source(fleet: Fleet, rank: int, orders: bytes, scale: float) -> WorkerCost:
-    """A trainer rank describes what it holds and checks what is asked of it.
+    """Runs a trainer rank, which describes what it holds and checks the requests to it.
 
     Args:
-        fleet: all others.
+        fleet: the other parties.
         rank: the rank.
-        orders: what is asked of it.
-        scale: how many engines there are for each of those whose requests are in ``orders``. What follows their number
-            is multiplied by it.
+        orders: encoded requests to the rank.
+        scale: number of engines per engine whose requests are in ``orders``. Figures that grow with the number of
+            engines are multiplied by it.
 
     Raises:
-        RefitError: if it is asked for what it does not hold.
+        RefitError: if a request is for something that the rank does not hold.
     """
     steps = SimulatedSteps(rank, {DESCRIBING: fleet.model, RECORDING: encode(Overlap([], [])), PLANNING: orders})
     agreed = agree_as_source(steps, lambda: fleet.held(rank))
@@ -135,7 +135,7 @@ def _worker(rank: int, steps: SimulatedSteps, agreed: Agreed, peers: int, reques
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Keeps the garbage collector from what is there already: what belongs to others is in no worker's memory."""
+    """Excludes existing objects from garbage collection: a real worker's memory holds none of the other parties."""
     gc.collect()
     gc.freeze()
     try:

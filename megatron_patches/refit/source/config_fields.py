@@ -1,4 +1,4 @@
-"""Reads fields of a ``config.json``, and refuses values that have no sense."""
+"""Reads fields of a ``config.json``, and refuses invalid values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megatron_patches.refit.errors import UnsupportedModelError
 
 
 def check_given(config: Mapping[str, object], architecture: str, fields: Sequence[str]) -> None:
-    """Refuses a configuration without fields that nobody leaves out on purpose.
+    """Refuses a configuration without fields that are never left out on purpose.
 
-    Such fields shape tensors, and transformers takes the value of one large model for them.
+    Such fields shape tensors, and transformers' defaults for them are those of one large model.
 
     Raises:
-        UnsupportedModelError: naming those that are missing.
+        UnsupportedModelError: with the missing fields.
     """
     missing = [field for field in fields if field not in config]
     if missing:
@@ -24,7 +24,7 @@ def check_given(config: Mapping[str, object], architecture: str, fields: Sequenc
 
 
 def integer(config: Mapping[str, object], name: str, default: int | None = None) -> int:
-    """A positive number; ``default`` where it is missing or null.
+    """A positive integer; ``default`` if it is missing or null.
 
     Raises:
         UnsupportedModelError: if it is something else.
@@ -38,7 +38,7 @@ def integer(config: Mapping[str, object], name: str, default: int | None = None)
 
 
 def count(config: Mapping[str, object], name: str) -> int:
-    """A number that may be 0, or missing, which counts as 0.
+    """A non-negative integer; 0 if it is missing or null.
 
     Raises:
         UnsupportedModelError: if it is something else.
@@ -50,7 +50,7 @@ def count(config: Mapping[str, object], name: str) -> int:
 
 
 def number(config: Mapping[str, object], name: str, default: float) -> float:
-    """A number; what is rotary may be where releases of transformers from 5.0 on keep it.
+    """A number. Rotary fields may be in ``rope_parameters``, where transformers 5.0 and later keep them.
 
     Raises:
         UnsupportedModelError: if it is something else.
@@ -63,7 +63,7 @@ def number(config: Mapping[str, object], name: str, default: float) -> float:
 
 
 def flag(config: Mapping[str, object], name: str, default: bool = False) -> bool:
-    """True or false; ``default`` where it is missing, and false where it is null.
+    """True or false; ``default`` if it is missing, and false if it is null.
 
     Raises:
         UnsupportedModelError: if it is something else.

@@ -19,7 +19,7 @@ def read_config(path: Path) -> Mapping[str, object]:
         path: the file, or the directory of a checkpoint.
 
     Raises:
-        UnsupportedModelError: if it is no such file.
+        UnsupportedModelError: if there is no such file, or it is no configuration.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -36,11 +36,10 @@ def read_config(path: Path) -> Mapping[str, object]:
 def family_from_config(config: Mapping[str, object]) -> PlannableFamily:
     """The family, with its traits.
 
-    Rotary scaling other than none is not read: it has no bearing on any tensor of the checkpoint.
+    Rotary scaling is ignored, because it affects no tensor of the checkpoint.
 
     Raises:
-        UnsupportedModelError: if the architecture is unknown, a field is missing or has no sense, or layers differ in
-            kind.
+        UnsupportedModelError: if the architecture is unknown, a field is missing or invalid, or layers differ in kind.
     """
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else "not given"
@@ -58,10 +57,10 @@ def family_from_config(config: Mapping[str, object]) -> PlannableFamily:
 
 
 def dtype_of(config: Mapping[str, object]) -> str:
-    """Element type of the weights: ``torch_dtype``, which later releases of transformers call ``dtype``.
+    """Dtype of the weights: ``torch_dtype``, which later releases of transformers call ``dtype``.
 
     Raises:
-        UnsupportedModelError: if the configuration has neither, or what it has names no type, such as "auto".
+        UnsupportedModelError: if the configuration has neither, or the value is not a dtype, such as "auto".
     """
     value = config.get("torch_dtype") or config.get("dtype")
     if not isinstance(value, str):

@@ -1,8 +1,8 @@
 """DeepSeek-V3-like models: multi-latent attention, dense first layers, shared and routed experts, and MTP layers.
 
 Megatron's rotary positions de-interleave the rows of query and key as DeepSeek's own code does, so rows keep their
-order. A multi-token prediction layer is one more layer of the checkpoint, behind the last; its embedding and output
-layer are the model's own, of which published checkpoints hold copies under the layer's name.
+order. A multi-token prediction layer is one more layer of the checkpoint, after the last. Its embedding and output
+layer are the model's own; published checkpoints contain copies of them under the layer's name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeepseekV3Family(LlamaFamily):
             "architectures": [self.architecture],
             "model_type": "deepseek_v3",
             **common_config(t),
-            "head_dim": latent.rope_dim,  # what transformers means by it: the part of a head with rotary positions
+            "head_dim": latent.rope_dim,  # as transformers defines it: the part of a head with rotary positions
             "q_lora_rank": latent.q_rank or None,
             "kv_lora_rank": latent.kv_rank,
             "qk_nope_head_dim": latent.nope_dim,
@@ -98,10 +98,10 @@ class DeepseekV3Family(LlamaFamily):
         return shapes
 
     def pieces(self, shard: ParamShard) -> Sequence[Piece]:
-        """Which rows of the TP-local weight are which box.
+        """The box of each range of rows of the TP-local weight.
 
         Raises:
-            UnmappedParameterError: if the name is none of such a model's, or its layer or expert does not exist.
+            UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
         found: Sequence[Piece] | None = None
         if (match := _LAYER.fullmatch(shard.name)) is not None:
@@ -121,12 +121,12 @@ class DeepseekV3Family(LlamaFamily):
         return found
 
     def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, but for those of routed experts, by name within it."""
+        """Parameters of a layer, except those of routed experts, by name within it."""
         yield from self._latent_params(fused_norms)
         yield from feed_forward_params(self.traits, fused_norms, experts=self.traits.has_experts(layer), gated=True)
 
     def cuts(self, fused_norms: bool) -> Iterator[Cut]:
-        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+        """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         if not fused_norms:
             yield "rows of the compressed query", self._latent.q_rank
             yield "rows of the compressed key and value", self._latent.kv_rank + self._latent.rope_dim
@@ -134,7 +134,7 @@ class DeepseekV3Family(LlamaFamily):
     def _latent_params(self, fused: bool) -> Iterator[Param]:
         t, latent, prefix = self.traits, self._latent, "self_attention."
         query = t.num_heads * (latent.nope_dim + latent.rope_dim)
-        down = None if fused else 0  # Transformer Engine's layers have the down projections whole
+        down = None if fused else 0  # Transformer Engine's layers do not shard the down projections
         yield Param("input_layernorm.weight", (t.hidden_size,))
         if latent.q_rank:
             norm = "linear_q_up_proj.layer_norm_weight" if fused else "q_layernorm.weight"
@@ -353,7 +353,7 @@ def _read(model: torch.nn.Module, vocab_size: int) -> DeepseekV3Family:
 
 
 def _first_dense_layers(config: Any) -> int | None:
-    """Layers before the first with experts; None if others follow without."""
+    """Number of layers before the first with experts; None if later layers have none."""
     frequency = config.moe_layer_freq
     if frequency == 1:
         return 0

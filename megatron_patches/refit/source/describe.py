@@ -1,7 +1,7 @@
-"""Describes what this rank's live Megatron model holds. The only part of ``source`` that sees tensors.
+"""Describes what this rank's live Megatron model holds. The only part of ``source`` that uses tensors.
 
-Needs of a weight sharded by extended tensor parallelism only that it has ``layout`` (its ``ShardLayout``) and
-``group`` (its process group); any class that has both will do.
+A weight that extended tensor parallelism shards needs only ``layout`` (its ``ShardLayout``) and ``group`` (its process
+group); any class that has both will do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..+)")
-# One module an expert (SequentialMLP), or one weight an expert in a grouped module (TEGroupedMLP).
+# One module per expert (SequentialMLP), or one weight per expert in a grouped module (TEGroupedMLP).
 _EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..+)|(.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
@@ -52,8 +52,8 @@ class LiveShard:
 
     Attributes:
         shard: the description.
-        tensor: the parameter or buffer itself.
-        dtype: its element type.
+        tensor: the parameter or buffer.
+        dtype: its dtype.
     """
 
     shard: ParamShard
@@ -62,10 +62,10 @@ class LiveShard:
 
     @property
     def memory(self) -> torch.Tensor:
-        """Its elements as they lie now, padding included: a tensor of one dimension that shares their memory.
+        """Its current elements, padding included: a one-dimensional tensor that shares their memory.
 
         Raises:
-            RefitError: if it has none now.
+            RefitError: if it has no memory now.
         """
         memory = self.tensor.data.view(-1)
         if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
@@ -77,7 +77,7 @@ class LiveShard:
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside DDP, Float16Module and the like, which all keep it as ``module``."""
+    """The GPTModel inside wrappers such as DDP and Float16Module, which all keep it as ``module``."""
     import torch
 
     while not hasattr(chunk, "decoder") and isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
@@ -91,12 +91,12 @@ def describe_model(chunks: Sequence[torch.nn.Module], tp_group: ProcessGroup | N
     Experts are named by their number in the whole model, and cut by expert tensor parallelism.
 
     Args:
-        chunks: the model, one module a virtual pipeline stage, wrapped or not.
-        tp_group: the tensor-parallel group of all but experts; None for the one that the model was built with.
+        chunks: the model, one module per virtual pipeline stage, wrapped or not.
+        tp_group: tensor-parallel group of everything but experts; None for the group that the model was built with.
 
     Raises:
-        RefitError: if a parameter's memory is not contiguous, or its shape is not what its layout says.
-        UnmappedParameterError: if it is a single number.
+        RefitError: if a parameter's memory is not contiguous, or its shape differs from its layout's.
+        UnmappedParameterError: if a parameter is a scalar.
         UnsupportedModelError: if a parameter holds quantized values, or is a DTensor.
     """
     for number, chunk in enumerate(chunks):
@@ -123,17 +123,17 @@ def _kept_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def float32_keepers(model: torch.nn.Module) -> list[Callable[[], None]]:
-    """What puts the biases of routers, which are buffers, back to float32.
+    """Functions that restore the biases of routers, which are buffers, to float32.
 
-    Converting the model to bfloat16 converts them too, until the router is asked, before its next forward pass or
-    checkpoint, to put them back.
+    Converting a model to bfloat16 converts them too. The router restores them before its next forward pass or
+    checkpoint.
     """
     asked = (getattr(module, "_maintain_float32_expert_bias", None) for module in model.modules())
     return [restore for restore in asked if restore is not None]
 
 
 def held_tensors(model: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Every parameter and persistent buffer, again for each module that has it; in one order, and fast."""
+    """Every parameter and persistent buffer, once per module that has it; fast, and in a fixed order."""
     found: list[torch.Tensor | None] = []
     left = [model]
     while left:
@@ -191,9 +191,9 @@ def _describe(name: str, storage: str, param: torch.Tensor, tp_group: ProcessGro
 
 
 def _global_name(model: torch.nn.Module, name: str) -> str:
-    """The parameter's name with its layer's global number, which Megatron's layers carry, counted from 1.
+    """The parameter's name with its layer's global number. Megatron's layers carry that number, counted from 1.
 
-    It takes pipeline, virtual pipeline and uneven splits into account, so no offset is computed here.
+    It accounts for pipeline, virtual pipeline and uneven splits, so no offset is computed here.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -206,7 +206,7 @@ def _global_name(model: torch.nn.Module, name: str) -> str:
 
 
 def _global_expert(model: torch.nn.Module, match: re.Match[str]) -> str:
-    """The parameter's name with its expert's number in the whole model: ranks hold equal, consecutive blocks."""
+    """The parameter's name with its expert's global number: ranks hold equal, consecutive blocks of experts."""
     config: Any = model.config
     group = getattr(getattr(model, "pg_collection", None), "ep", None)
     rank, size = (group.rank(), group.size()) if group is not None else (0, 1)

@@ -1,4 +1,4 @@
-"""How Megatron names and lays out routed experts, and what their routers are, for every family that has them."""
+"""How Megatron names and lays out routed experts, and the traits of their routers, for every family with experts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_patches.refit.source.config_fields import integer, number
 from megatron_patches.refit.source.shard import ParamShard, Piece
 from megatron_patches.refit.source.traits import RouterTraits
 
-# One module an expert (SequentialMLP), or one weight an expert in a grouped module (TEGroupedMLP). The numbers are
-# those of the whole model.
+# One module per expert (SequentialMLP), or one weight per expert in a grouped module (TEGroupedMLP). Numbers are those
+# of the whole model.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 
 
 def expert_shapes(prefix: str, count: int, hidden: int, width: int, gated: bool) -> Mapping[str, tuple[int, ...]]:
-    """Tensors of all experts of a layer; their names begin with ``prefix`` and the expert's number."""
+    """Tensors of all experts of a layer. Their names begin with ``prefix`` and the expert's number."""
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in range(count):
         for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
@@ -27,13 +27,13 @@ def expert_shapes(prefix: str, count: int, hidden: int, width: int, gated: bool)
 
 
 def expert_pieces(shard: ParamShard, name: str, prefix: str, count: int, gated: bool) -> Sequence[Piece] | None:
-    """Pieces of an expert's weight; None if ``name``, that of the parameter within its layer, is none of an expert's.
+    """Pieces of an expert's weight; None if ``name`` is not that of an expert's parameter.
 
     Args:
         shard: the parameter.
         name: its name within the layer.
-        prefix: what the tensors' names begin with, up to the expert's number.
-        count: experts of the layer.
+        prefix: prefix of the tensors' names, up to the expert's number.
+        count: number of experts of the layer.
         gated: whether the first weight holds gate and up projection.
     """
     match = _EXPERT.fullmatch(name)
@@ -51,7 +51,7 @@ def expert_pieces(shard: ParamShard, name: str, prefix: str, count: int, gated: 
 
 
 def sigmoid_router(config: Any) -> RouterTraits:
-    """A router that scores by a sigmoid, from Megatron's configuration."""
+    """Traits of a router with sigmoid scores, from Megatron's configuration."""
     return RouterTraits(
         groups=config.moe_router_num_groups or 1,
         groups_per_token=config.moe_router_group_topk or 1,
@@ -63,7 +63,7 @@ def sigmoid_router_from_config(config: Mapping[str, object]) -> RouterTraits:
     """The same from a ``config.json``.
 
     Raises:
-        UnsupportedModelError: if a field has no sense.
+        UnsupportedModelError: if a field is invalid.
     """
     return RouterTraits(
         groups=integer(config, "n_group", 1),

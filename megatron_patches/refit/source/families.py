@@ -1,6 +1,6 @@
-"""Finds the mapping files, and among their families that of a model.
+"""Finds the mapping files, and the family of a model among them.
 
-A mapping file is a module of this package with a constant ``FAMILY``; nothing else names it.
+A mapping file is a module of this package with a constant ``FAMILY``; nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def declared() -> Sequence[Declaration]:
-    """What the mapping files of this package are for, in the order of their names.
+    """The declarations of this package's mapping files, in order of file name.
 
     Raises:
-        ValueError: if two files are for the same architecture.
+        ValueError: if two files declare the same architecture.
     """
     found: dict[str, tuple[str, Declaration]] = {}
     for entry in pkgutil.iter_modules(source.__path__):
@@ -44,10 +44,10 @@ def family_of(model: torch.nn.Module, vocab_size: int) -> ModelFamily:
 
     Args:
         model: the model, or any pipeline stage of it, without wrappers.
-        vocab_size: rows of the embedding that are the tokenizer's; the rest is padding.
+        vocab_size: number of embedding rows that belong to tokens; the rest is padding.
 
     Raises:
-        UnsupportedModelError: naming every feature that cannot be expressed, and its flag.
+        UnsupportedModelError: with every feature that cannot be expressed, and its flag.
     """
     against = {family: list(family.refusals(model, vocab_size)) for family in declared() if family.claims(model)}
     able = [family for family, clauses in against.items() if not clauses]

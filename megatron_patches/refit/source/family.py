@@ -1,6 +1,6 @@
-"""What a mapping file has: the mapping of one kind of model, and a declaration of what the mapping is for.
+"""The content of a mapping file: the mapping of one kind of model, and a declaration of that kind.
 
-Adding a model means adding one such file; :mod:`megatron_patches.refit.source.families` finds it.
+To add a model, add such a file; :mod:`megatron_patches.refit.source.families` finds it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ModelFamily(Protocol):
 
     @property
     def traits(self) -> ModelTraits:
-        """The model."""
+        """Traits of the model."""
 
     @property
     def architecture(self) -> str:
@@ -32,7 +32,7 @@ class ModelFamily(Protocol):
         """Global shape of every tensor of the checkpoint, in the order of the file."""
 
     def pieces(self, shard: ParamShard) -> Sequence[Piece]:
-        """Which rows of the TP-local weight are which box.
+        """The box of each range of rows of the TP-local weight.
 
         Raises:
             UnmappedParameterError: if the family does not know the parameter.
@@ -43,20 +43,21 @@ class ModelFamily(Protocol):
 
 
 class PlannableFamily(ModelFamily, Protocol):
-    """A family that can also say what Megatron's parameters would be, for plans without a trainer.
+    """A family that also knows Megatron's parameters without a model, for plans without a trainer.
 
-    The embedding, the output layer, and what surrounds a layer that predicts further tokens follow from the traits.
+    The embedding, the output layer, and the parts of a multi-token prediction layer around its inner layer follow from
+    the traits.
     """
 
     @property
     def final_norm(self) -> str:
-        """Megatron's name of the norm behind the last layer."""
+        """Megatron's name of the norm after the last layer."""
 
     def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, but for those of routed experts, by name within it.
+        """Parameters of a layer, except those of routed experts, by name within it.
 
         Args:
-            layer: which, from 0; layers that predict further tokens are counted behind the last.
+            layer: number of the layer, from 0. Multi-token prediction layers follow the last layer.
             fused_norms: whether layers are Transformer Engine's.
         """
 
@@ -64,23 +65,23 @@ class PlannableFamily(ModelFamily, Protocol):
         """Parameters of one routed expert, by name within it."""
 
     def cuts(self, fused_norms: bool) -> Iterator[Cut]:
-        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+        """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What a mapping file is for, as its constant ``FAMILY``.
+    """What a mapping file supports; its constant ``FAMILY``.
 
     Attributes:
         architecture: name of the class in ``transformers``.
-        claims: whether a Megatron model (any pipeline stage, without wrappers) is of this kind. Where several families
+        claims: whether a Megatron model (any pipeline stage, without wrappers) is of this kind. If several families
             claim a model, the one that refuses nothing in it is taken.
-        refusals: for a model that is claimed, and its number of tokens: one clause for each feature that the
-            architecture cannot express, with the flag that sets it. Such a model would load, and compute something
-            else without a word.
-        read: the mapping of a model in which nothing is refused, and of its number of tokens.
-        from_config: the mapping of the model of a ``config.json`` of this architecture; raises UnsupportedModelError
-            where fields are missing or say what Megatron cannot build. None for a family without plans from
+        refusals: for a claimed model and its number of tokens, one clause per feature that the architecture cannot
+            express, with the flag that sets it. Without refusal, such a model would load and silently compute something
+            else.
+        read: the mapping of a model without refusals, given its number of tokens.
+        from_config: the mapping of the model of a ``config.json`` of this architecture; raises UnsupportedModelError if
+            fields are missing or describe what Megatron cannot build. None for a family that cannot be planned from
             configurations.
     """
 

@@ -1,6 +1,6 @@
-"""Reads GPTModels with grouped-query attention and rotary positions, and refuses what no Llama-like family expresses.
+"""Reads GPTModels with grouped-query attention and rotary positions; refuses what no Llama-like family can express.
 
-The rotary frequencies are compared with the model's own buffer, as not every builder passes its flags on.
+Rotary frequencies are compared with the model's own buffer, because not every builder passes its flags on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LOW_FACTOR, _HIGH_FACTOR, _ORIGINAL_LENGTH = 1.0, 4.0, 8192
 
 
 def may_be_gpt(model: torch.nn.Module) -> bool:
-    """Whether it is no hybrid, and without multi-latent attention."""
+    """Whether the model is neither a hybrid nor uses multi-latent attention."""
     config: Any = model.config
     return not getattr(model, "hybrid_layer_pattern", None) and not config.multi_latent_attention
 
 
 def gpt_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
-    """One clause for each feature that has no counterpart, experts and norms on query and key apart."""
+    """One clause per feature without a counterpart, except experts and norms on query and key."""
     from torch.nn import functional
 
     config: Any = model.config
@@ -51,11 +51,11 @@ def gpt_refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
 
 
 def gpt_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
-    """What a model is in which nothing is refused.
+    """Traits of a model without refusals.
 
     Args:
         model: the model, or any pipeline stage of it, without wrappers.
-        vocab_size: rows of the embedding that are the tokenizer's.
+        vocab_size: number of embedding rows that belong to tokens.
     """
     config: Any = model.config
     experts = config.num_moe_experts or 0
@@ -70,7 +70,7 @@ def gpt_traits(model: torch.nn.Module, vocab_size: int) -> ModelTraits:
         num_experts=experts,
         experts_per_token=config.moe_router_topk if experts else 0,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size if experts else 0,
-        # Scores are made to add up to one where the softmax comes after the choice of experts.
+        # Scores are normalized to a sum of one if the softmax comes after the choice of experts.
         norm_topk_prob=not (experts and config.moe_router_pre_softmax),
         rope_base=float(model.rotary_base),  # type: ignore[arg-type]
         rope_scaling_factor=_rope_scaling_factor(model, config),
@@ -103,13 +103,13 @@ def rotary_frequencies(head_dim: int, base: float, scaling_factor: float | None)
 
 
 def _rope_scaling_factor(model: torch.nn.Module, config: Any) -> float | None:
-    """Factor of Llama 3's scaling, from the lowest frequency in use: not every builder passes the flag on."""
+    """Factor of Llama 3's scaling, from the lowest frequency in use, because not every builder passes the flag on."""
     if not model.rotary_scaling:
         return None
     rotary: Any = model.rotary_pos_emb
     plain = rotary_frequencies(config.kv_channels, float(model.rotary_base), None)  # type: ignore[arg-type]
     if _ORIGINAL_LENGTH * plain[-1] / (2 * math.pi) >= _LOW_FACTOR:
-        return None  # no frequency is low enough to be scaled by the whole factor; the comparison decides
+        return None  # no frequency is low enough for the whole factor; the comparison decides
     return round(plain[-1] / float(rotary.inv_freq[-1]), 4)
 
 

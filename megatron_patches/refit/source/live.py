@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-_NAMED = 3  # parameters in a message
+_NAMED = 3  # parameters named in a message
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Holdings:
 
     Attributes:
         family: the model.
-        manifest: which boxes of it lie where.
-        memory: the manifest's storages by name, tensors of one dimension that share the parameters' memory.
+        manifest: where its boxes lie.
+        memory: the manifest's storages by name, one-dimensional tensors that share the parameters' memory.
     """
 
     family: ModelFamily
@@ -50,13 +50,13 @@ def describe_rank(
     """Describes this rank's part.
 
     Args:
-        chunks: the model, one module a virtual pipeline stage, wrapped or not.
-        vocab_size: number of tokens; rows of the embedding beyond it are padding and are left out.
-        rank: this rank's number as a source.
+        chunks: the model, one module per virtual pipeline stage, wrapped or not.
+        vocab_size: number of tokens; embedding rows beyond it are padding and are left out.
+        rank: this rank's source rank.
         tp_group: tensor-parallel group; None for Megatron's own.
 
     Raises:
-        RefitError: if the model has no Hugging Face form, or a parameter no counterpart in it.
+        RefitError: if the model has no Hugging Face form, or a parameter has no counterpart in it.
     """
     family = family_of(unwrapped(chunks[0]), vocab_size)
     storages: list[Storage] = []
@@ -70,14 +70,14 @@ def describe_rank(
 
 
 class LiveMemory:
-    """Where a model's parameters lie, push after push.
+    """Looks up the memory of a model's parameters for each push.
 
-    Describing thousands of experts takes longer than moving them. A later look takes the description for granted
-    where the model consists of the same tensors, of the same shapes and types; their memory may be another.
+    Describing thousands of experts takes longer than moving them. So a later lookup reuses the description if the model
+    consists of the same tensors, with the same shapes and dtypes; their memory may differ.
 
     Args:
         chunks: as for :func:`describe_rank`.
-        tp_group: as there.
+        tp_group: as for :func:`describe_rank`.
 
     Raises:
         RefitError: as :func:`megatron_patches.refit.source.describe.describe_model`.
@@ -89,17 +89,17 @@ class LiveMemory:
         self._prepared = self._described()
 
     def look_up(self) -> Memory:
-        """The storages of the description, by name; flat arrays on the CPU, else flat tensors on one device.
+        """The storages of the description, by name: flat arrays on the CPU, otherwise flat tensors on one device.
 
         Raises:
-            RefitError: if the model has other parameters than it had, or one has no memory now, or not where others do.
+            RefitError: if the model's parameters have changed, or one has no memory now or lies on another device.
         """
         for restore in self._restores:
             restore()
         if not self._same():
             self._describe()
             if self._described() != self._prepared:
-                self._held.clear()  # or the next look would take it for the model that it was
+                self._held.clear()  # otherwise the next lookup would accept the changed model
                 changes = _changes(self._prepared, self._described())
                 raise RefitError(
                     f"the model's parameters are others than at prepare(): {changes}; call prepare() again"
@@ -130,7 +130,7 @@ class LiveMemory:
         return tuple(live.shard for live in self._shards)
 
     def _same(self) -> bool:
-        """Whether the description holds still."""
+        """Whether the description is still valid."""
         found = [held_tensors(unwrapped(chunk)) for chunk in self._chunks]
         if list(map(len, found)) != list(map(len, self._held)):
             return False
@@ -145,7 +145,7 @@ class LiveMemory:
 
 
 def _changes(before: Sequence[ParamShard], after: Sequence[ParamShard]) -> str:
-    """Which parameters are not what they were, for a message."""
+    """Which parameters have changed, for a message."""
     old, new = ({shard.storage: shard for shard in shards} for shards in (before, after))
     found = [f"{old[storage].name} is gone" for storage in old.keys() - new.keys()]
     found += [f"{new[storage].name} is new" for storage in new.keys() - old.keys()]
@@ -170,10 +170,10 @@ def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def bits_of(memory: torch.Tensor) -> Bits:
-    """A parameter's memory as unsigned integers of the elements' width, shared where it is on the CPU, else copied.
+    """A parameter's memory as unsigned integers of the elements' width; shared if on the CPU, otherwise copied.
 
     Args:
-        memory: a contiguous tensor of one dimension.
+        memory: a contiguous, one-dimensional tensor.
     """
     import torch
 

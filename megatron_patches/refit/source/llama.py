@@ -1,7 +1,7 @@
 """Dense Llama-like models: Megatron's GPTModel with RMSNorm, rotary positions, GQA and gated SiLU.
 
-Layers come in two flavours: the local spec has norms of their own, Transformer Engine's holds them inside the
-linear layer that follows. Both map to the same tensors.
+Layers come in two flavours: the local spec has separate norms, Transformer Engine's keeps them inside the linear
+layer that follows. Both map to the same tensors.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class LlamaFamily:
         return shapes
 
     def pieces(self, shard: ParamShard) -> Sequence[Piece]:
-        """Which rows of the TP-local weight are which box.
+        """The box of each range of rows of the TP-local weight.
 
         Raises:
-            UnmappedParameterError: if the name is none of a Llama-like model's, or its layer does not exist.
+            UnmappedParameterError: if a Llama-like model has no such parameter or layer.
         """
         match = _LAYER.fullmatch(shard.name)
         if match is None:
@@ -92,11 +92,11 @@ class LlamaFamily:
 
     @property
     def final_norm(self) -> str:
-        """Megatron's name of the norm behind the last layer."""
+        """Megatron's name of the norm after the last layer."""
         return "decoder.final_layernorm.weight"
 
     def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, but for those of routed experts, by name within it."""
+        """Parameters of a layer, except those of routed experts, by name within it."""
         yield from attention_params(self.traits, fused_norms)
         yield from feed_forward_params(self.traits, fused_norms, experts=self.traits.has_experts(layer), gated=True)
 
@@ -104,8 +104,8 @@ class LlamaFamily:
         """Parameters of one routed expert, by name within it."""
         return expert_params(self.traits, gated=True)
 
-    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - others have them whole
-        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - unused: other families need it
+        """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         yield from attention_cuts(self.traits)
 
     def _unmapped(self, shard: ParamShard) -> UnmappedParameterError:
@@ -115,7 +115,7 @@ class LlamaFamily:
         )
 
     def _layer_shapes(self, layer: int) -> Mapping[str, tuple[int, ...]]:
-        """Tensors of a layer, by their whole names."""
+        """Tensors of a layer, by full name."""
         prefix, norm = f"model.layers.{layer}.", (self.traits.hidden_size,)
         inner = {**self._attention_shapes(), **self._mlp_shapes()}
         return {
@@ -184,7 +184,7 @@ class LlamaFamily:
 
 
 def linear(name: str, rows: int, columns: int, bias: bool) -> Mapping[str, tuple[int, ...]]:
-    """Weight and, where there is one, bias of a linear layer."""
+    """Weight and, if there is one, bias of a linear layer."""
     weight = {f"{name}.weight": (rows, columns)}
     return {**weight, f"{name}.bias": (rows,)} if bias else weight
 
@@ -220,14 +220,14 @@ def common_config(traits: ModelTraits) -> Mapping[str, object]:
 
 
 def traits_from_config(config: Mapping[str, object], mlp_bias: bool = False) -> ModelTraits:
-    """What a ``config.json`` says in fields that all dense Llama-like architectures share.
+    """Traits from the fields of a ``config.json`` that all dense Llama-like architectures share.
 
     Args:
-        config: its content.
+        config: content of the file.
         mlp_bias: whether the feed-forward has biases.
 
     Raises:
-        UnsupportedModelError: if a field is missing or has no sense.
+        UnsupportedModelError: if a field is missing or invalid.
     """
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     attention_bias = flag(config, "attention_bias")
@@ -254,7 +254,7 @@ def traits_from_config(config: Mapping[str, object], mlp_bias: bool = False) -> 
 
 
 def _claims(model: torch.nn.Module) -> bool:
-    """All that no other Llama-like family claims."""
+    """Claims every model that no other Llama-like family claims."""
     config: Any = model.config
     others = config.num_moe_experts or config.qk_layernorm or (config.add_qkv_bias and not config.add_bias_linear)
     return may_be_gpt(model) and not others

@@ -1,4 +1,4 @@
-"""How Megatron numbers the ranks of a training run: sizes of the parallel axes to the coordinates of each rank."""
+"""How Megatron numbers the ranks of a training run: from sizes of the parallel axes to each rank's coordinates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """Where one rank stands.
+    """Coordinates of one rank.
 
     Attributes:
-        tp: in its tensor-parallel group.
-        etp: in its extended-tensor-parallel group.
+        tp: rank in its tensor-parallel group.
+        etp: rank in its extended-tensor-parallel group.
         pp: its pipeline stage.
-        ep: in its expert-parallel group.
-        expert_tp: in its expert tensor-parallel group.
-        expert_etp: in the group over which the rows of expert weights are cut.
+        ep: rank in its expert-parallel group.
+        expert_tp: rank in its expert tensor-parallel group.
+        expert_etp: rank in the group over which the rows of expert weights are cut.
     """
 
     tp: int
@@ -30,7 +30,7 @@ class TrainerRank:
 class TrainerMesh:
     """Sizes of the axes, in Megatron's default rank order (``tp-cp-ep-dp-pp``).
 
-    The world is ``tp * etp * dp * pp``. Expert layers see the same ranks of a stage along other axes: ``expert_tp``,
+    The world size is ``tp * etp * dp * pp``. Expert layers divide the ranks of a stage along other axes: ``expert_tp``,
     ``ep``, ``expert_etp``, and as many replicas as remain.
 
     Attributes:
@@ -44,11 +44,12 @@ class TrainerMesh:
         dp: replicas, context parallelism included: peers that hold the same bytes.
         first: layers on the first pipeline stage (``--decoder-first-pipeline-num-layers``); 0 for as many as on the
             others.
-        last: layers on the last pipeline stage (``--decoder-last-pipeline-num-layers``); 0 alike.
+        last: layers on the last pipeline stage (``--decoder-last-pipeline-num-layers``); 0 for as many as on the
+            others.
 
     Raises:
-        ValueError: if a size is not positive, chunks are asked for without stages, or the expert axes do not divide
-            the world.
+        ValueError: if a size is not positive, there are several chunks but one stage, or the expert axes do not divide
+            the ranks of a stage.
     """
 
     tp: int = 1
@@ -79,19 +80,19 @@ class TrainerMesh:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.tp * self.etp * self.dp
 
     @property
     def size(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks of the run."""
         return self.stage_size * self.pp
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers on each pipeline stage, all its chunks together.
+        """Number of layers on each pipeline stage, all its chunks together.
 
         Raises:
-            ValueError: if the layers cannot be spread evenly over the stages that have no number of their own.
+            ValueError: if the layers cannot be spread evenly over the stages without an explicit number.
         """
         even = self.pp - bool(self.first) - bool(self.last)
         rest = num_layers - self.first - self.last
@@ -109,10 +110,10 @@ class TrainerMesh:
         return [self.first] * bool(self.first) + middle + [self.last] * bool(self.last)
 
     def coordinates(self, rank: int) -> TrainerRank:
-        """Where ``rank`` stands.
+        """The coordinates of ``rank``.
 
         Raises:
-            ValueError: if there is no such rank.
+            ValueError: if the rank does not exist.
         """
         if not 0 <= rank < self.size:
             raise ValueError(f"there is no rank {rank} among {self.size}")

@@ -1,8 +1,8 @@
-"""NemotronH-like hybrids: each layer is a Mamba-2 mixer, attention, a squared-ReLU feed-forward, or experts of such.
+"""NemotronH-like hybrids: each layer is a Mamba-2 mixer, attention, a squared-ReLU feed-forward, or experts.
 
 Megatron's hybrid model keeps the five inputs of a Mamba mixer (gate z, x, B, C and the time step) in one weight, each
-cut by tensor parallelism on its own, and so does the convolution over x, B and C; a checkpoint has them whole, one
-after another.
+cut separately by tensor parallelism. The same holds for the convolution over x, B and C. A checkpoint contains them
+whole, one after another.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     import torch
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Kinds of layers by the letters of Megatron's hybrid patterns, in which "|" ends a pipeline stage, and of
+# Kinds of layers by their letters in Megatron's hybrid patterns, where "|" ends a pipeline stage, and in
 # hybrid_override_pattern.
 _KINDS: Mapping[str, str] = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"})
-# The same by their names in layers_block_type of several releases of transformers.
+# Kinds of layers by their names in layers_block_type, as several releases of transformers spell them.
 _KINDS_BY_NAME: Mapping[str, str] = MappingProxyType(
     {
         **_KINDS,
@@ -62,7 +62,7 @@ _KINDS_BY_NAME: Mapping[str, str] = MappingProxyType(
         "full_attention": "attention",
     }
 )
-# Constants of megatron.core.ssm.mamba_mixer.MambaMixer, which no flag sets.
+# Constants of megatron.core.ssm.mamba_mixer.MambaMixer; no flag sets them.
 _MIXER_KERNEL, _MIXER_NORM_EPS = 4, 1e-5
 
 
@@ -70,7 +70,7 @@ class NemotronHFamily:
     """``NemotronHForCausalLM``.
 
     Args:
-        traits: the model, with the kind of each layer.
+        traits: traits of the model, with the kind of each layer.
     """
 
     def __init__(self, traits: ModelTraits) -> None:
@@ -132,10 +132,10 @@ class NemotronHFamily:
         return shapes
 
     def pieces(self, shard: ParamShard) -> Sequence[Piece]:
-        """Which rows of the TP-local weight are which box.
+        """The box of each range of rows of the TP-local weight.
 
         Raises:
-            UnmappedParameterError: if the name is none of such a model's, or its layer or expert does not exist.
+            UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
         found: Sequence[Piece] | None = None
         match = _LAYER.fullmatch(shard.name)
@@ -153,11 +153,11 @@ class NemotronHFamily:
 
     @property
     def final_norm(self) -> str:
-        """Megatron's name of the norm behind the last layer."""
+        """Megatron's name of the norm after the last layer."""
         return "decoder.final_norm.weight"
 
     def layer_params(self, layer: int, fused_norms: bool) -> Iterator[Param]:
-        """Parameters of a layer, but for those of routed experts, by name within it."""
+        """Parameters of a layer, except those of routed experts, by name within it."""
         kind = self.traits.layer_kinds[layer]
         if kind == "mamba":
             yield from self._mamba_params(fused_norms)
@@ -170,8 +170,8 @@ class NemotronHFamily:
         """Parameters of one routed expert, by name within it."""
         return expert_params(self.traits, gated=False)
 
-    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - others have them whole
-        """What tensor parallelism must divide in a layer, beyond its heads, experts and feed-forward."""
+    def cuts(self, fused_norms: bool) -> Iterator[Cut]:  # noqa: ARG002 - unused: other families need it
+        """Dimensions that tensor parallelism must divide in a layer, besides heads, experts and feed-forward."""
         yield from attention_cuts(self.traits)
         yield "heads of a Mamba mixer", self._mamba.heads
         yield "groups of a Mamba mixer", self._mamba.groups
@@ -307,7 +307,7 @@ class NemotronHFamily:
 
 
 def _blocks(shard: ParamShard, tensor: str, sizes: Sequence[int]) -> tuple[Piece, ...]:
-    """Blocks of ``sizes`` rows that follow each other in ``tensor``, each cut by tensor parallelism on its own."""
+    """Consecutive blocks of ``sizes`` rows in ``tensor``, each cut separately by tensor parallelism."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return rules.segments(shard, [(tensor, start, rows) for start, rows in zip(starts, sizes, strict=True)])
 
@@ -331,7 +331,7 @@ def _claims(model: torch.nn.Module) -> bool:
 
 
 def _pattern(model: torch.nn.Module) -> str:
-    """A letter for each layer of the whole model."""
+    """One letter per layer of the whole model."""
     return str(model.hybrid_layer_pattern).replace("|", "")
 
 
@@ -422,7 +422,7 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
         ffn_hidden_size=integer(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=integer(config, "num_key_value_heads", heads),
-        # Published configurations of the first models have the longer name.
+        # Published configurations of the first models use the longer name.
         head_dim=integer(config, "head_dim" if "head_dim" in config else "attention_head_dim"),
         vocab_size=integer(config, "vocab_size"),
         max_positions=integer(config, "max_position_embeddings"),
@@ -450,7 +450,7 @@ def _from_config(config: Mapping[str, object]) -> NemotronHFamily:
 
 
 def _shared_width(config: Mapping[str, object]) -> int:
-    """Width of NemotronH's shared experts, all together."""
+    """Total width of NemotronH's shared experts."""
     shared = count(config, "n_shared_experts")
     return shared * integer(config, "moe_shared_expert_intermediate_size") if shared else 0
 

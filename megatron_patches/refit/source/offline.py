@@ -1,7 +1,7 @@
-"""Describes what a trainer rank would hold, from a model's family and the mesh alone: no Megatron, no tensor.
+"""Describes what a trainer rank would hold, from a model's family and the mesh: no Megatron, no tensors.
 
-The counterpart of ``describe``, which looks at a live model; a test holds the two against each other, rank by rank.
-It is what plans for clusters that are not here are made from.
+The counterpart of ``describe``, which examines a live model; a test compares the two, rank by rank. Plans for clusters
+that do not exist are made from these descriptions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class TrainerOptions:
     """How the training run keeps its weights.
 
     Attributes:
-        dtype: element type of every parameter.
+        dtype: dtype of every parameter.
         vocab_multiple: Megatron's ``--make-vocab-size-divisible-by``.
-        pad_for_alignment: rows of a shard are a multiple of this, as in ``EtpConfig``.
+        pad_for_alignment: multiple to which the rows of a shard are padded, as in ``EtpConfig``.
         fused_norms: whether layers are Transformer Engine's: norms lie inside the linear layer that follows, and the
-            down projections of multi-latent attention are repeated, not cut.
+            down projections of multi-latent attention are replicated, not cut.
         grouped_experts: whether a rank's experts are one grouped module, not one module each.
     """
 
@@ -46,7 +46,7 @@ def trainer_manifest(
     options: TrainerOptions = TrainerOptions(),
     host: str = "",
 ) -> Manifest:
-    """What ``rank`` holds, in boxes. Arguments as in :func:`param_shards`; ``host`` is the name of its machine."""
+    """What ``rank`` holds, as boxes. Arguments as for :func:`param_shards`; ``host`` is the name of its machine."""
     storages: list[Storage] = []
     held: list[Placement] = []
     for shard in param_shards(family, mesh, rank, options):
@@ -63,8 +63,8 @@ def param_shards(
     Args:
         family: the model.
         mesh: sizes of the parallel axes.
-        rank: which rank.
-        options: padding, names and element type.
+        rank: the rank.
+        options: padding, names and dtype.
 
     Raises:
         UnsupportedModelError: if an axis does not divide what it cuts; names both.
@@ -106,14 +106,14 @@ def _outer_params(
         yield Param("embedding.word_embeddings.weight", table, 0)
     if last:
         yield Param(family.final_norm, (traits.hidden_size,))
-        if not (first and traits.tied_embeddings):  # a tied table is kept on both the first and the last stage
+        if not (first and traits.tied_embeddings):  # with tied embeddings, the first and the last stage each keep the table
             yield Param("output_layer.weight", table, 0)
 
 
 def _mtp_params(
     family: PlannableFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions
 ) -> Iterator[tuple[Param, str]]:
-    """Layers that predict further tokens: Megatron keeps them on the last stage, with the embedding."""
+    """Multi-token prediction layers. Megatron keeps them on the last stage, together with the embedding."""
     hidden = family.traits.hidden_size
     for number in range(family.traits.mtp_layers):
         prefix = f"mtp.layers.{number}."
@@ -132,7 +132,7 @@ def _mtp_params(
 def _layer_params(
     family: PlannableFamily, mesh: TrainerMesh, where: TrainerRank, options: TrainerOptions, layer: int
 ) -> Iterator[tuple[Param, str]]:
-    """Parameters of a layer, and their names with the whole model's expert numbers."""
+    """Parameters of a layer, each with its name with global expert numbers."""
     for param in family.layer_params(layer, options.fused_norms):
         yield param, param.name
     if not family.traits.has_experts(layer):
@@ -174,7 +174,7 @@ def _shard(
 
 
 def _check_divides(family: PlannableFamily, mesh: TrainerMesh, options: TrainerOptions) -> None:
-    """Megatron refuses these too, when it builds the model."""
+    """Checks that axes divide what they cut, as Megatron does when it builds the model."""
     traits = family.traits
     if traits.num_kv_heads % mesh.tp and mesh.tp % traits.num_kv_heads:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Megatron's parameters without Megatron: the names and shapes in a layer, for families that plans can be made for."""
+"""Megatron's parameters without Megatron: the names and shapes in a layer, for families that can be planned."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Param:
     """One parameter: its name within its module, its shape before any cut, and the cuts.
 
     Attributes:
-        name: Megatron's.
-        shape: before tensor parallelism.
-        dim: that tensor parallelism cuts; None for none.
-        expert: whether it belongs to a routed expert, which other ranks share.
-        dtype: element type where it is not the model's.
+        name: Megatron's name.
+        shape: shape before tensor parallelism.
+        dim: dimension that tensor parallelism cuts; None for none.
+        expert: whether it belongs to a routed expert, which has its own parallel axes.
+        dtype: dtype, if it differs from the model's.
     """
 
     name: str
@@ -28,16 +28,16 @@ class Param:
 
     @property
     def sharded(self) -> bool:
-        """Weights of linear layers and embeddings are cut along their rows; the router, norms and biases are not."""
+        """Whether its rows are cut by ETP: weights of linear layers and embeddings are; the router, norms and biases are not."""
         return self.dim is not None and len(self.shape) == 2
 
 
 Cut = tuple[str, int]
-"""What tensor parallelism must divide: its name in messages, and its size."""
+"""A dimension that tensor parallelism must divide: its name for messages, and its size."""
 
 
 def attention_params(traits: ModelTraits, fused_norms: bool) -> Iterator[Param]:
-    """Attention with heads of its own, and the norm before it."""
+    """Attention with separate heads, and the norm before it."""
     t = traits
     query, key = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
     norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
@@ -54,12 +54,12 @@ def attention_params(traits: ModelTraits, fused_norms: bool) -> Iterator[Param]:
 
 
 def attention_cuts(traits: ModelTraits) -> Iterator[Cut]:
-    """What tensor parallelism must divide in it."""
+    """Dimensions of attention that tensor parallelism must divide."""
     yield "rows of query, key and value", (traits.num_heads + 2 * traits.num_kv_heads) * traits.head_dim
 
 
 def feed_forward_params(traits: ModelTraits, fused_norms: bool, *, experts: bool, gated: bool) -> Iterator[Param]:
-    """The feed-forward of a dense layer, or of a layer with experts what is not theirs, and the norm before it."""
+    """The feed-forward of a dense layer, or of a layer with experts everything but the experts; and the norm before it."""
     t, stacked = traits, 2 if gated else 1
     fused = fused_norms and not experts
     yield Param("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight", (t.hidden_size,))

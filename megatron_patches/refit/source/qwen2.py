@@ -14,7 +14,7 @@ from megatron_patches.refit.source.llama import LlamaFamily, common_config, trai
 if TYPE_CHECKING:
     import torch
 
-# What transformers takes for a field that is left out, where it does not follow from other fields.
+# transformers' defaults for fields that are left out, where they do not follow from other fields.
 _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 32})
 
 

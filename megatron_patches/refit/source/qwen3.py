@@ -16,12 +16,12 @@ from megatron_patches.refit.source.llama import LlamaFamily, Rule, common_config
 if TYPE_CHECKING:
     import torch
 
-# What transformers takes for a field that is left out, where it does not follow from other fields.
+# transformers' defaults for fields that are left out, where they do not follow from other fields.
 _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 32, "head_dim": 128})
 
 
 class Qwen3Family(LlamaFamily):
-    """``Qwen3ForCausalLM``, trained with ``--qk-layernorm``. A head's size need not be hidden size over heads."""
+    """``Qwen3ForCausalLM``, trained with ``--qk-layernorm``. The head size may differ from hidden size over heads."""
 
     @property
     def architecture(self) -> str:

@@ -1,4 +1,4 @@
-"""Qwen3-MoE-like models: Qwen3's attention, and a router with gated experts in every layer, none of them shared."""
+"""Qwen3-MoE-like models: Qwen3's attention, and a router with gated experts in every layer, without shared experts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# What transformers takes for a field that is left out, where it does not follow from other fields.
+# transformers' defaults for fields that are left out, where they do not follow from other fields.
 _LEFT_OUT: Mapping[str, object] = MappingProxyType({"num_key_value_heads": 4})
 
 
 class Qwen3MoeFamily(Qwen3Family):
-    """``Qwen3MoeForCausalLM``. The numbers of experts in parameter names are those of the whole model."""
+    """``Qwen3MoeForCausalLM``. Parameter names contain the global numbers of experts."""
 
     @property
     def architecture(self) -> str:
