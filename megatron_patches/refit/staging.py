@@ -1,8 +1,8 @@
 """Memory for packets: one pool per party, which never exceeds its budget.
 
-A party keeps two buffers, *slots*, for each of its links, so that one can be filled while the other is on its way.
-All slots of a party are equal, and together they are within the budget (:func:`slot_bytes`). No link ever waits for
-memory of another: each has its slots from the moment it is made, so each can always proceed with its own.
+A party keeps two buffers, *slots*, for each of its links, so that one can be filled while the other is in flight. All
+slots of a party have the same size, and together they fit its budget (:func:`slot_bytes`). No link ever waits for
+another's memory: each has its slots from the start, so it can always proceed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from megatron_patches.refit.errors import StagingError
 SLOTS = 2
 """Buffers of one link on each side."""
 
-_PIPELINE = 8  # slots' contents that a version has at least, so that packing and the way overlap
-_SMALL = 1 << 20  # below this, cutting finer costs more than it overlaps
+_PIPELINE = 8  # a version is cut into at least this many slots per link, so that packing and transfer overlap
+_SMALL = 1 << 20  # below this size, cutting costs more than overlap gains
 
 _ELEMENT = 8  # bytes of the widest element, the least that a slot must hold
-_ALIGNMENT = 256  # of slots, where they are that large: what GPUs copy fastest
+_ALIGNMENT = 256  # of slots of at least this size: fastest for GPU copies
 
 
 class StagingPool:
-    """Hands out memory up to a limit, which it enforces.
+    """Leases memory up to a limit, which it enforces.
 
     Args:
-        limit_bytes: the most that may be out at a time.
+        limit_bytes: limit of the leased memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -36,23 +36,23 @@ class StagingPool:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes that are out now."""
+        """Bytes leased now."""
         return self._out
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was out at a time."""
+        """Peak of the leased bytes."""
         return self._peak
 
     def lease[T](self, nbytes: int, make: Callable[[int], T]) -> Lease[T]:
-        """Makes a buffer.
+        """Leases a buffer.
 
         Args:
             nbytes: its size.
             make: allocates (or maps) it.
 
         Raises:
-            StagingError: if more than the limit would be out.
+            StagingError: if the limit would be exceeded.
         """
         with self._lock:
             if self._out + nbytes > self.limit_bytes:
@@ -86,14 +86,14 @@ class Lease[T]:
         self._returned = False
 
     def release(self) -> None:
-        """Gives the memory back to the pool; once is enough, and more does no harm."""
+        """Returns the memory to the pool. May be called more than once."""
         if not self._returned:
             self._returned = True
             self._pool._give_back(self.nbytes)
 
 
 def slot_bytes(limit_bytes: int, links: int, extra: int = 0) -> int:
-    """Size of a slot, so that all slots of a party are within its budget.
+    """Size of a slot such that all slots of a party fit its budget.
 
     Args:
         limit_bytes: the budget.
@@ -101,10 +101,10 @@ def slot_bytes(limit_bytes: int, links: int, extra: int = 0) -> int:
         extra: further buffers of a slot's size.
 
     Returns:
-        A multiple of 8 bytes, of 256 bytes from there on; the limit itself where there is no link.
+        A multiple of 8 bytes, or of 256 bytes if at least that large; about the whole limit without links.
 
     Raises:
-        StagingError: if a slot could not hold one element of 8 bytes; names the least budget that does.
+        StagingError: if a slot could not hold one element of 8 bytes; names the least budget that works.
     """
     count = SLOTS * links + extra
     size = limit_bytes // max(1, count)
@@ -118,13 +118,13 @@ def slot_bytes(limit_bytes: int, links: int, extra: int = 0) -> int:
 
 
 def useful_bytes(total_bytes: int) -> int:
-    """The largest slot that is of use to a link.
+    """The largest slot that a link can make use of.
 
     Args:
-        total_bytes: what the link moves of one version.
+        total_bytes: bytes that the link moves per version.
 
     Returns:
-        A multiple of 256 bytes; of a small version all, of a larger one an eighth.
+        A multiple of 256 bytes: enough for all of a small version, or for an eighth of a larger one.
     """
     size = max(min(total_bytes, _SMALL), -(-total_bytes // _PIPELINE))
     return -(-size // _ALIGNMENT) * _ALIGNMENT

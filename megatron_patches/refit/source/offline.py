@@ -106,7 +106,7 @@ def _outer_params(
         yield Param("embedding.word_embeddings.weight", table, 0)
     if last:
         yield Param(family.final_norm, (traits.hidden_size,))
-        if not (first and traits.tied_embeddings):  # with tied embeddings, the first and the last stage each keep the table
+        if not (first and traits.tied_embeddings):  # if tied, the first and the last stage each keep the table
             yield Param("output_layer.weight", table, 0)
 
 

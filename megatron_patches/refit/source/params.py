@@ -28,7 +28,7 @@ class Param:
 
     @property
     def sharded(self) -> bool:
-        """Whether its rows are cut by ETP: weights of linear layers and embeddings are; the router, norms and biases are not."""
+        """Whether ETP cuts its rows: those of linear layers and embeddings, but not of router, norms and biases."""
         return self.dim is not None and len(self.shape) == 2
 
 
@@ -59,7 +59,7 @@ def attention_cuts(traits: ModelTraits) -> Iterator[Cut]:
 
 
 def feed_forward_params(traits: ModelTraits, fused_norms: bool, *, experts: bool, gated: bool) -> Iterator[Param]:
-    """The feed-forward of a dense layer, or of a layer with experts everything but the experts; and the norm before it."""
+    """The feed-forward of a dense layer, or what a layer with experts has besides them; and the norm before it."""
     t, stacked = traits, 2 if gated else 1
     fused = fused_norms and not experts
     yield Param("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight", (t.hidden_size,))

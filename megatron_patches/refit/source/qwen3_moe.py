@@ -50,10 +50,10 @@ class Qwen3MoeFamily(Qwen3Family):
         }
 
     def pieces(self, shard: ParamShard) -> Sequence[Piece]:
-        """Which rows of the TP-local weight are which box.
+        """The box of each range of rows of the TP-local weight.
 
         Raises:
-            UnmappedParameterError: if the name is none of such a model's, or its layer or expert does not exist.
+            UnmappedParameterError: if such a model has no such parameter, layer or expert.
         """
         match = _LAYER.fullmatch(shard.name)
         if match is not None and int(match[1]) < self.traits.num_layers:
@@ -93,7 +93,7 @@ def _refusals(model: torch.nn.Module, vocab_size: int) -> Iterator[str]:
 
 
 def _router_refusals(config: Any) -> Iterator[str]:
-    """Experts are exported as Qwen3-MoE has them: in every layer, gated, chosen by a softmax, none shared."""
+    """One clause per difference from Qwen3-MoE's experts: in every layer, gated, chosen by a softmax, none shared."""
     frequency = config.moe_layer_freq
     if frequency != 1 and not (isinstance(frequency, list) and all(value == 1 for value in frequency)):
         yield f"only some of its layers have experts (--moe-layer-freq {frequency})"
@@ -124,7 +124,7 @@ def _from_config(config: Mapping[str, object]) -> Qwen3MoeFamily:
         num_experts=integer(config, "num_experts"),
         experts_per_token=integer(config, "num_experts_per_tok"),
         moe_ffn_hidden_size=integer(config, "moe_intermediate_size"),
-        norm_topk_prob=flag(config, "norm_topk_prob"),  # False is transformers' own
+        norm_topk_prob=flag(config, "norm_topk_prob"),  # as transformers' default
     )
     return Qwen3MoeFamily(traits)
 

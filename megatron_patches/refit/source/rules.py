@@ -14,7 +14,7 @@ from megatron_patches.refit.source.shard import ParamShard, Piece
 
 
 def replicated(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
-    """The same on every tensor-parallel rank: norms, and biases of row-parallel layers."""
+    """Equal on every tensor-parallel rank: norms, and biases of row-parallel layers."""
     _expect_partition(shard, None)
     return (Piece(0, Box(tensor, (0,) * len(shard.shape), shard.shape)),)
 
@@ -26,14 +26,14 @@ def column_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
 
 
 def column_parallel_or_whole(shard: ParamShard, tensor: str, rows: int) -> tuple[Piece, ...]:
-    """Rows cut by tensor parallelism, or the same on every rank; which it is, the parameter says.
+    """Rows cut by tensor parallelism, or replicated; the parameter says which.
 
-    Megatron's own layers cut the down projections of multi-latent attention, Transformer Engine's repeat them.
+    Megatron's own layers cut the down projections of multi-latent attention; Transformer Engine's replicate them.
 
     Args:
         shard: the weight.
         tensor: its tensor.
-        rows: rows of the tensor, which tell the two apart where the parameter is wrongly marked.
+        rows: rows of the tensor; they show if the parameter is marked wrongly.
     """
     whole = shard.partition_dim is None
     if shard.shape[0] * (1 if whole else shard.tp_size) != rows:
@@ -45,11 +45,11 @@ def column_parallel_or_whole(shard: ParamShard, tensor: str, rows: int) -> tuple
 
 
 def segments(shard: ParamShard, parts: Sequence[tuple[str, int, int]]) -> tuple[Piece, ...]:
-    """Several blocks of rows in one weight, each cut by tensor parallelism: a rank holds its part of each in turn.
+    """Several blocks of rows in one weight, each cut by tensor parallelism. A rank holds its part of each in turn.
 
     Args:
         shard: the weight or vector.
-        parts: for each block its tensor, the row of the tensor at which it begins, and its rows in the whole model.
+        parts: for each block its tensor, its first row in the tensor, and its number of rows in the whole model.
     """
     _expect_partition(shard, 0)
     total = sum(rows for _, _, rows in parts)
@@ -68,7 +68,7 @@ def segments(shard: ParamShard, parts: Sequence[tuple[str, int, int]]) -> tuple[
 
 
 def row_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
-    """Tensor-parallel rank r holds the r-th block of columns, all rows of it."""
+    """Tensor-parallel rank r holds the r-th block of columns, with all rows."""
     _expect_partition(shard, 1)
     rows, columns = shard.shape
     start = shard.tp_rank * columns
@@ -76,7 +76,7 @@ def row_parallel(shard: ParamShard, tensor: str) -> tuple[Piece, ...]:
 
 
 def vocabulary(shard: ParamShard, tensor: str, vocab_size: int) -> tuple[Piece, ...]:
-    """A column-parallel table whose rows were padded at the tail; only the first ``vocab_size`` are the model's."""
+    """A column-parallel table with padding at its end; only the first ``vocab_size`` rows belong to the model."""
     _expect_partition(shard, 0)
     start = shard.tp_rank * shard.shape[0]
     rows = min(shard.shape[0], vocab_size - start)
@@ -98,8 +98,8 @@ def fused_qkv(
 ) -> tuple[Piece, ...]:
     """Query, key and value in one weight, group by group: the query heads of a KV group, its key, its value.
 
-    Tensor parallelism cuts the rows of the whole without regard to groups: with more tensor-parallel ranks than
-    KV groups a rank holds part of one group, which may end inside its key. Pieces are clipped accordingly.
+    Tensor parallelism cuts the rows of the whole weight regardless of groups. With more tensor-parallel ranks than KV
+    groups, a rank holds part of one group, which may end inside its key. Pieces are clipped accordingly.
 
     Args:
         shard: the fused weight or bias.
@@ -138,9 +138,9 @@ def _rows(shard: ParamShard, tensor: str, local: int, start: int, rows: int) -> 
 
 
 def _expect_partition(shard: ParamShard, dim: int | None) -> None:
-    """The cut that the parameter says it has must be the one that the mapping expects.
+    """Checks that the parameter is cut along the dimension that the mapping expects.
 
-    On a group of one rank Megatron does not always mark the parameter, and nothing is cut.
+    Groups of one rank are not checked: Megatron does not always mark their parameters, and nothing is cut.
     """
     if shard.tp_size > 1 and shard.partition_dim != dim:
         raise UnmappedParameterError(

@@ -1,9 +1,9 @@
 """A Megatron parameter as one rank holds it, in integers, and its translation into boxes.
 
-A weight is cut twice. Tensor parallelism cuts dim 0 or dim 1 of the whole; extended tensor parallelism then cuts
-dim 0 of the TP-local weight and pads its tail. A family mapping sees only the TP-local weight, as :class:`Piece`
-objects: "these rows of it are this box of that tensor". :func:`placements` then clips the pieces to the rows that
-this rank's shard holds. Padding rows belong to no piece, so they can never be sent.
+A weight is cut twice. Tensor parallelism cuts dim 0 or dim 1 of the whole weight. Extended tensor parallelism then cuts
+dim 0 of the TP-local weight and pads its end. A family mapping sees only the TP-local weight, as :class:`Piece`
+objects: "these rows of it are this box of that tensor". :func:`placements` then clips the pieces to the rows of this
+rank's shard. Padding rows belong to no piece, so they can never be sent.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ParamShard:
     Attributes:
         name: Megatron's name without wrappers, with the layer's global number:
             ``decoder.layers.7.mlp.linear_fc1.weight``.
-        storage: key of the local memory, unique on the rank; two model chunks may hold parameters of one name.
+        storage: key of the local memory, unique on the rank; two model chunks may have parameters of the same name.
         shape: logical shape of the TP-local weight: after tensor parallelism, before extended tensor parallelism.
-        rows: rows ``[start, stop)`` of it that this rank holds; empty where its shard is padding alone.
+        rows: rows ``[start, stop)`` of it that this rank holds; empty if its shard is only padding.
         held_shape: shape in memory, padding included; contiguous.
-        dtype: torch's name of the element type.
+        dtype: torch's name of the dtype.
         tp_rank: position in the tensor-parallel group.
         tp_size: size of the tensor-parallel group.
         partition_dim: dimension that tensor parallelism cuts; None for a replicated parameter.
@@ -56,11 +56,11 @@ class ParamShard:
 
     @property
     def row_numel(self) -> int:
-        """Elements in one row."""
+        """Number of elements in one row."""
         return math.prod(self.shape[1:])
 
     def as_storage(self) -> Storage:
-        """The memory that holds the shard; what lies behind its logical rows is padding."""
+        """The memory that holds the shard. Everything after its logical rows is padding."""
         return Storage(
             name=self.storage,
             dtype=self.dtype,
@@ -74,8 +74,8 @@ class Piece:
     """Rows ``[start, start + box.shape[0])`` of a TP-local weight are ``box``.
 
     Attributes:
-        start: first row, in the TP-local weight.
-        box: the same elements in a Hugging Face tensor, of as many dimensions as the weight.
+        start: first row in the TP-local weight.
+        box: the same elements in a Hugging Face tensor; has as many dimensions as the weight.
     """
 
     start: int
@@ -83,10 +83,10 @@ class Piece:
 
 
 def placements(shard: ParamShard, pieces: Iterable[Piece]) -> Iterator[Placement]:
-    """Boxes that this rank holds of ``shard``, and where, from the pieces of its TP-local weight.
+    """The boxes of ``shard`` that this rank holds, and their places, from the pieces of the TP-local weight.
 
     Raises:
-        UnmappedParameterError: if a piece is not made of whole rows of the weight.
+        UnmappedParameterError: if a piece does not consist of whole rows of the weight.
     """
     low, high = shard.rows
     for piece in pieces:

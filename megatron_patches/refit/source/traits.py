@@ -1,4 +1,4 @@
-"""Properties of a model, in terms that Hugging Face configurations share. Each family reads its own."""
+"""Properties of a model, in the terms that Hugging Face configurations share. Each family reads its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class LatentTraits:
     """Multi-latent attention, as in DeepSeek-V2 and V3.
 
     Attributes:
-        q_rank: width of the compressed query; 0 where it is not compressed.
+        q_rank: width of the compressed query; 0 if it is not compressed.
         kv_rank: width of the compressed key and value.
-        nope_dim: rows of a head of query and key without rotary positions.
-        rope_dim: rows of a head of query, and of the one key that all heads share, with rotary positions.
-        v_dim: rows of a head of value.
+        nope_dim: rows per head of query and key without rotary positions.
+        rope_dim: rows per head of query, and of the one key that all heads share, with rotary positions.
+        v_dim: rows per head of value.
     """
 
     q_rank: int
@@ -29,10 +29,10 @@ class MambaTraits:
     """A Mamba-2 mixer.
 
     Attributes:
-        heads: heads.
+        heads: number of heads.
         head_dim: rows of one head.
-        groups: groups of heads that share B and C.
-        state: size of the state, rows of B and of C in a group.
+        groups: number of groups of heads that share B and C.
+        state: state size: rows of B and of C in a group.
         kernel: width of the convolution.
     """
 
@@ -44,12 +44,12 @@ class MambaTraits:
 
     @property
     def inner(self) -> int:
-        """Rows of the gate, and of x."""
+        """Rows of the gate; also those of x."""
         return self.heads * self.head_dim
 
     @property
     def grouped(self) -> int:
-        """Rows of B, and of C."""
+        """Rows of B; also those of C."""
         return self.groups * self.state
 
     @property
@@ -60,12 +60,12 @@ class MambaTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTraits:
-    """A router that scores by a sigmoid and picks groups of experts first; it has no bearing on shapes.
+    """A router with sigmoid scores that picks groups of experts first. Does not affect shapes.
 
     Attributes:
-        groups: groups of experts.
-        groups_per_token: groups that a token's experts come from.
-        scaling: factor on the scores of the experts picked.
+        groups: number of groups of experts.
+        groups_per_token: number of groups that a token's experts come from.
+        scaling: factor on the scores of the chosen experts.
     """
 
     groups: int = 1
@@ -80,7 +80,7 @@ class ModelTraits:
     Attributes:
         num_layers: transformer layers of the whole model.
         hidden_size: width of the residual stream.
-        ffn_hidden_size: width of gate and up projection each.
+        ffn_hidden_size: width of the gate projection; also that of the up projection.
         num_heads: query heads.
         num_kv_heads: KV groups.
         head_dim: rows of one head.
@@ -90,19 +90,19 @@ class ModelTraits:
         qkv_bias: bias on query, key and value.
         linear_bias: bias on every other linear layer.
         qk_norm: RMSNorm over each head of query and key.
-        num_experts: routed experts in each layer; 0 for a dense feed-forward.
-        experts_per_token: experts that the router picks.
-        moe_ffn_hidden_size: width of an expert's gate and up projection each.
-        first_dense_layers: layers from the first on that have a dense feed-forward in the place of experts.
-        shared_ffn_hidden_size: width of the experts that every token gets, all together; 0 for none.
-        router_bias: whether the router has a bias that only the choice of experts goes by; kept in float32.
-        router: what else the router does; None for a plain softmax.
-        latent: multi-latent attention; None for heads with keys and values of their own.
-        mamba: the mixers of a hybrid's Mamba layers; None for a model without.
-        layer_kinds: of a hybrid what each layer is: ``mamba``, ``attention``, ``mlp`` or ``experts``, whose
-            feed-forward is not gated; empty where every layer is attention and a gated feed-forward.
-        mtp_layers: layers that predict further tokens, behind the last.
-        norm_topk_prob: whether the scores of the experts that a token gets are made to add up to one.
+        num_experts: routed experts per layer; 0 for a dense feed-forward.
+        experts_per_token: experts that the router picks per token.
+        moe_ffn_hidden_size: width of an expert's gate projection; also that of its up projection.
+        first_dense_layers: number of layers, from the first, with a dense feed-forward instead of experts.
+        shared_ffn_hidden_size: total width of the shared experts; 0 for none.
+        router_bias: whether the router has a bias that affects only the choice of experts; kept in float32.
+        router: further properties of the router; None for a plain softmax.
+        latent: multi-latent attention; None for heads with separate keys and values.
+        mamba: the mixers of a hybrid's Mamba layers; None without Mamba layers.
+        layer_kinds: in a hybrid, the kind of each layer: ``mamba``, ``attention``, ``mlp`` or ``experts``, whose
+            feed-forward is not gated. Empty if every layer is attention and a gated feed-forward.
+        mtp_layers: multi-token prediction layers, after the last layer.
+        norm_topk_prob: whether the scores of a token's experts are normalized to a sum of one.
         norm_eps: epsilon of RMSNorm.
         rope_base: base of the rotary frequencies.
         rope_scaling_factor: factor of Llama 3's frequency scaling; None for plain rotary positions.
@@ -139,7 +139,7 @@ class ModelTraits:
     init_std: float = 0.02
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer ``layer``, counted from 0, has experts."""
+        """Whether layer ``layer``, from 0, has experts."""
         if self.layer_kinds:
             return self.layer_kinds[layer] == "experts"
         return self.num_experts > 0 and layer >= self.first_dense_layers

@@ -1,1 +1,1 @@
-"""What an inference rank wants: boxes of Hugging Face tensors, and where they go in its parameters."""
+"""What an engine worker wants: boxes of Hugging Face tensors, and their places in its parameters."""

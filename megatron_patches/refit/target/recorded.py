@@ -1,9 +1,10 @@
 """Builds a destination's manifest from copies recorded while the engine's own loader ran. Integers only.
 
-A recorded copy says: these elements of that Hugging Face tensor went to those places of this parameter, each side as
-offset, shape and strides. Where the loader only narrowed, split, transposed or flattened the tensor, its side is a
-box of the tensor, and the copy becomes a :class:`Placement`. What the loader did to each element on the way becomes
-the rule of the storage in which these elements arrive: laid out as the parameter, in the trainer's type.
+A recorded copy says that certain elements of a Hugging Face tensor went to certain places of a parameter; each side is
+given by offset, shape and strides. If the loader only narrowed, split, transposed or flattened the tensor, the source
+side is a box of the tensor, and the copy becomes a :class:`Placement`. Operations that the loader applied to each
+element become the rule of the storage in which the elements arrive. This storage is laid out like the parameter, in
+the trainer's dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Region:
     Attributes:
         offset: index of the first element.
         shape: extents.
-        strides: elements from one index to the next, by dimension; 0 where an element is repeated.
+        strides: distance in elements from one index to the next, by dimension; 0 for a repeated element.
     """
 
     offset: int
@@ -41,10 +42,10 @@ class CopyRecord:
 
     Attributes:
         tensor: name of the Hugging Face tensor.
-        read: which of its elements, in its row-major memory.
+        read: elements of the tensor, in its row-major memory.
         storage: name of the parameter.
-        write: where they went; as many elements, of the same shape.
-        steps: what was done to each of them on the way; nothing where the parameter has the tensor's own elements.
+        write: where the elements went; of the same shape.
+        steps: operations applied to each element; empty if the parameter holds the tensor's own elements.
     """
 
     tensor: str
@@ -56,12 +57,12 @@ class CopyRecord:
 
 @dataclass(frozen=True, slots=True)
 class FillRecord:
-    """Elements of a parameter to which the loader gave one value, such as the padding of a vocabulary.
+    """Elements of a parameter that the loader set to one value, such as the padding of a vocabulary.
 
     Attributes:
         storage: name of the parameter.
-        write: which elements.
-        value: what they hold.
+        write: the elements.
+        value: their value.
     """
 
     storage: str
@@ -75,8 +76,8 @@ class RecordedParameter:
 
     Attributes:
         name: module path and attribute.
-        dtype: torch's name of the element type.
-        numel: elements of its memory.
+        dtype: torch's name of the dtype.
+        numel: number of elements of its memory.
     """
 
     name: str
@@ -92,23 +93,23 @@ def recorded_manifest(
     fills: Sequence[FillRecord],
     tensors: Mapping[str, TensorSpec],
 ) -> Manifest:
-    """What an engine's rank wants, from what its loader did.
+    """What an engine worker wants, derived from what its loader did.
 
     Args:
-        rank: which rank, among all destinations.
+        rank: destination rank.
         host: name of its machine.
         parameters: all parameters that were written.
-        copies: in the order in which they happened.
-        fills: likewise.
+        copies: copies in the order in which they happened.
+        fills: fills in the order in which they happened.
         tensors: the model's tensors, by name.
 
     Raises:
-        UnsupportedModelError: if a copy is not a box of a tensor; names both.
+        UnsupportedModelError: if a copy does not read a box of a tensor; names both.
         UnmappedParameterError: if some element of a parameter was neither copied nor filled.
     """
-    # Of several copies to one place the last counts: a loader may copy again, or change what it has copied.
+    # The last of several copies to one place counts: a loader may copy again, or change what it has copied.
     last = {(record.storage, record.write): record for record in copies}
-    wanted: dict[Placement, None] = {}  # in order, each once: a loader may copy the same elements again
+    wanted: dict[Placement, None] = {}  # an ordered set, as a loader may copy the same elements again
     arrivals = _Arrivals(parameters)
     by_parameter: dict[str, list[Placement]] = {}
     for record in last.values():
@@ -122,14 +123,14 @@ def recorded_manifest(
     for fill in fills:
         filled.setdefault(fill.storage, []).append(fill)
     for parameter in parameters:
-        if parameter.name not in by_parameter:  # nothing but padding
+        if parameter.name not in by_parameter:  # only padding
             arrivals.storage(parameter.name, parameter.dtype, ())
         _check_written(parameter, by_parameter.get(parameter.name, []), filled.get(parameter.name, []))
     return Manifest(rank, host, tuple(arrivals.storages), tuple(wanted))
 
 
 class _Arrivals:
-    """The storages in which a rank's elements arrive: one a parameter, or one for each type and rule."""
+    """The storages in which a rank's elements arrive: one per parameter, or one per dtype and rule of a parameter."""
 
     def __init__(self, parameters: Sequence[RecordedParameter]) -> None:
         self.storages: list[Storage] = []
@@ -137,7 +138,7 @@ class _Arrivals:
         self._names: dict[tuple[str, str, tuple[Step, ...]], str] = {}
 
     def storage(self, parameter: str, dtype: str, steps: tuple[Step, ...]) -> str:
-        """Name of the storage for elements of a parameter that come as ``dtype`` and are changed by ``steps``."""
+        """Name of the storage for elements of a parameter that arrive as ``dtype`` and are converted by ``steps``."""
         name = self._names.get((parameter, dtype, steps))
         if name is None:
             name = parameter
@@ -151,7 +152,7 @@ class _Arrivals:
 
 
 def arrival_name(parameter: str, dtype: str) -> str:
-    """Name of the storage in which elements arrive as ``dtype`` that are then converted for ``parameter``."""
+    """Name of the storage for elements that arrive as ``dtype`` and are then converted for ``parameter``."""
     return f"{parameter}@{dtype}"
 
 
@@ -176,7 +177,7 @@ def _mark(seen: np.ndarray, view: View) -> None:
 
 
 def _placements(record: CopyRecord, spec: TensorSpec, storage: str) -> Iterator[Placement]:
-    """The boxes of one copy: one, unless elements are repeated."""
+    """The placements of one copy: one, unless elements are repeated."""
     dims = [
         (extent, read, write)
         for extent, read, write in zip(record.read.shape, record.read.strides, record.write.strides, strict=True)
@@ -207,7 +208,7 @@ def _box(record: CopyRecord, spec: TensorSpec, dims: Sequence[tuple[int, int, in
             raise _not_a_box(record, spec)
         room = spec.shape[dim] - start[dim]
         if extent > room:
-            # The loader flattened this dimension with the one before it.
+            # The loader flattened this dimension together with the one before it.
             if start[dim] or extent % spec.shape[dim]:
                 raise _not_a_box(record, spec)
             open_dims.append((extent // spec.shape[dim], read * spec.shape[dim], write * spec.shape[dim]))

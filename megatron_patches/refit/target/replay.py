@@ -1,7 +1,7 @@
 """Converts received weights into the parameters that the engine's loader would have produced.
 
-Recorded operations are carried out by the engine's own torch on the engine's own device, on the elements as the
-trainer sent them, so the bits are those that loading a checkpoint gives.
+Recorded operations run in the engine's own torch on the engine's own device, on the elements as the trainer sent them,
+so the resulting bits equal those of loading a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron_patches.refit.target.recorded import FillRecord
 
 
 def replay(steps: Sequence[Step], values: torch.Tensor) -> torch.Tensor:
-    """Carries out the steps.
+    """Applies the steps of a rule.
 
     Args:
-        steps: the rule's.
-        values: elements as they arrived; any shape. They are not changed.
+        steps: the steps.
+        values: elements as they arrived, in any shape. Not changed.
 
     Returns:
-        A tensor of the same shape, of the last step's type.
+        A tensor of the same shape, of the last step's dtype.
 
     Raises:
-        TransferError: if this release of torch has no such operation, or its result has another type than recorded.
+        TransferError: if this release of torch lacks an operation, or its result has another dtype than recorded.
     """
     for step in steps:
         if step.operation == CONVERT:
@@ -48,19 +48,19 @@ def replay(steps: Sequence[Step], values: torch.Tensor) -> torch.Tensor:
 def finish(
     manifest: Manifest, fills: Sequence[FillRecord], arrived: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The parameters, in loader form, from what has arrived and was verified.
+    """Makes the parameters, in loader form, from what has arrived and was verified.
 
     Args:
         manifest: what this rank wanted; its storages have the rules.
-        fills: what the loader itself fills in.
+        fills: the loader's own fills.
         arrived: flat memory of every storage, by name. Storages with a rule are dropped as soon as they are converted,
-            so that no more than one of them exists twice.
+            so that at most one of them exists twice.
 
     Returns:
-        Flat memory of every parameter, by name; where nothing is converted, the memory that arrived.
+        Flat memory of every parameter, by name; without conversion, it is the memory that arrived.
 
     Raises:
-        TransferError: if a rule cannot be carried out.
+        TransferError: if a rule cannot be applied.
     """
     places: dict[str, list[View]] = defaultdict(list)
     for placement in manifest.placements:

@@ -1,28 +1,28 @@
 """An offline model of how vLLM 0.26.0 lays out its parameters, from a model's traits and the mesh alone.
 
-It is for planning where no engine runs. It is not what a live refit goes by: that is the layout recorded from the
-engine's own loaders. Where vLLM is installed a test holds the two against each other, for every family at TP 1, TP 2
-and whole experts on two ranks. Before weights are processed after loading; no quantization; experts placed in
-consecutive blocks, without redundant ones.
+It is for planning without a running engine. A live refit does not use it, but the layout recorded from the engine's own
+loaders. If vLLM is installed, a test compares the two, for every family at TP 1, TP 2 and with whole experts on two
+ranks. The model describes weights before processing after loading, without quantization, with experts in consecutive
+blocks and no redundant ones.
 
 Where in vLLM each rule was read (published sources of several releases around 0.26.0, not that release alone):
 
-- query, key and value in one weight, KV heads repeated on neighbouring ranks where ranks outnumber them:
+- query, key and value in one weight, KV heads replicated on neighbouring ranks if there are more ranks than KV heads:
   ``QKVParallelLinear.__init__`` and ``.weight_loader`` in ``model_executor/layers/linear.py``;
 - gate above up in one weight: ``MergedColumnParallelLinear`` in the same file; row cuts: ``RowParallelLinear``;
 - vocabulary padded to a multiple of 64: ``model_executor/layers/vocab_parallel_embedding.py``;
-- ``w13`` and ``w2`` of experts: ``_load_w13`` and ``_load_w2`` in ``model_executor/layers/fused_moe/layer.py``, the
-  experts of each rank: ``determine_expert_map``, whose remainder goes to the first ranks;
-- layers of a pipeline stage: ``get_pp_indices`` in ``distributed/utils.py``, whose remainder goes to the stages before
-  the last;
+- ``w13`` and ``w2`` of experts: ``_load_w13`` and ``_load_w2`` in ``model_executor/layers/fused_moe/layer.py``; the
+  experts of each rank: ``determine_expert_map``, which gives the remainder to the first ranks;
+- layers of a pipeline stage: ``get_pp_indices`` in ``distributed/utils.py``, which gives the remainder to the stages
+  before the last;
 - which parameters exist: ``model_executor/models/qwen3_moe.py`` and its dense relatives;
 - multi-latent attention, whose down projections are one whole weight on every rank, the router's bias in float32, and
-  shared experts: ``model_executor/models/deepseek_v2.py`` (0.26.0), where layers that predict further tokens are left
-  to the draft model; shared experts are whole on every rank where ``use_sequence_parallel_moe`` in
-  ``config/parallel.py`` holds with the default all-to-all backend;
+  shared experts: ``model_executor/models/deepseek_v2.py`` (0.26.0), which leaves multi-token prediction layers to the
+  draft model; shared experts are whole on every rank where ``use_sequence_parallel_moe`` in ``config/parallel.py``
+  holds with the default all-to-all backend;
 - hybrids with Mamba layers: ``model_executor/models/nemotron_h.py`` and ``model_executor/layers/mamba/mamba_mixer2.py``
-  (0.26.0). The engine keeps ``A = -exp(A_log)`` in float32; a router's weight has the model's type, as it has on GPUs
-  for whose kernels the engine does not widen it.
+  (0.26.0). The engine keeps ``A = -exp(A_log)`` in float32. A router's weight has the model's dtype, as on GPUs for
+  whose kernels the engine does not widen it.
 
 Assumed, and neither read there nor tested: which ranks share the experts (expert parallelism spans TP x DP; without it
 experts are cut over TP and DP together), the order of the engine's ranks, and a tied output layer's copy on the last
@@ -53,7 +53,7 @@ class EngineMesh:
     Attributes:
         tp: tensor parallelism.
         pp: pipeline stages.
-        dp: data-parallel replicas; those of a model with experts share its experts.
+        dp: data-parallel replicas; with experts, replicas share them.
         expert_parallel: whether ranks hold whole experts (``--enable-expert-parallel``), not a part of each.
 
     Raises:
@@ -72,13 +72,13 @@ class EngineMesh:
 
     @property
     def size(self) -> int:
-        """Ranks of the engine, numbered with ``tp`` innermost, then ``pp``, then ``dp``."""
+        """Number of ranks of the engine. Ranks are numbered with ``tp`` innermost, then ``pp``, then ``dp``."""
         return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A box, and the row of a parameter (or of one expert's block of it) at which it begins."""
+    """A box, and its first row in a parameter (or in one expert's block of it)."""
 
     row: int
     box: Box
@@ -87,14 +87,13 @@ class _Slot:
 def engine_manifest(
     traits: ModelTraits, mesh: EngineMesh, rank: int, dtype: str = "bfloat16", host: str = ""
 ) -> Manifest:
-    """What ``rank`` of the engine wants, in boxes.
+    """What ``rank`` of the engine wants, as boxes.
 
     Args:
         traits: the model.
         mesh: sizes of the axes.
-        rank: which rank.
-        dtype: element type of every tensor of the trainer, and of every parameter that the engine does not keep in
-            float32.
+        rank: the rank.
+        dtype: dtype of every tensor of the trainer, and of every parameter that the engine does not keep in float32.
         host: name of the rank's machine.
 
     Raises:
@@ -113,7 +112,7 @@ def engine_manifest(
         inner = math.prod(shape[1:])
         end = 0
         for slot in slots:
-            strides = row_major_strides(shape[-len(slot.box.shape) :])  # an expert's block is a matrix of its own
+            strides = row_major_strides(shape[-len(slot.box.shape) :])  # an expert's block is a separate matrix
             view = View(name, slot.row * strides[0], slot.box.shape, strides)
             wanted.append(Placement(slot.box, view))
             end = max(end, view.span[1])
@@ -123,13 +122,13 @@ def engine_manifest(
 
 
 def is_left_out(traits: ModelTraits, tensor: str) -> bool:
-    """Whether the engine leaves a tensor of the checkpoint to the draft model: layers that predict further tokens."""
+    """Whether the engine leaves a tensor of the checkpoint to the draft model: multi-token prediction layers."""
     layer = re.match(r"model\.layers\.(\d+)\.", tensor)
     return layer is not None and int(layer[1]) >= traits.num_layers
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
-    """Layers of a pipeline stage: as even as can be, what remains to the stages before the last, from behind."""
+    """Layers of a pipeline stage: as even as possible; the stages just before the last get the remainder."""
     even, remainder = divmod(num_layers, stages)
     sizes = [even + (1 if stages - 1 - remainder <= index < stages - 1 else 0) for index in range(stages)]
     start = sum(sizes[:stage])
@@ -137,18 +136,18 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
 
 
 def rank_experts(num_experts: int, ranks: int, rank: int) -> range:
-    """Experts that a rank of an expert-parallel group holds: consecutive, what remains to the first ranks."""
+    """Experts of a rank in an expert-parallel group: consecutive; the first ranks get the remainder."""
     even, remainder = divmod(num_experts, ranks)
     start = rank * even + min(rank, remainder)
     return range(start, start + even + (rank < remainder))
 
 
 _Parameter = tuple[str, tuple[int, ...], list[_Slot], str | Rule | None]
-"""Name, shape, boxes; the element type where it is not the model's, or how the engine converts elements."""
+"""Name, shape, boxes; and the dtype if it is not the model's, or the rule by which the engine converts elements."""
 
 
 def _minus_exp(parameter: str) -> Rule:
-    """What the loader of Mamba's ``A`` does."""
+    """The rule of the loader of Mamba's ``A``."""
     steps = (Step(CONVERT, "float32"), Step("exp.default", "float32"), Step("neg.default", "float32"))
     return Rule(parameter, steps)
 
@@ -239,7 +238,7 @@ class _RankLayout:
             yield self._whole(prefix + "down_proj.bias", (t.hidden_size,))
 
     def _experts(self, prefix: str) -> Iterator[_Parameter]:
-        """Experts see the tensor- and data-parallel ranks of a stage as one group."""
+        """Experts divide the tensor- and data-parallel ranks of a stage as one group."""
         t, hidden = self._t, self._t.hidden_size
         group, place = self._mesh.tp * self._mesh.dp, self._dp * self._mesh.tp + self._tp
         if self._mesh.expert_parallel:
@@ -260,7 +259,7 @@ class _RankLayout:
     def _routed(
         self, prefix: str, experts: range, width: int, part: int, first: tuple[str, ...]
     ) -> Iterator[_Parameter]:
-        """Weights of the routed experts, of which the first holds the projections ``first``, one above another."""
+        """Weights of the routed experts. The first one stacks the projections ``first``."""
         hidden, rows = self._t.hidden_size, len(first) * width
         w13, w2 = [], []
         for local, expert in enumerate(experts):
@@ -273,7 +272,7 @@ class _RankLayout:
         yield prefix + "experts.routed_experts.w2_weight", (len(experts), hidden, width), w2, None
 
     def _table(self, name: str) -> _Parameter:
-        """A vocabulary table, whose padding is the tail of the last ranks' parts."""
+        """A vocabulary table. Its padding is at the end of the last ranks' parts."""
         t = self._t
         rows = -(-t.vocab_size // VOCAB_PADDING) * VOCAB_PADDING // self._mesh.tp
         start = self._tp * rows
@@ -285,7 +284,7 @@ class _RankLayout:
         return name, shape, [_Slot(0, Box(name, (0,) * len(shape), shape))], None
 
     def _part(self, name: str, rows: int, columns: int) -> _Parameter:
-        """A column-parallel weight, of which this rank has ``rows`` rows."""
+        """A column-parallel weight of which this rank has ``rows`` rows."""
         return name, (rows, columns), [_Slot(0, _rows(name, self._tp * rows, rows, (columns,)))], None
 
     def _columns(self, name: str, rows: int, columns: int, part: int) -> _Parameter:
@@ -307,7 +306,7 @@ class _HybridLayout(_RankLayout):
                 yield own, shape, slots, kept
 
     def _by_tensor(self) -> Iterator[_Parameter]:
-        """The parameters, under the checkpoint's prefix."""
+        """The parameters, with the checkpoint's prefix."""
         t = self._t
         first, last = self._pp == 0, self._pp == self._mesh.pp - 1
         kinds = {"mamba": self._mamba, "attention": self._attention, "experts": self._experts}
@@ -351,7 +350,7 @@ class _HybridLayout(_RankLayout):
         yield self._columns(prefix + "out_proj.weight", hidden, mamba.inner // tp, self._tp)
 
     def _blocks(self, name: str, sizes: tuple[int, ...], tail: tuple[int, ...]) -> _Parameter:
-        """Blocks of rows that follow each other in the tensor; a rank has its part of each."""
+        """Consecutive blocks of rows of the tensor; a rank has its part of each."""
         slots, row, start = [], 0, 0
         for size in sizes:
             share = size // self._mesh.tp
@@ -369,7 +368,7 @@ def _column_box(name: str, rows: int, columns: int, part: int) -> Box:
 
 
 def _check_divides(traits: ModelTraits, mesh: EngineMesh) -> None:
-    """The engine refuses these too, when it builds the model."""
+    """Checks that axes divide what they cut, as the engine does when it builds the model."""
     group = mesh.tp * mesh.dp
     padded = -(-traits.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
     cuts = [("attention heads", traits.num_heads, mesh.tp), ("rows of the padded vocabulary", padded, mesh.tp)]

@@ -1,1 +1,1 @@
-"""How the bytes of a plan move. One transport a file."""
+"""How the bytes of a plan move. One transport per file."""

@@ -1,11 +1,11 @@
 """Point to point over a torch.distributed process group: NCCL between GPUs, gloo between hosts' memories.
 
-The group is of trainer ranks and engine workers together, made from a store of its own and of no default group, so
-neither Megatron's groups nor vLLM's know of it. Both sides need the same version of torch, and of NCCL.
+The group contains trainer ranks and engine workers. It is made from its own store, without a default group, so neither
+Megatron's groups nor vLLM's are affected. Both sides need the same version of torch and of NCCL.
 
-Over NCCL a party has one communicator, in which everything takes its turn: see [Note: turns] in
+Over NCCL a party has one communicator, in which all transfers take turns: see [Note: turns] in
 :mod:`megatron_patches.refit.transports.turns` and [Note: NCCL] in :mod:`megatron_patches.refit.transports.c10d_groups`.
-Waits look at events and can end.
+Waits poll events, so they can be ended.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from megatron_patches.refit.transports.worker import Worker, wait_for
 
 _GREETING = 63  # tag of the first message of a link; slots have the lowest tags
 _DIRECT = 62  # tag of boxes that travel unpacked
-_PAUSE_S = 0.001  # between looks at a greeting
+_PAUSE_S = 0.001  # between polls of a greeting
 
 
 class _Details(msgspec.Struct):
-    """What parties tell each other: where the store is, from the first party, and where their memory is.
+    """What a party tells the others: where its memory is and, from the first party, where the store is.
 
     Attributes:
         host: address of this party's machine.
-        port: of the store; 0 from all others.
+        port: port of the store; 0 except from the first party.
         device: torch's name of the device.
-        gpu: its UUID; empty for a host's memory.
-        torch: version.
+        gpu: UUID of the GPU; empty for host memory.
+        torch: version of torch.
     """
 
     host: str
@@ -61,7 +61,7 @@ class C10dTransport:
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
-        place: where this party is.
+        place: where this party runs.
         make_group: makes the group; as :func:`megatron_patches.refit.transports.c10d_groups.open_group`.
     """
 
@@ -76,12 +76,12 @@ class C10dTransport:
         self._group: Group | None = None
         self.turns: Turns | None = None
 
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
-        """All are alike."""
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
+        """None: every storage can be sent from."""
         return frozenset()
 
     def details(self) -> bytes:
-        """Where the store is; the first party opens it."""
+        """This party's details. The first party opens the store."""
         port = 0
         if self._place.party == 0:
             self._store = self._open_store(self._place.host)
@@ -94,7 +94,7 @@ class C10dTransport:
         """Makes the group.
 
         Raises:
-            PartyFailedError: if another party has another version of torch, two share a GPU, or one does not come in
+            PartyFailedError: if parties have different versions of torch, two share a GPU, or one does not join in
                 time.
         """
         details = [_decode_details(offer.details) for offer in offers]
@@ -108,7 +108,7 @@ class C10dTransport:
         self.turns = Turns() if self._group.ordered else None
 
     def outgoing(self, end: LinkEnd) -> C10dOutgoing:
-        """Greets the destination, which makes the pair's connection."""
+        """Greets the destination, which connects the pair."""
         way, greeting = self._open.way(end.peer), self._buffer(1)
         self._greet(way, lambda: way.send([greeting], _GREETING), end.patience)
         return C10dOutgoing(way, self._slots(end), self.turns)
@@ -120,12 +120,12 @@ class C10dTransport:
         return C10dIncoming(way, self._slots(end))
 
     def stop(self) -> None:
-        """Ends the group, and with it every wait of a link."""
+        """Aborts the group, which ends all waits of its links."""
         if self._group is not None:
             self._group.abort()
 
     def close(self) -> None:
-        """Forgets the group and the store."""
+        """Drops the group and the store."""
         self._group, self._store, self.turns = None, None, None
 
     @property
@@ -135,8 +135,8 @@ class C10dTransport:
         return self._group
 
     def _open_store(self, host: str, port: int = 0) -> dist.TCPStore:
-        """The first party's, at ``host`` and ``port``; without a port, this party's own, which listens there alone."""
-        listener = None if port else frames.listen(host)  # the store's own would listen on all addresses
+        """The first party's store at ``host`` and ``port``; without a port, one that listens on ``host`` only."""
+        listener = None if port else frames.listen(host)  # the store's own listener would listen on all addresses
         port = listener.getsockname()[1] if listener is not None else port
         return dist.TCPStore(
             host,
@@ -155,10 +155,10 @@ class C10dTransport:
         return self._make_group(self._store, place.party, devices, place.host, place.timeout_s)
 
     def _greet(self, way: Way, begin: Callable[[], Pending[None]], patience: Patience) -> None:
-        """Makes the connection of a pair, which on NCCL waits for the peer where nothing can interrupt it.
+        """Connects a pair, which on NCCL waits uninterruptibly for the peer.
 
-        Sources greet one destination after the other, and each destination the source that has just said hello, and
-        so greets no other: every greeting that a destination has begun ends.
+        Each source greets one destination after another. Each destination greets the source that has just said hello,
+        which is greeting no other destination, so every greeting that has begun ends.
         """
         try:
             greeted = _in_thread(begin, patience)
@@ -186,7 +186,7 @@ class _Slots:
         self.tensors = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
     def release(self) -> None:
-        """Gives it back."""
+        """Returns the memory."""
         self._lease.release()
 
 
@@ -194,9 +194,9 @@ class C10dOutgoing(NothingToTell):
     """A source's side of a link.
 
     Args:
-        way: how tensors get to the destination.
+        way: sends tensors to the destination.
         slots: the memory.
-        turns: is told what is under way; None where links do not mind each other.
+        turns: receives what has been started; None if links are independent.
     """
 
     def __init__(self, way: Way, slots: _Slots, turns: Turns | None) -> None:
@@ -224,13 +224,13 @@ class C10dOutgoing(NothingToTell):
             self._turns.started(pending, sum(tensor.nbytes for tensor in tensors))
 
     def check(self) -> None:
-        """Raises what sending raised."""
+        """Raises the errors of ended transfers."""
         for pending in [pending for pending in self._under_way if pending.done()]:
             self._under_way.remove(pending)
             pending.result()
 
     def close(self) -> None:
-        """Ends it; the group was ended before."""
+        """Closes the wire; the group must have been aborted before."""
         self._way.close()
         self._under_way.clear()
         self._slots.release()
@@ -240,7 +240,7 @@ class C10dIncoming(NothingToTell):
     """A destination's side of a link.
 
     Args:
-        way: how tensors come from the source.
+        way: receives tensors from the source.
         slots: the memory.
     """
 
@@ -248,7 +248,7 @@ class C10dIncoming(NothingToTell):
         self._way, self._slots, self._pieces = way, slots, _Pieces(read=False)
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Receives into the own slot of the same number, which is free if the source's is."""
+        """Receives into this side's slot of the same number, which is free if the source's is."""
         payload = self._slots.tensors[slot][:nbytes]
         return Delivery(self._way.receive([payload], slot), payload)
 
@@ -257,16 +257,16 @@ class C10dIncoming(NothingToTell):
         return self._way.receive(self._pieces.of(load, places), _DIRECT)
 
     def close(self) -> None:
-        """Ends it; the group was ended before."""
+        """Closes the wire; the group must have been aborted before."""
         self._way.close()
         self._slots.release()
 
 
 def _check_gpus(gpus: Sequence[str], sources: int) -> None:
-    """Refuses what NCCL would, without telling who it was.
+    """Refuses shared GPUs. NCCL would refuse them too, without naming the parties.
 
     Raises:
-        PartyFailedError: if two parties are on one GPU, and all on some.
+        PartyFailedError: if all parties are on GPUs, and two share one.
     """
     if not all(gpus):
         return
@@ -281,7 +281,7 @@ def _check_gpus(gpus: Sequence[str], sources: int) -> None:
 
 
 def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:
-    """Has something done that cannot be interrupted; waits with patience, and leaves it behind if that ends."""
+    """Runs uninterruptible work in a thread and waits with patience; abandons the thread if patience ends."""
     worker = Worker("refit-c10d")
     try:
         return wait_for(worker.submit(work), patience)
@@ -290,9 +290,9 @@ def _in_thread[T](work: Callable[[], T], patience: Patience) -> T:
 
 
 class _Pieces:
-    """The bytes of direct loads where they lie on one side, in as few pieces as both sides have in common.
+    """The bytes of direct loads in place on one side, in as few pieces as both sides have in common.
 
-    Each piece takes the host some 10 us.
+    Each piece costs the host about 10 us.
 
     Args:
         read: whether this is the source's side.
@@ -303,10 +303,10 @@ class _Pieces:
         self._tables: dict[int, DirectCopies] = {}
 
     def of(self, load: Load, places: Sequence[Spot]) -> list[torch.Tensor]:
-        """Those of a load, whose boxes lie in ``places``.
+        """The pieces of a load whose boxes lie in ``places``.
 
         Raises:
-            PartyFailedError: if one of them is not contiguous.
+            PartyFailedError: if a box is not contiguous.
         """
         table = self._tables.get(load.number)
         if table is None:

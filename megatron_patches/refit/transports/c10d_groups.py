@@ -1,10 +1,10 @@
 """The torch.distributed process groups of all parties of a refit, through which ``c10d`` sends.
 
-[Note: NCCL] ``torch.distributed`` sends what is coalesced, even to one peer, on the communicator of the whole group,
-and anything else on one that it makes for the pair. Here all is coalesced and there is the one communicator, made by
-all parties together. One for each pair would order nothing either: a destination with many sources has no room for
-that many kernels that wait, so some would not run; and each takes memory, time and threads. See [Note: turns] in
-:mod:`megatron_patches.refit.transports.turns` for why the one is enough.
+[Note: NCCL] ``torch.distributed`` sends coalesced operations, even to one peer, on the communicator of the whole group,
+and all others on a communicator that it makes per pair. Here everything is coalesced, so there is one communicator,
+which all parties make together. One per pair would not keep pairs independent either: a destination with many sources
+cannot run that many waiting kernels at once, and each communicator takes memory, time and threads. See [Note: turns]
+in :mod:`megatron_patches.refit.transports.turns` for why one is enough.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_patches.refit.transports.worker import Worker
 logger = logging.getLogger(__name__)
 
 _ABORT_S = 20.0  # for NCCL to end what is under way
-_WATCHDOG_S = 600.0  # at least: torch's watchdog complains then; whoever waits gives up long before, with a reason
+_WATCHDOG_S = 600.0  # least timeout of torch's watchdog, which only logs; callers give up long before, with a reason
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -35,42 +35,42 @@ class Way(Protocol):
     """One party's side of a link."""
 
     def send(self, tensors: Sequence[torch.Tensor], tag: int) -> Pending[None]:
-        """Begins to send tensors, of bytes; the peer receives as many, of the same sizes, under the same tag."""
+        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes under the same tag."""
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Pending[None]:
-        """Begins to receive tensors."""
+        """Starts to receive byte tensors."""
 
     def close(self) -> None:
-        """Ends it; the group was ended before."""
+        """Closes it; the group must have been aborted before."""
 
 
 class Group(Protocol):
-    """All parties, numbered, as one of them sees them."""
+    """The group of all parties, as one party uses it."""
 
     @property
     def ordered(self) -> bool:
-        """Whether what this party begins ends in the order in which it was begun, whomever it is with."""
+        """Whether what this party starts ends in the order in which it was started, regardless of the peer."""
 
     @property
     def device(self) -> str:
-        """Where tensors lie."""
+        """Device of the tensors."""
 
     def way(self, peer: int) -> Way:
         """This party's side of a link to another."""
 
     def abort(self) -> None:
-        """Makes everything that is under way end."""
+        """Ends everything that is under way."""
 
 
 class NcclGroup:
-    """NCCL between GPUs. Making it returns when all parties do.
+    """NCCL between GPUs. The constructor returns once all parties have called theirs.
 
     Args:
-        store: what parties meet at.
-        party: the own number.
+        store: the store that parties share.
+        party: this party's number.
         size: number of parties.
-        device: torch's name of the own GPU.
-        timeout_s: seconds that one wait of the caller's may take.
+        device: torch's name of this party's GPU.
+        timeout_s: longest wait of the caller, in seconds.
     """
 
     ordered = True
@@ -82,7 +82,7 @@ class NcclGroup:
         with torch.cuda.device(device):
             with _errors_left_to_the_caller():
                 self._group: Any = dist.ProcessGroupNCCL(store, party, size, options)
-            # A tensor's device has a number where the name has none; communicators are found by it.
+            # Communicators are found by device index, which the tensor's device has and the name may lack.
             self._group.eager_connect_single_device(torch.empty(0, device=device).device)
 
     def way(self, peer: int) -> NcclWay:
@@ -90,7 +90,7 @@ class NcclGroup:
         return NcclWay(self._group, peer, self.device)
 
     def abort(self) -> None:
-        """See :class:`Group`. Waits a while; if NCCL does not end it, that is logged."""
+        """See :class:`Group`. Waits a while; logs a warning if NCCL does not end what is under way."""
         worker = Worker("refit-c10d-abort")
         try:
             worker.submit(self._group.abort).result(_ABORT_S)
@@ -106,10 +106,10 @@ class NcclGroup:
 
 @contextmanager
 def _errors_left_to_the_caller() -> Iterator[None]:
-    """Makes groups at whose errors torch's watchdog does not end the process.
+    """Makes groups on whose errors torch's watchdog does not end the process.
 
-    A peer that dies is such an error, and no reason for an engine to die. Whoever waits sees it, and tells the others.
-    The constructor reads it from the environment alone.
+    The death of a peer is such an error, but no reason to end an engine. The waiting caller sees the error and tells
+    the other parties. The constructor reads this setting only from the environment.
     """
     before = os.environ.get(_HANDLING)
     os.environ[_HANDLING] = "0"
@@ -128,14 +128,14 @@ class NcclWay:
     Args:
         group: the process group.
         peer: rank of the other party in it.
-        device: the own GPU.
+        device: this party's GPU.
     """
 
     def __init__(self, group: Any, peer: int, device: str) -> None:
         self._group, self._peer, self._device = group, peer, device
 
     def send(self, tensors: Sequence[torch.Tensor], tag: int) -> NcclWork:
-        """See :class:`Way`; NCCL has no tags and goes by the order."""
+        """See :class:`Way`. NCCL has no tags; it matches by order."""
         return self._coalesced(self._group.send, tensors, tag)
 
     def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> NcclWork:
@@ -148,7 +148,7 @@ class NcclWay:
     def _coalesced(
         self, call: Callable[[list[torch.Tensor], int, int], object], tensors: Sequence[torch.Tensor], tag: int
     ) -> NcclWork:
-        """One kernel for all tensors; each would need one of its own, one after the other."""
+        """Starts one kernel for all tensors. Otherwise each would have its own, one after another."""
         with torch.cuda.device(self._device):
             self._group._start_coalescing()
             try:
@@ -160,17 +160,17 @@ class NcclWay:
 
 
 class NcclWork:
-    """What NCCL is to do."""
+    """Work that NCCL has been given."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
 
     def done(self) -> bool:
-        """Whether the GPU has done it."""
+        """Whether the GPU has completed it."""
         return bool(self._work.is_completed())
 
     def result(self) -> None:
-        """Raises if it failed; the current stream waits for it."""
+        """Raises if the work failed. The current stream waits for it."""
         self._work.wait()
 
 
@@ -178,21 +178,21 @@ class GlooGroup:
     """Gloo between hosts' memories.
 
     Args:
-        store: what parties meet at.
-        party: the own number.
+        store: the store that parties share.
+        party: this party's number.
         size: number of parties.
-        host: the own address.
-        timeout_s: seconds that one message may take.
+        host: this party's address.
+        timeout_s: timeout of one message, in seconds.
     """
 
     ordered = False
     device = "cpu"
 
     def __init__(self, store: dist.Store, party: int, size: int, host: str, timeout_s: float) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # whose options the type stubs leave out
+        gloo: Any = dist.ProcessGroupGloo  # whose options the type stubs lack
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        # The address that reached the rendezvous; gloo would take whatever the host's name resolves to.
+        # The address that reached the rendezvous; by default gloo would take whatever the host name resolves to.
         options._devices = [gloo.create_device(hostname=host)]
         self._group: Any = gloo(store, party, size, options)
 
@@ -206,7 +206,7 @@ class GlooGroup:
 
 
 class GlooWay:
-    """One party's side of a link over gloo, whose calls wait; it has a thread.
+    """One party's side of a link over gloo. Gloo's calls block, so it has a thread.
 
     Args:
         group: the process group.
@@ -232,10 +232,10 @@ class GlooWay:
     def _each(
         self, call: Callable[[list[torch.Tensor], int, int], Any], tensors: Sequence[torch.Tensor], tag: int
     ) -> None:
-        """One after the other.
+        """Sends or receives tensors one after another.
 
         Raises:
-            PartyFailedError: if the peer has gone, or the time is over.
+            PartyFailedError: if the peer has gone, or on timeout.
         """
         for tensor in tensors:
             try:
@@ -245,14 +245,14 @@ class GlooWay:
 
 
 def open_group(store: dist.Store, party: int, devices: Sequence[str], host: str, timeout_s: float) -> Group:
-    """The group of all parties; made by all of them at once.
+    """Makes the group of all parties. All of them must call it together.
 
     Args:
-        store: what they meet at.
-        party: the own number.
-        devices: torch's names of the devices that their storages lie on, by party.
-        host: the own address.
-        timeout_s: seconds that one wait may take.
+        store: the store that parties share.
+        party: this party's number.
+        devices: torch's names of the devices of the parties' storages, by party.
+        host: this party's address.
+        timeout_s: timeout of one wait, in seconds.
     """
     store = dist.PrefixStore("refit", store)
     if all(torch.device(device).type == "cuda" for device in devices):

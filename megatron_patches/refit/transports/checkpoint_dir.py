@@ -1,7 +1,7 @@
 """The directory that an export writes, hidden until it is complete.
 
-Everything goes into a sibling of the target, ``.<name>.partial-<token>``, which is renamed at the end. A reader sees
-the old checkpoint or the new one, never a mixture; a failure leaves what was there before.
+Everything is written to a sibling of the target, ``.<name>.partial-<token>``, which is renamed at the end. Readers see
+the old checkpoint or the new one, never a mixture. On failure the previous state remains.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # not those of an adapter, say, or of an optimizer
-_RESERVED_BYTES = 1 << 20  # for the JSON files and the file system's own records
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # not those of an adapter or an optimizer
+_RESERVED_BYTES = 1 << 20  # for JSON files and file system metadata
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class CheckpointDirectory:
-    """A checkpoint directory in the making. Rank 0 creates, commits or discards it; others write files inside.
+    """A checkpoint directory in the making. Rank 0 creates, commits or discards it; other ranks write files inside.
 
     Args:
-        target: where the checkpoint shall be.
-        token: tells this export's partial directory from others'; the same on every rank.
-        overwrite: whether an earlier export at ``target`` is to be replaced.
+        target: final path of the checkpoint.
+        token: distinguishes this export's partial directory from others'; equal on every rank.
+        overwrite: whether to replace an earlier export at ``target``.
     """
 
     def __init__(self, target: str | os.PathLike[str], token: str, overwrite: bool = False) -> None:
@@ -46,7 +46,7 @@ class CheckpointDirectory:
         """Checks the target and creates the empty partial directory.
 
         Raises:
-            ExportError: if the target is taken, or the directory cannot be created; says what to do.
+            ExportError: if the target exists already, or the directory cannot be created; with the remedy.
         """
         self._check_target()
         try:
@@ -80,15 +80,15 @@ class CheckpointDirectory:
                 os.fsync(handle.fileno())
 
     def commit(self, layout: CheckpointLayout, config: Mapping[str, object], generation: Mapping[str, object]) -> None:
-        """Writes the JSON files and puts the whole in its place in one step.
+        """Writes the JSON files and moves the checkpoint to its target in one step.
 
         Args:
             layout: the files written.
             config: content of ``config.json``.
-            generation: content of ``generation_config.json``; empty for no such file.
+            generation: content of ``generation_config.json``; empty for none.
 
         Raises:
-            ExportError: if the target has come into being meanwhile, or may not be replaced.
+            ExportError: if the target has appeared in the meantime, or may not be replaced.
             OSError: if a file cannot be written.
         """
         self._check_target()
@@ -109,12 +109,12 @@ class CheckpointDirectory:
         _sync_directory(self.target.parent)
         if replaced:
             try:
-                shutil.rmtree(self.partial)  # holds the old checkpoint now
-            except OSError as error:  # such as of files that somebody reads, on some network file systems
+                shutil.rmtree(self.partial)  # contains the old checkpoint now
+            except OSError as error:  # for example for files in use, on some network file systems
                 logger.error("%s is in place; the one before could not be removed: %s", self.target, error)
 
     def discard(self) -> None:
-        """Removes the partial directory; what was at the target stays."""
+        """Removes the partial directory. The target is unchanged."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def _check_target(self) -> None:
@@ -140,7 +140,7 @@ class CheckpointDirectory:
             raise ExportError(f"{nested} is not a file of a checkpoint; move it away before replacing {self.target}")
 
     def _carry_over(self) -> None:
-        """Copies what others put beside the old checkpoint, such as a tokenizer, into the new one; links stay links."""
+        """Copies other files beside the old checkpoint, such as a tokenizer, into the new one; links stay links."""
         for entry in self.target.iterdir():
             ours = entry.name in (CONFIG_NAME, GENERATION_NAME, INDEX_NAME) or _WEIGHTS.fullmatch(entry.name)
             if not ours:
@@ -164,7 +164,7 @@ def _sync_directory(path: Path) -> None:
 
 
 class _NamedFile:
-    """Gives an OSError of a write or sync, which knows no file, the name of the file."""
+    """Adds the file name to an OSError of a write or sync, which lacks it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -178,9 +178,9 @@ class _NamedFile:
 
 
 def _swap(first: Path, second: Path) -> None:
-    """Exchanges two directories in one step, or in two renames where the system cannot.
+    """Exchanges two directories in one step, or in two renames if the system does not support that.
 
-    Between the two renames there is no checkpoint at the target; if the second fails, the first is undone.
+    Between the two renames the target has no checkpoint. If the second rename fails, the first is undone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     renameat2 = getattr(libc, "renameat2", None)

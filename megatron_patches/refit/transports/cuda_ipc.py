@@ -1,14 +1,14 @@
-"""CUDA IPC on one host: the destination copies from the source's GPU to its own, over NVLink where there is one.
+"""CUDA IPC on one host: the destination copies from the source's GPU to its own, over NVLink if available.
 
 A box that consists of rows on both sides is copied from the source's weights to its place by the GPU's copy engines,
-which takes no multiprocessor, no slot and no packing. That needs weights in memory that other processes can open. What
-torch allocates by default is opened by a handle that is sent like any other bytes. Expandable segments and symmetric
-memory are opened by file descriptors, which the destination asks the source for. Weights in other memory, such as
-symmetric memory that was made for a fabric of many hosts alone, are packed, like boxes that are no rows.
+without using a multiprocessor, a slot or packing. That requires weights in memory that other processes can open. Memory
+that torch allocates by default is opened by a handle, which is sent like any other bytes. Expandable segments and
+symmetric memory are opened by file descriptors, which the destination requests from the source. Weights in other
+memory, such as symmetric memory made only for a multi-host fabric, are packed, like boxes that are not rows.
 
-A source's slots are device memory of their own, outside torch's allocator; the destination copies a slot when it was
-told that it is full, and then gives it back. Processes may number GPUs differently, and need not see each other's, so a
-GPU is known by its UUID alone. What CUDA does is behind :class:`DeviceRuntime`.
+A source's slots are separate device memory, outside torch's allocator. The destination copies a slot when told that it
+is full, and then returns it. Processes may number GPUs differently and need not see each other's, so GPUs are
+identified by UUID. CUDA is behind :class:`DeviceRuntime`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ExportedMemory(Protocol):
 
     @property
     def handle(self) -> bytes:
-        """What the other process opens it by."""
+        """Handle with which another process opens it."""
 
     def part(self, start: int, stop: int) -> Payload:
         """Bytes ``start`` to ``stop`` of it."""
@@ -51,40 +51,40 @@ class OpenedMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Where it begins in this process."""
+        """Its address in this process."""
 
     def close(self) -> None:
-        """Waits for copies and forgets it."""
+        """Waits for copies and closes the memory."""
 
 
 class Copier(Protocol):
-    """Begins copies to the own device. Addresses are those of this process."""
+    """Starts copies to this party's device. Addresses are those of this process."""
 
     def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
-        """Begins to copy runs of bytes, in any order.
+        """Starts to copy runs of bytes, in any order.
 
         Args:
-            sources: ``[runs]``, where each begins.
-            targets: ``[runs]``, where each goes to.
-            nbytes: ``[runs]``, how long each is.
+            sources: ``[runs]``, source address of each.
+            targets: ``[runs]``, target address of each.
+            nbytes: ``[runs]``, length of each.
 
         Raises:
-            PartyFailedError: if CUDA refuses.
+            PartyFailedError: if CUDA fails.
         """
 
     def rows(self, source: int, target: int, rows: Rows) -> None:
-        """Begins to copy rows, the first of which begins at ``source`` and goes to ``target``; raises as ``runs``."""
+        """Starts to copy rows from ``source`` to ``target``, the addresses of the first row; raises as :meth:`runs`."""
 
     def ended(self) -> Pending[None]:
-        """All copies that have begun since this was asked last."""
+        """All copies that were started since the last call."""
 
 
 class Location(msgspec.Struct, frozen=True):
     """Where a storage lies.
 
     Attributes:
-        handle: what other processes open the allocation by.
-        start: first byte in it.
+        handle: handle with which other processes open its allocation.
+        start: its first byte in the allocation.
     """
 
     handle: bytes
@@ -92,59 +92,59 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class DeviceRuntime(Protocol):
-    """One GPU as one process sees it."""
+    """One GPU as seen by one process."""
 
     @property
     def uuid(self) -> str:
-        """The GPU, by the same name in all processes."""
+        """The GPU's UUID, equal in all processes."""
 
     def export(self, nbytes: int) -> ExportedMemory:
-        """Allocates memory that others may open.
+        """Allocates memory that other processes can open.
 
         Raises:
-            PartyFailedError: if CUDA refuses.
+            PartyFailedError: if CUDA fails.
         """
 
     def locate(self, memory: Memory) -> Mapping[str, Location]:
-        """Where storages lie that others can open; those that they cannot are left out."""
+        """Locations of the storages that other processes can open. Other storages are left out."""
 
     def open(self, handle: bytes, fetch: Fetch) -> OpenedMemory:
-        """Opens what another process has exported.
+        """Opens memory that another process has exported.
 
         Args:
-            handle: what it is opened by.
-            fetch: fetches descriptors from that process, if the handle takes some.
+            handle: its handle.
+            fetch: fetches descriptors from that process, if the handle needs them.
 
         Raises:
-            PartyFailedError: if CUDA refuses, or the other process does not hand them out.
+            PartyFailedError: if CUDA fails, or the other process does not provide the descriptors.
         """
 
     def descriptor(self, number: int) -> int:
-        """A descriptor that another process asks for, as some handle says; to be closed. Called in any thread.
+        """A descriptor that another process requests, as a handle says; the caller closes it. Called in any thread.
 
         Raises:
-            PartyFailedError: if there is none of this number, or CUDA refuses.
+            PartyFailedError: if the number is unknown, or CUDA fails.
         """
 
     def copier(self) -> Copier:
-        """For the copies of one link."""
+        """Makes the copier of one link."""
 
     def allocate(self, nbytes: int) -> Payload:
-        """Memory that nobody else opens."""
+        """Allocates memory that no other process opens."""
 
     def address_of(self, memory: Elements | Payload) -> int:
-        """Where memory of the own device begins.
+        """Address of memory on this GPU.
 
         Raises:
-            PartyFailedError: if it lies elsewhere.
+            PartyFailedError: if the memory is elsewhere.
         """
 
     def close(self) -> None:
-        """Forgets what was located."""
+        """Forgets located memory."""
 
 
 class _Remote(msgspec.Struct):
-    """What a destination must know of its source's slots."""
+    """What a destination must know to open its source's slots."""
 
     uuid: str
     handle: bytes
@@ -154,8 +154,8 @@ class _Told(msgspec.Struct, array_like=True):
     """Where a source's storages lie.
 
     Attributes:
-        handles: what allocations are opened by.
-        places: for each storage the number of its handle, and its first byte.
+        handles: handles of the allocations.
+        places: for each storage, the index of its handle and its first byte.
     """
 
     handles: list[bytes]
@@ -171,7 +171,7 @@ class CudaIpcTransport:
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
-        place: where this party is.
+        place: where this party runs.
         runtime: its GPU.
     """
 
@@ -189,12 +189,12 @@ class CudaIpcTransport:
         self._asked: set[object] = set()
 
     def hidden(self, memory: Memory) -> frozenset[str]:
-        """What lies in memory that cannot be exported."""
+        """Storages in memory that cannot be exported."""
         self._hidden = frozenset(memory) - frozenset(self._runtime.locate(memory))
         return self._hidden
 
     def details(self) -> bytes:
-        """Of a source, where others ask for descriptors."""
+        """At a source, where other parties request descriptors."""
         if self._place.party >= self._place.sources:
             return b""
         if self._server is None:
@@ -202,16 +202,16 @@ class CudaIpcTransport:
         return msgspec.msgpack.encode(self._server.counter)
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Keeps what sources have offered."""
+        """Keeps the sources' offers."""
         self._offers, self._check = offers, check
 
     def outgoing(self, end: LinkEnd) -> CudaIpcOutgoing:
-        """Makes slots and passes their handle on."""
+        """Makes the slots and sends their handle."""
         lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.export)
         try:
             remote = _Remote(self._runtime.uuid, lease.buffer.handle)
             frames.send(end.connection, msgspec.msgpack.encode(remote), end.patience)
-            # Whether it could be opened; a failure is told with its reason by the destination itself.
+            # Wait until the slots are open. On failure the destination reports the reason itself.
             frames.receive(end.connection, end.patience)
         except BaseException:
             lease.buffer.close()
@@ -239,7 +239,7 @@ class CudaIpcTransport:
             frames.send(end.connection, b"opened", end.patience)
             lease = self._pool.lease(SLOTS * end.slot_bytes, self._runtime.allocate)
         except BaseException:
-            opened.close()  # or the source's memory would stay taken
+            opened.close()  # otherwise the source's memory would stay in use
             raise
 
         def open_weights(handle: bytes) -> OpenedMemory:
@@ -254,10 +254,10 @@ class CudaIpcTransport:
         return CudaIpcIncoming(opened, lease, end.slot_bytes, open_weights, self._runtime)
 
     def _locate(self, memory: Memory, link: object) -> Mapping[str, Location]:
-        """Where the storages are now; found once for all links, each of which asks once a version.
+        """Current locations of the storages. Computed once per version for all links, each of which calls it once.
 
         Raises:
-            PartyFailedError: if one cannot be opened by others any longer.
+            PartyFailedError: if other processes can no longer open a storage.
         """
         if link in self._asked or not self._asked:
             found = self._runtime.locate(memory)
@@ -272,10 +272,10 @@ class CudaIpcTransport:
         return self._located
 
     def stop(self) -> None:
-        """Each wire ends what is under way."""
+        """Does nothing: each wire ends its own transfers when closed."""
 
     def close(self) -> None:
-        """Hands out nothing any longer."""
+        """Stops providing descriptors."""
         try:
             if self._server is not None:
                 self._server.close()
@@ -284,12 +284,12 @@ class CudaIpcTransport:
 
 
 class CudaIpcOutgoing:
-    """A source's side of a link: the destination does the work.
+    """A source's side of a link. The destination does the copying.
 
     Args:
         lease: the slots.
-        slot_bytes: size of one.
-        locate: finds where storages lie.
+        slot_bytes: size of one slot.
+        locate: returns the locations of storages.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class CudaIpcOutgoing:
         self.slots = [lease.buffer.part(index * slot_bytes, (index + 1) * slot_bytes) for index in range(SLOTS)]
 
     def begin(self, memory: Memory) -> bytes | None:
-        """Tells where storages lie, if they have moved."""
+        """The locations of storages, if they have changed."""
         found = self._locate(memory, self)
         if found == self._told:
             return None
@@ -310,13 +310,13 @@ class CudaIpcOutgoing:
         return msgspec.msgpack.encode(_Told(list(numbers), places))
 
     def start(self, slot: int, payload: Payload) -> None:
-        """The destination copies it when it was told; what packed it has ended by then."""
+        """Does nothing: the destination copies the slot after the announcement, when packing has ended."""
 
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
-        """The same."""
+        """Does nothing; see :meth:`start`."""
 
     def check(self) -> None:
-        """What fails fails at the destination."""
+        """Does nothing: copies fail at the destination."""
 
     def close(self) -> None:
         """Frees the memory."""
@@ -330,10 +330,10 @@ class CudaIpcIncoming:
 
     Args:
         opened: the source's slots.
-        lease: the own slots.
-        slot_bytes: size of one.
+        lease: this side's slots.
+        slot_bytes: size of one slot.
         open_memory: opens memory of the source by its handle.
-        runtime: the own GPU.
+        runtime: this party's GPU.
     """
 
     def __init__(
@@ -351,10 +351,10 @@ class CudaIpcIncoming:
         self._tables: dict[int, DirectCopies] = {}
 
     def begin(self, told: bytes) -> None:
-        """Opens the allocations that the source's storages lie in, and forgets those that none lies in any longer.
+        """Opens the allocations of the source's storages, and closes those that are no longer used.
 
         Raises:
-            PartyFailedError: if CUDA refuses, or the source does not hand its memory out.
+            PartyFailedError: if CUDA fails, or the source does not provide descriptors.
         """
         content = _decode_told(told)
         self._locations = {
@@ -367,7 +367,7 @@ class CudaIpcIncoming:
                 self._allocations[handle] = self._open(handle)
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Copies into the own slot of the same number, which is free if the source's is."""
+        """Copies into this side's slot of the same number, which is free if the source's is."""
         start = slot * self._slot_bytes
         target = self._lease.buffer[start : start + nbytes]
         run = (self._opened.address + start, self._address_of(target), nbytes)
@@ -378,7 +378,7 @@ class CudaIpcIncoming:
         """Copies each box from the source's weights to its place.
 
         Raises:
-            PartyFailedError: if the source has not told where a storage lies, or CUDA refuses.
+            PartyFailedError: if the source has not sent a storage's location, or CUDA fails.
         """
         key = load.number
         table = self._tables.get(key)
@@ -400,7 +400,7 @@ class CudaIpcIncoming:
         return self._copier.ended()
 
     def close(self) -> None:
-        """Waits for copies, and forgets the memory; all of it, even where one cannot be closed."""
+        """Waits for copies and closes all memory, even if closing one fails."""
         with ExitStack() as closing:
             closing.callback(self._lease.release)
             for opened in (self._opened, *self._allocations.values()):

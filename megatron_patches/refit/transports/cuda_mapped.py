@@ -1,9 +1,9 @@
 """Memory mapped with CUDA's virtual memory API: how a source exports it, and how a destination maps it.
 
-Expandable segments of torch's allocator and symmetric memory are such. What looks like one piece consists of *chunks*
-there, allocations of their own, mapped one after the other. Other processes know a chunk by a number, by which they
-ask for its file descriptor; they map chunks that follow each other here one after the other, too, so that whatever
-lies across them lies so there.
+Expandable segments of torch's allocator and symmetric memory are of this kind. Such memory consists of *chunks*,
+separate allocations mapped one after another. Other processes identify a chunk by a number, with which they request its
+file descriptor. They map consecutive chunks consecutively, too, so that memory that spans several chunks does so there
+as well.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from megatron_patches.refit.errors import PartyFailedError
 
 
 class MappingDriver(Protocol):
-    """What is asked of CUDA; see :class:`megatron_patches.refit.transports.cuda_vmm.CudaDriver`."""
+    """Functions of CUDA; see :class:`megatron_patches.refit.transports.cuda_vmm.CudaDriver`."""
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Beginning and size of the chunk that an address lies in."""
+        """Start and size of the chunk that contains an address."""
 
     def retain(self, address: int) -> int:
-        """The chunk's handle."""
+        """The handle of the chunk at an address, retained."""
 
     def release(self, handle: int) -> None:
-        """Gives a handle back."""
+        """Releases a handle."""
 
     def becomes_file(self, handle: int) -> bool:
-        """Whether it can be exported as a file descriptor."""
+        """Whether a handle can be exported as a file descriptor."""
 
     def export_file(self, handle: int) -> int:
-        """Exports it."""
+        """Exports a handle as a file descriptor."""
 
     def import_file(self, descriptor: int) -> int:
-        """Imports it."""
+        """Imports a handle from a file descriptor."""
 
     def reserve(self, nbytes: int) -> int:
         """Reserves addresses."""
 
     def free(self, address: int, nbytes: int) -> None:
-        """Gives them back."""
+        """Frees reserved addresses."""
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Maps a chunk."""
@@ -54,14 +54,14 @@ class MappingDriver(Protocol):
         """Unmaps a chunk."""
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
-        """Lets a GPU use addresses."""
+        """Lets a GPU access addresses."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """An allocation that others may map.
+    """An allocation that other processes may map.
 
     Attributes:
-        number: by which they ask for it; never given to another one.
+        number: number with which they request it; never reused.
         nbytes: its size.
     """
 
@@ -71,11 +71,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Where something lies in a row of chunks.
+    """Position of some memory in a row of chunks.
 
     Attributes:
-        chunks: the row; the same object for all that lie in it.
-        start: first byte in it.
+        chunks: the row; the same object for all memory in it.
+        start: first byte in the row.
     """
 
     chunks: tuple[Chunk, ...]
@@ -83,7 +83,7 @@ class Lying:
 
 
 Fetch = Callable[[Sequence[int], Callable[[int, int], None]], None]
-"""Fetches the descriptors of chunks, by number, and calls a function with each number and its descriptor."""
+"""Fetches the descriptors of chunks by number, and calls a function with each number and descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class _Held:
 
 
 class ChunkShelf:
-    """The chunks of this process that others may map.
+    """The chunks of this process that other processes may map.
 
-    A chunk that is on the shelf is retained, so that its handle, by which it is known again, cannot become another
-    one's. Its memory stays taken while it is; it leaves when nothing lies in it any longer that was asked for.
+    A chunk on the shelf is retained, so that its handle, which identifies it, cannot be reused. Its memory stays
+    allocated meanwhile. It leaves the shelf when no located memory lies in it any longer.
 
     Args:
         driver: CUDA.
@@ -109,13 +109,14 @@ class ChunkShelf:
         self._lock = threading.Lock()
 
     def locate(self, spans: Mapping[str, tuple[int, int]]) -> dict[str, Lying]:
-        """Finds the chunks that things lie in, and forgets all others.
+        """Finds the chunks of some memory, and forgets all other chunks.
 
         Args:
-            spans: first address of each, and the one behind its last.
+            spans: first address of each piece of memory, and the address after its last.
 
         Returns:
-            Where those lie that others can map; left out is what lies, if only in part, in memory of another kind.
+            Positions of the memory that others can map. Memory that lies, even in part, in other allocations is left
+            out.
         """
         asked: dict[int, _Held | None] = {}
         found: dict[str, list[int]] = {}
@@ -135,7 +136,7 @@ class ChunkShelf:
         """A file descriptor of a chunk, which the caller closes. May be called in any thread.
 
         Raises:
-            PartyFailedError: if it is not on the shelf, or CUDA refuses.
+            PartyFailedError: if the chunk is not on the shelf, or CUDA fails.
         """
         with self._lock:
             for held in self._held.values():
@@ -144,11 +145,11 @@ class ChunkShelf:
         raise PartyFailedError(f"memory number {number} is not, or no longer, on the shelf; weights have moved since")
 
     def close(self) -> None:
-        """Forgets all."""
+        """Forgets all chunks."""
         self._forget(set(self._held))
 
     def _bases(self, start: int, stop: int, asked: dict[int, _Held | None]) -> list[int] | None:
-        """Beginnings of the chunks that addresses lie in; None if they do not all lie in such."""
+        """Start addresses of the chunks that contain a span; None if chunks do not contain all of it."""
         bases = []
         address = start
         while address < stop:
@@ -165,10 +166,10 @@ class ChunkShelf:
         try:
             handle = self._driver.retain(base)
         except PartyFailedError:
-            return None  # not mapped by hand
+            return None  # not mapped with the virtual memory API
         known = self._held.get(base)
         if known is not None and (known.handle, known.chunk.nbytes) == (handle, nbytes):
-            self._driver.release(handle)  # it is retained already
+            self._driver.release(handle)  # it is already retained
             return known
         if not self._driver.becomes_file(handle):
             self._driver.release(handle)
@@ -186,7 +187,7 @@ class ChunkShelf:
                 self._driver.release(self._held.pop(base).handle)
 
     def _rows(self, bases: Sequence[int]) -> list[_Row]:
-        """Chunks without gaps between them, together."""
+        """Groups chunks without gaps between them."""
         rows: list[list[int]] = []
         end = -1
         for base in bases:
@@ -204,19 +205,19 @@ class _Row:
 
 
 class MappedRow:
-    """Chunks of another process, mapped one after the other.
+    """Chunks of another process, mapped one after another.
 
     Args:
         driver: CUDA.
-        device: the GPU that is to use them, by its number in this process.
+        device: the GPU that will use them, by its number in this process.
         chunks: the chunks.
         fetch: fetches their descriptors.
 
     Attributes:
-        address: where the first begins.
+        address: start of the first chunk.
 
     Raises:
-        PartyFailedError: if the other process does not hand them out, or CUDA refuses.
+        PartyFailedError: if the other process does not provide descriptors, or CUDA fails.
     """
 
     def __init__(self, driver: MappingDriver, device: int, chunks: Sequence[Chunk], fetch: Fetch) -> None:
@@ -234,7 +235,7 @@ class MappedRow:
                     driver.map(address, nbytes[number], handle)
                     undo.callback(driver.unmap, address, nbytes[number])
                 finally:
-                    # The mapping keeps the memory; nothing else is done with the handle.
+                    # The mapping keeps the memory, and the handle is not needed otherwise.
                     driver.release(handle)
 
             fetch(list(offsets), place)
@@ -242,5 +243,5 @@ class MappedRow:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Unmaps them and gives the addresses back; nothing may use them any longer."""
+        """Unmaps the chunks and frees the addresses, which must no longer be in use."""
         self._undo.close()

@@ -1,8 +1,8 @@
 """One GPU, with the CUDA runtime functions that IPC needs and torch does not expose.
 
-The library is the one that torch has loaded; what was mapped by hand takes the driver's. Memory that is exported is
-allocated by itself: torch's allocator would hand out parts of larger blocks, or of segments that cannot be exported
-this way.
+The runtime library is the one that torch has loaded; memory of the virtual memory API needs the driver's. Exported
+memory is allocated separately: torch's allocator would return parts of larger blocks, or of segments that cannot be
+exported this way.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_patches.refit.transports.direct_copies import Numbers, Rows
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-_STREAMS = 8  # of copies: a GPU has several copy engines, and the next copy begins while the last one ends
+_STREAMS = 8  # of copies: a GPU has several copy engines, and the next copy starts while the last one ends
 _BATCHES_SINCE = 13  # CUDA's major version
-_COPY_KIND = 4  # cudaMemcpyDefault: the addresses say from where to where
+_COPY_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses
 
 
 class _Handle(ctypes.Structure):
@@ -38,7 +38,7 @@ class _Handle(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """``cudaMemcpyAttributes``; locations are hints about managed memory, which is not used here."""
+    """``cudaMemcpyAttributes``. Locations are hints about managed memory, which is not used here."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -49,11 +49,11 @@ class _CopyAttributes(ctypes.Structure):
 
 
 _IN_STREAM_ORDER = _CopyAttributes(source_order=1)  # cudaMemcpySrcAccessOrderStream
-_FROM_THE_FIRST = ctypes.c_size_t(0)  # the attributes hold from the first copy of a batch on
+_FROM_THE_FIRST = ctypes.c_size_t(0)  # the attributes apply from the first copy of a batch
 
 
 class _Library:
-    """The run-time library, with errors as exceptions."""
+    """The CUDA runtime library, with errors as exceptions."""
 
     def __init__(self) -> None:
         major = str(torch.version.cuda).split(".")[0]
@@ -63,49 +63,49 @@ class _Library:
             raise PartyFailedError(f"CUDA's run-time library libcudart.so.{major} cannot be loaded: {error}") from error
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        # Thousands of calls that only begin something: each would let go of the interpreter and wait for it again. One
-        # that finds its stream's queue full waits for copies, which need nothing of the interpreter.
+        # These calls only start work, and there are thousands. Releasing and retaking the GIL for each would be slow. A
+        # call that finds its stream's queue full waits for copies, which do not need the GIL.
         begins = ctypes.PyDLL(None, handle=self._library._handle)
         self._copy, self._copy_rows = begins.cudaMemcpyAsync, begins.cudaMemcpy2DAsync
         self._copy.argtypes = [pointer, pointer, size, kind, pointer]
         self._copy_rows.argtypes = [pointer, size, pointer, size, size, size, kind, pointer]
-        # One that begins many. CUDA 12.8 and 12.9 know it, too, with one argument more.
+        # One call that starts many copies. CUDA 12.8 and 12.9 have it, too, with one more argument.
         self.has_batches = int(major) >= _BATCHES_SINCE
         if self.has_batches:
             self._copy_batch = begins.cudaMemcpyBatchAsync
             self._copy_batch.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer]
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Begins to copy bytes; raises as :meth:`call` does."""
+        """Starts to copy bytes; raises as :meth:`call`."""
         self._check("cudaMemcpyAsync", self._copy(target, source, nbytes, _COPY_KIND, stream))
 
     def copy_batch(self, targets: Numbers, sources: Numbers, nbytes: Numbers, stream: int) -> None:
-        """Begins copies in one call, in any order; raises as :meth:`call` does. Not for the default stream."""
+        """Starts copies in one call, in any order; raises as :meth:`call`. Not for the default stream."""
         where = (numbers.ctypes.data for numbers in (targets, sources, nbytes))
         attributes = ctypes.addressof(_IN_STREAM_ORDER), ctypes.addressof(_FROM_THE_FIRST), 1
         self._check("cudaMemcpyBatchAsync", self._copy_batch(*where, len(nbytes), *attributes, stream))
 
     def copy_rows(self, target: int, source: int, rows: Rows, stream: int) -> None:
-        """Begins to copy rows; raises as :meth:`call` does."""
+        """Starts to copy rows; raises as :meth:`call`."""
         copy = self._copy_rows
         steps = rows.target_step, source, rows.source_step
         self._check("cudaMemcpy2DAsync", copy(target, *steps, rows.nbytes, rows.count, _COPY_KIND, stream))
 
     def call(self, name: str, *args: Any) -> None:
-        """Calls a function; raises PartyFailedError with CUDA's words if it fails."""
+        """Calls a function; raises PartyFailedError with CUDA's message if it fails."""
         function: Callable[..., int] = getattr(self._library, name)
         self._check(name, function(*args))
 
     def _check(self, name: str, status: int) -> None:
         if status:
-            # Otherwise torch would find the error at its next call and take it for its own.
+            # Otherwise torch would find the error at its next call and report it as its own.
             self._library.cudaGetLastError()
             words = self._library.cudaGetErrorString(ctypes.c_int(status))
             raise PartyFailedError(f"{name}: {words.decode()}")
 
 
 class IpcHandle(msgspec.Struct, frozen=True, tag="ipc"):
-    """Opens what CUDA has allocated.
+    """Opens memory that CUDA has allocated.
 
     Attributes:
         content: ``cudaIpcMemHandle_t``.
@@ -115,10 +115,10 @@ class IpcHandle(msgspec.Struct, frozen=True, tag="ipc"):
 
 
 class MappedHandle(msgspec.Struct, frozen=True, tag="mapped"):
-    """Opens what was mapped by hand.
+    """Opens memory that was mapped with the virtual memory API.
 
     Attributes:
-        chunks: what it consists of.
+        chunks: its chunks.
     """
 
     chunks: tuple[Chunk, ...]
@@ -132,10 +132,10 @@ class CudaRuntime:
     """One GPU; see :class:`megatron_patches.refit.transports.cuda_ipc.DeviceRuntime`.
 
     Args:
-        device: torch's name of it, ``cuda:1``.
+        device: torch's name of the GPU, such as ``cuda:1``.
 
     Raises:
-        PartyFailedError: if it is no GPU, or CUDA's library is missing.
+        PartyFailedError: if it is not a GPU, or CUDA's library is missing.
     """
 
     def __init__(self, device: str) -> None:
@@ -152,11 +152,11 @@ class CudaRuntime:
 
     @cached_property
     def _streams(self) -> CopyStreams:
-        """Of a destination; a source copies nothing."""
+        """Streams of a destination. A source does not copy."""
         return CopyStreams(self._device)
 
     def export(self, nbytes: int) -> CudaExport:
-        """Allocates memory that others may open."""
+        """Allocates memory that other processes can open."""
         with torch.cuda.device(self._device):
             address = ctypes.c_void_p()
             self._library.call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
@@ -169,7 +169,7 @@ class CudaRuntime:
         return CudaExport(self._library, self._device, int(address.value or 0), nbytes, _encode(_ipc(handle)))
 
     def open(self, handle: bytes, fetch: Fetch) -> CudaOpened:
-        """Opens what another process has exported."""
+        """Opens memory that another process has exported."""
         how = decode_handle(handle)
         with self._current():
             if isinstance(how, MappedHandle):
@@ -186,7 +186,7 @@ class CudaRuntime:
         return CudaOpened(self._device, self._streams, int(address.value or 0), close)
 
     def locate(self, memory: Memory) -> Mapping[str, Location]:
-        """Where storages lie; left out are those in memory that CUDA cannot export in either way."""
+        """Locations of storages. Storages in memory that CUDA cannot export in either way are left out."""
         found: dict[str, Location] = {}
         handles: dict[int, bytes | None] = {}
         mapped: dict[str, tuple[int, int]] = {}
@@ -197,7 +197,7 @@ class CudaRuntime:
                     continue
                 start = storage.data_ptr()
                 stop = start + storage.numel() * storage.element_size()
-                if not base <= start < base + size:  # parameters often lie next to each other in one allocation
+                if not base <= start < base + size:  # neighbouring parameters often share an allocation
                     base, size = self._driver.allocation_of(start)
                 if base not in handles:
                     handles[base] = self._handle_of(base)
@@ -215,17 +215,17 @@ class CudaRuntime:
         return found
 
     def descriptor(self, number: int) -> int:
-        """A descriptor of memory that was mapped by hand, for who asks for it."""
+        """A descriptor of a chunk, for the process that requests it."""
         with self._current():
             return self._shelf.export(number)
 
     def close(self) -> None:
-        """Forgets what was located."""
+        """Forgets located memory."""
         self._shelf.close()
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes the GPU current, for the driver as well, whose functions know no other; in whatever thread this is."""
+        """Makes the GPU current in this thread, also for the driver, whose functions use the current GPU."""
         with torch.cuda.device(self._device):
             self._library.call("cudaSetDevice", ctypes.c_int(self._index))
             yield
@@ -235,21 +235,21 @@ class CudaRuntime:
         try:
             self._library.call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(base))
         except PartyFailedError:
-            return None  # memory that is mapped by hand, as expandable segments and symmetric memory are
+            return None  # mapped with the virtual memory API, like expandable segments and symmetric memory
         return _encode(_ipc(handle))
 
     def address_of(self, memory: Elements | Payload) -> int:
-        """Where memory begins; raises PartyFailedError if it is not on a GPU."""
+        """Address of memory; raises PartyFailedError if it is not on a GPU."""
         if not isinstance(memory, torch.Tensor) or not memory.is_cuda:
             raise PartyFailedError("memory of the host cannot take a copy from a GPU's memory")
         return memory.data_ptr()
 
     def copier(self) -> CudaCopier:
-        """For the copies of one link."""
+        """Makes the copier of one link."""
         return CudaCopier(self._library, self._device, self._streams)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory that nobody else opens."""
+        """Allocates memory that no other process opens."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
@@ -258,19 +258,19 @@ def _ipc(handle: _Handle) -> IpcHandle:
 
 
 class CudaExport:
-    """Memory of this process that others may open.
+    """Memory of this process that other processes can open.
 
     Args:
         library: CUDA.
-        device: where it lies.
+        device: its device.
         address: its first byte.
         nbytes: its size.
-        handle: what others open it by.
+        handle: handle with which others open it.
     """
 
     def __init__(self, library: _Library, device: torch.device, address: int, nbytes: int, handle: bytes) -> None:
         self._library, self._device, self._address, self.handle = library, device, address, handle
-        # How torch, like others, takes memory that is not its own.
+        # The interface by which torch wraps foreign memory.
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -283,14 +283,14 @@ class CudaExport:
         """Bytes ``start`` to ``stop`` of it.
 
         Raises:
-            PartyFailedError: once it was closed.
+            PartyFailedError: after it was closed.
         """
         if self._tensor is None:
             raise PartyFailedError("the link was closed")
         return self._tensor[start:stop]
 
     def close(self) -> None:
-        """Frees it, when what still uses it has ended."""
+        """Waits until the GPU no longer uses it, and frees it."""
         if self._tensor is not None:
             self._tensor = None
             with torch.cuda.device(self._device):
@@ -299,7 +299,7 @@ class CudaExport:
 
 
 class CopyStreams:
-    """The streams of one GPU's copies, from whatever memory, in turn.
+    """The streams of one GPU's copies, used in turn.
 
     Args:
         device: the GPU.
@@ -311,7 +311,7 @@ class CopyStreams:
         self._turn = 0
 
     def next(self) -> tuple[int, int]:
-        """Number of the next one, and CUDA's handle of it."""
+        """Number and CUDA handle of the next stream."""
         self._turn = (self._turn + 1) % _STREAMS
         return self._turn, self._handles[self._turn]
 
@@ -320,10 +320,10 @@ class CudaOpened:
     """Memory of another process.
 
     Args:
-        device: the own GPU.
-        streams: of copies.
-        address: its first byte, in this process.
-        forget: undoes what has opened it.
+        device: this party's GPU.
+        streams: streams of copies.
+        address: its address in this process.
+        forget: closes it.
     """
 
     def __init__(self, device: torch.device, streams: CopyStreams, address: int, forget: Callable[[], None]) -> None:
@@ -331,7 +331,7 @@ class CudaOpened:
         self._device, self._streams, self._forget = device, streams, forget
 
     def close(self) -> None:
-        """Waits for copies and forgets it."""
+        """Waits for copies and closes the memory."""
         with torch.cuda.device(self._device):
             for stream in self._streams.streams:
                 stream.synchronize()
@@ -343,15 +343,15 @@ class CudaCopier:
 
     Args:
         library: CUDA.
-        device: the own GPU.
-        streams: for copies, in turn. CUDA knows from a stream which GPU it is.
+        device: this party's GPU.
+        streams: streams for copies, used in turn. CUDA knows the GPU of a stream.
     """
 
     def __init__(self, library: _Library, device: torch.device, streams: CopyStreams) -> None:
         self._library, self._device, self._streams, self._used = library, device, streams, set[int]()
 
     def runs(self, sources: Numbers, targets: Numbers, nbytes: Numbers) -> None:
-        """Begins to copy runs of bytes."""
+        """Starts to copy runs of bytes."""
         if self._library.has_batches and len(nbytes) > 1:
             to, start, length = (np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, nbytes))
             self._library.copy_batch(to, start, length, self._next())
@@ -360,11 +360,11 @@ class CudaCopier:
             self._library.copy(target, source, length, self._next())
 
     def rows(self, source: int, target: int, rows: Rows) -> None:
-        """Begins to copy rows."""
+        """Starts to copy rows."""
         self._library.copy_rows(target, source, rows, self._next())
 
     def ended(self) -> Pending[None]:
-        """All copies that have begun since this was asked last."""
+        """All copies that were started since the last call."""
         used, self._used = self._used, set()
         with torch.cuda.device(self._device):
             return _Copying([self._streams.streams[number].record_event() for number in sorted(used)])

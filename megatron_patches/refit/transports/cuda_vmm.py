@@ -1,6 +1,6 @@
 """CUDA's virtual memory management, as needed to map one process's memory into another.
 
-Functions of the driver's library, which has their reference ("Virtual Memory Management"); torch offers none of them.
+Functions of the driver library, which documents them under "Virtual Memory Management"; torch offers none of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from megatron_patches.refit.errors import PartyFailedError
 
 _POSIX_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, a bit
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-_READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE: what devices know for memory of devices
-_SPARE_BYTES = 64  # that a later driver may write
+_READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE: the access that devices support for device memory
+_SPARE_BYTES = 64  # for fields that a later driver may write
 
 
 class _Location(ctypes.Structure):
@@ -42,9 +42,9 @@ class _Access(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver's library, with errors as exceptions. Handles and addresses are integers, sizes are in bytes.
+    """The driver library, with errors as exceptions. Handles and addresses are integers, sizes are in bytes.
 
-    Every method raises PartyFailedError with CUDA's words if CUDA refuses.
+    Every method raises PartyFailedError with CUDA's message if CUDA fails.
 
     Raises:
         PartyFailedError: if the machine has no driver.
@@ -57,7 +57,7 @@ class CudaDriver:
             raise PartyFailedError(f"CUDA's driver library libcuda.so.1 cannot be loaded: {error}") from error
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Beginning and size of the allocation that an address lies in; where it is mapped, of that mapping alone."""
+        """Start and size of the allocation that contains an address; of mapped memory, only of that mapping."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._call(
             "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address), at=address
@@ -65,23 +65,23 @@ class CudaDriver:
         return int(base.value), int(size.value)
 
     def retain(self, address: int) -> int:
-        """The handle that an address is mapped from, the same one each time; to be released as often."""
+        """The handle that is mapped at an address, the same each time. Must be released once per call."""
         handle = ctypes.c_uint64()
         self._call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address), at=address)
         return int(handle.value)
 
     def release(self, handle: int) -> None:
-        """Gives a handle back. Its memory goes when no handle is left to it in any process, and no mapping."""
+        """Releases a handle. The memory is freed when no process has a handle or mapping of it."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def becomes_file(self, handle: int) -> bool:
-        """Whether memory was made such that it can be exported as a file descriptor."""
+        """Whether the memory was created so that it can be exported as a file descriptor."""
         properties = _Properties()
         self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), ctypes.c_uint64(handle))
         return bool(properties.handle_types & _POSIX_FILE_DESCRIPTOR)
 
     def export_file(self, handle: int) -> int:
-        """A new file descriptor by which other processes import the memory."""
+        """A new file descriptor with which other processes import the memory."""
         descriptor = ctypes.c_int(-1)
         flags = ctypes.c_ulonglong(0)
         self._call(
@@ -94,9 +94,9 @@ class CudaDriver:
         return int(descriptor.value)
 
     def import_file(self, descriptor: int) -> int:
-        """The handle of memory of another process, to be released; the descriptor may be closed at once."""
+        """The handle of another process's memory, to be released. The descriptor may be closed at once."""
         handle = ctypes.c_uint64()
-        # The descriptor is passed as if it were an address.
+        # The API takes the descriptor in place of a pointer.
         self._call(
             "cuMemImportFromShareableHandle",
             ctypes.byref(handle),
@@ -106,7 +106,7 @@ class CudaDriver:
         return int(handle.value)
 
     def reserve(self, nbytes: int) -> int:
-        """Addresses with nothing behind them."""
+        """Reserves addresses without memory."""
         address = ctypes.c_uint64()
         self._call(
             "cuMemAddressReserve",
@@ -119,11 +119,11 @@ class CudaDriver:
         return int(address.value)
 
     def free(self, address: int, nbytes: int) -> None:
-        """Gives reserved addresses back, all of them, with nothing mapped."""
+        """Frees reserved addresses: the whole range, with nothing mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes), at=address)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Puts all of a handle's memory behind reserved addresses; the handle may be released at once."""
+        """Maps all of a handle's memory at reserved addresses. The handle may be released at once."""
         self._call(
             "cuMemMap",
             ctypes.c_uint64(address),
@@ -139,11 +139,11 @@ class CudaDriver:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes), at=address)
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
-        """Lets a GPU use mapped addresses.
+        """Lets a GPU access mapped addresses.
 
         Args:
-            address: the first.
-            nbytes: how many, of any number of mappings.
+            address: the first address.
+            nbytes: number of bytes, across any number of mappings.
             device: the GPU, by its number in this process.
         """
         access = _Access(_Location(_DEVICE, device), _READ_AND_WRITE)

@@ -1,8 +1,8 @@
-"""Passes file descriptors to other processes of one host: whoever has the token requests them by number.
+"""Passes file descriptors to other processes on one host. Clients request them by number and send a token.
 
-Files go through a local socket, whose name is not in the file system and goes with the process, a few at a time,
-so that neither side has more open than that, however many are asked for. Those who hand out do so in a thread, whatever
-else they do; those who ask wait no longer than their patience.
+Descriptors go through a local socket, whose name is not in the file system and disappears with the process. They go in
+small batches, so that neither side has many open at a time. The server runs in its own thread. Clients wait no longer
+than their patience.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience, prepare
 
 BATCH = 64
-"""Files of one message; Linux takes 253."""
+"""Descriptors per message; Linux allows 253."""
 
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<Q")
 _DESCRIPTOR = struct.Struct("=i")
 _EXTRA_BYTES = socket.CMSG_LEN(BATCH * _DESCRIPTOR.size)
-_GIVEN, _REFUSED = b"g", b"r"  # how an answer begins
+_GIVEN, _REFUSED = b"g", b"r"  # first byte of an answer
 _ANSWER_BYTES = 4096
 _BACKLOG = 256
-_RETRY_S = 0.01  # between tries while more ask at once than the listener holds, or than files can be opened for
-_JOIN_S = 10.0  # that opening one file may take while the counter closes
+_RETRY_S = 0.01  # between tries while the listener's backlog is full, or no more files can be opened
+_JOIN_S = 10.0  # for opening one file while the server closes
 
 
 class Counter(msgspec.Struct, frozen=True):
-    """Where files are handed out.
+    """Where descriptors can be requested.
 
     Attributes:
         address: name of the socket.
-        token: what those who ask must know.
+        token: secret that requests must contain.
     """
 
     address: str
@@ -50,20 +50,20 @@ class Counter(msgspec.Struct, frozen=True):
 
 
 class DescriptorServer:
-    """Hands out files until it is closed.
+    """Provides descriptors until it is closed.
 
     Args:
-        give: opens the file of a number, and returns a descriptor, which is closed when it was sent. It is called in
-            another thread. What it raises is told to who has asked.
+        give: opens the file of a number and returns its descriptor, which is closed after it was sent. Called in
+            another thread. Its errors are sent to the client.
 
     Attributes:
-        counter: what others must know to ask.
+        counter: what clients need to know.
     """
 
     def __init__(self, give: Callable[[int], int]) -> None:
         self._give = give
         self.counter = Counter(f"refit-{secrets.token_hex(12)}", secrets.token_bytes(_TOKEN_BYTES))
-        # Whole messages, each with the files that were sent along.
+        # Preserves messages, each with the descriptors that were sent along.
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(f"\0{self.counter.address}")
@@ -77,10 +77,10 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; who is still waiting sees that the connection is lost. Once is enough, and more does no harm.
+        """Stops the server. Waiting clients lose their connection. May be called more than once.
 
         Raises:
-            PartyFailedError: if a file is being opened that does not open.
+            PartyFailedError: if a file is being opened and does not open in time.
         """
         if self._bell < 0:
             return
@@ -96,7 +96,7 @@ class DescriptorServer:
         self._bell = -1
 
     def _serve(self) -> None:
-        """Answers whatever comes. Nothing here waits for a single peer, so none can keep the others waiting."""
+        """Answers requests. Never waits for a single client, so that none can block the others."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj == self._bell:
@@ -109,9 +109,9 @@ class DescriptorServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:  # who has called has gone
+        except BlockingIOError:  # the client has gone
             return
-        except OSError:  # such as too many open files, which may pass; who has called is there still
+        except OSError:  # for example too many open files, which may pass; the client is still waiting
             time.sleep(_RETRY_S)
             return
         connection.setblocking(False)
@@ -126,13 +126,13 @@ class DescriptorServer:
         except OSError:
             request = b""
         token, numbers = request[:_TOKEN_BYTES], request[_TOKEN_BYTES:]
-        # A stranger learns nothing, not even why.
+        # Reveal nothing to an unauthenticated client, not even the reason.
         if not hmac.compare_digest(token, self.counter.token) or not numbers or len(numbers) % _NUMBER.size:
             self._drop(connection)
             return
         try:
             self._hand_over(connection, [number for (number,) in _NUMBER.iter_unpack(numbers)])
-        except Exception as error:  # noqa: BLE001 - it is the other side that must know
+        except Exception as error:  # noqa: BLE001 - the client must know
             words = f"{type(error).__name__}: {error}".encode()[: _ANSWER_BYTES - 1]
             with suppress(OSError):
                 connection.send(_REFUSED + words)
@@ -154,16 +154,16 @@ class DescriptorServer:
 def take_descriptors(
     counter: Counter, numbers: Sequence[int], use: Callable[[int, int], None], patience: Patience
 ) -> None:
-    """Asks for files, and closes each when it was used.
+    """Requests descriptors, and closes each after its use.
 
     Args:
-        counter: where.
-        numbers: which.
-        use: called with the number and the descriptor of each, in order.
-        patience: how long all of it may take.
+        counter: the server.
+        numbers: numbers of the descriptors.
+        use: called with each number and descriptor, in order.
+        patience: limits how long all of it may take.
 
     Raises:
-        PartyFailedError: if the other side has gone, refuses, or does not answer in time; whatever ``use`` raises.
+        PartyFailedError: if the server has gone, refuses, or does not answer in time; also whatever ``use`` raises.
     """
     if not numbers:
         return
@@ -195,7 +195,7 @@ def _dial(connection: socket.socket, counter: Counter, patience: Patience) -> No
 
 
 def _ask(connection: socket.socket, token: bytes, numbers: Sequence[int], patience: Patience) -> list[int]:
-    """The descriptors of one batch, which are the caller's to close."""
+    """The descriptors of one batch. The caller closes them."""
     request = token + b"".join(map(_NUMBER.pack, numbers))
     while True:
         try:
@@ -207,7 +207,7 @@ def _ask(connection: socket.socket, token: bytes, numbers: Sequence[int], patien
             raise patience.lost(str(error)) from error
     while True:
         try:
-            # Not by recv_fds, which does not pass flags on (Python 3.12).
+            # Not recv_fds, which ignores flags (Python 3.12).
             answer, extra, flags, _ = connection.recvmsg(_ANSWER_BYTES, _EXTRA_BYTES, socket.MSG_CMSG_CLOEXEC)
             break
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""The copies that a direct load consists of, as tables that are the same for every version."""
+"""The copies of a direct load, as tables that are equal for every version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_patches.refit.planning.transfers import Transfer
 type Numbers = NDArray[np.int64]
 
 type End = tuple[int, int, int, int]
-"""Number of a storage and an offset in bytes, at the source and at the target."""
+"""Index of a storage and an offset in bytes, at the source; the same at the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Rows:
     """Rows of equal length.
 
     Attributes:
-        count: how many.
-        nbytes: bytes of one.
-        source_step: bytes from one to the next at the source.
+        count: number of rows.
+        nbytes: bytes per row.
+        source_step: bytes from one row to the next at the source.
         target_step: the same at the target.
     """
 
@@ -40,13 +40,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """Where copies begin and where they go to, as far as that is the same in every version.
+    """Start and target of copies, as far as they are equal in every version.
 
     Attributes:
-        source: ``[copies]``, number of the storage that each comes from.
-        source_offset: ``[copies]``, its first byte in that.
-        target: ``[copies]``, number of the storage that each goes to.
-        target_offset: ``[copies]``, its first byte in that.
+        source: ``[copies]``, index of each copy's source storage.
+        source_offset: ``[copies]``, first byte in the source storage.
+        target: ``[copies]``, index of each copy's target storage.
+        target_offset: ``[copies]``, first byte in the target storage.
     """
 
     source: Numbers
@@ -56,26 +56,26 @@ class Ends:
 
     @classmethod
     def of(cls, found: Sequence[End]) -> Self:
-        """Those of a list."""
+        """Makes the arrays from a list."""
         return cls(*np.array(found, dtype=np.int64).reshape(-1, 4).T.copy())
 
     def addresses(self, sources: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
-        """Addresses at both ends, given those of the storages."""
+        """Addresses at both ends, given the addresses of the storages."""
         return sources[self.source] + self.source_offset, targets[self.target] + self.target_offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectCopies:
-    """The copies of a direct load. Boxes that lie one behind the other at both ends are one run.
+    """The copies of a direct load. Boxes that are consecutive at both ends form one run.
 
     Attributes:
-        sources: the storages that they come from.
-        first_reads: of each of these, the first box that comes from there.
-        first_boxes: of each storage that they go to, the first box that does.
+        sources: names of the source storages.
+        first_reads: for each source storage, the first box that comes from it.
+        first_boxes: for each target storage, the first box that goes to it.
         runs: contiguous copies.
-        nbytes: the length of each.
+        nbytes: length of each run.
         pitched: other copies.
-        rows: what each of these consists of.
+        rows: rows of each pitched copy.
     """
 
     sources: list[str]
@@ -91,7 +91,7 @@ class DirectCopies:
         """The table of a load.
 
         Raises:
-            PartyFailedError: if one of its boxes does not consist of rows.
+            PartyFailedError: if a box does not consist of rows.
         """
         sources: dict[str, int] = {}
         targets: dict[str, int] = {}

@@ -1,9 +1,9 @@
 """Writes a plan into the files of a checkpoint: each rank its own boxes, in place, with positioned writes.
 
-No rank holds a full tensor: a rank reads its boxes where they lie, stages at most its budget (a box that is strided, on
-a GPU, or converted), and writes the contiguous runs that box and file have in common; runs that follow each other in
-the file go out in one vectored write. Afterwards every rank reads a share of the tensors back, in chunks, and compares
-their digests with the sums of what all ranks sent.
+No rank holds a full tensor. A rank reads its boxes in place, stages at most its budget (boxes that are strided, on a
+GPU, or converted), and writes the contiguous runs that box and file have in common. Consecutive runs in the file go out
+in one vectored write. Afterwards every rank reads back a share of the tensors, in chunks, and compares their digests
+with the sums of what all ranks sent.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def write_boxes(
 
     Args:
         plan: the plan; its one destination is the checkpoint.
-        rank: this rank, as a source.
-        memory: this rank's storages, tensors of one dimension.
+        rank: source rank.
+        memory: this rank's storages, one-dimensional tensors.
         layout: where every tensor lies in which file.
-        directory: directory that holds the files.
-        staging_bytes: the most that is read before it is written.
-        progress: called with the number of bytes after each box.
+        directory: directory of the files.
+        staging_bytes: most bytes that are read before they are written.
+        progress: called with the number of bytes after each group of boxes.
 
     Returns:
         This rank's share of the digest of each tensor that it wrote a part of.
 
     Raises:
-        ExportError: if a file is not there.
+        ExportError: if a file is missing.
         OSError: if a write or sync fails.
     """
     specs = {spec.name: spec for spec in plan.tensors}
@@ -98,7 +98,7 @@ def verify_tensors(
     """Reads tensors back and compares their digests with what was sent.
 
     Raises:
-        DigestError: naming the first tensor and file that differ.
+        DigestError: with the first tensor and file that differ.
         OSError: if a file cannot be read.
     """
     for spec in specs:
@@ -126,7 +126,7 @@ def verify_tensors(
 
 
 def share_of(specs: Iterable[TensorSpec], rank: int, size: int) -> list[TensorSpec]:
-    """The tensors that ``rank`` of ``size`` verifies: about the same number of bytes on every rank."""
+    """The tensors that ``rank`` of ``size`` verifies: about equal bytes on every rank."""
     load = [0] * size
     mine = []
     for spec in sorted(specs, key=lambda item: (-item.nbytes, item.name)):
@@ -138,7 +138,7 @@ def share_of(specs: Iterable[TensorSpec], rank: int, size: int) -> list[TensorSp
 
 
 def _payload(item: Transfer, storage: torch.Tensor) -> Bytes:
-    """The box's elements as the destination wants them, contiguous in host memory; in place where they are so."""
+    """The box's elements in the destination's dtype, contiguous in host memory; in place if they already are."""
     import torch
 
     values = item.read.tensor(storage.detach())
@@ -149,7 +149,7 @@ def _payload(item: Transfer, storage: torch.Tensor) -> Bytes:
 
 
 def _file_runs(item: Transfer, payload: Bytes, start: int) -> Iterator[tuple[int, memoryview]]:
-    """(position in the file, bytes) of each contiguous run of the box in the file; ``start`` is the tensor's."""
+    """(position in the file, bytes) of each contiguous run of the box. The tensor starts at ``start`` in the file."""
     width = itemsize(item.dtype)
     runs = contiguous_runs(item.write)
     size = runs.length * width
@@ -159,7 +159,7 @@ def _file_runs(item: Transfer, payload: Bytes, start: int) -> Iterator[tuple[int
 
 
 def _adjacent(runs: list[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Runs that follow each other in the file, together; at most as many as one call takes."""
+    """Groups runs that are consecutive in the file, up to the limit of one call."""
     runs.sort(key=lambda run: run[0])
     position, vectors, end = 0, list[memoryview](), -1
     for start, piece in runs:
@@ -182,7 +182,7 @@ class _Handles:
         self._open: dict[str, int] = {}
 
     def write(self, name: str, vectors: list[memoryview], position: int) -> None:
-        """Writes all of ``vectors`` at ``position``, however many calls that takes."""
+        """Writes all of ``vectors`` at ``position``, in as many calls as necessary."""
         handle = self._handle(name)
         while vectors:
             try:
@@ -196,7 +196,7 @@ class _Handles:
                 vectors[0] = vectors[0][written:]
 
     def sync(self) -> None:
-        """Waits until what was written is on the device; some file systems report a full disk only here."""
+        """Waits until written data is on the device. Some file systems report a full disk only here."""
         for name, handle in self._open.items():
             try:
                 os.fsync(handle)

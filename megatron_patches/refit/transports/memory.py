@@ -1,8 +1,7 @@
 """The reference transport: executes a plan between memories of one process, with the same steps as the others.
 
-Only when :meth:`Receiver.verify` went well on all may :meth:`Receiver.commit` put the new weights in the place of the
-old. After any error the old ones serve. See :mod:`megatron_patches.refit.packets` for how boxes are packed and
-compared.
+:meth:`Receiver.commit` may replace the old weights only after :meth:`Receiver.verify` has succeeded on all receivers.
+After any error the old ones serve. See :mod:`megatron_patches.refit.packets` for how boxes are packed and compared.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from megatron_patches.refit.ports import Bits
 
 
 class Receiver:
-    """The side of one destination rank.
+    """The receiving side of one destination rank.
 
     Args:
         plan: the plan.
         manifest: what this rank wants and where.
-        memory: its storages, by the names of the manifest; written by :meth:`commit` alone.
-        terms: those of the senders.
+        memory: its storages, by the names of the manifest; written only by :meth:`commit`.
+        terms: the senders' terms.
     """
 
     def __init__(
@@ -36,16 +35,16 @@ class Receiver:
     ) -> None:
         self._rank, self._serving = manifest.rank, memory
         self._unpacker = Unpacker(plan, manifest, terms)
-        self.version = 0  # of the weights that serve; 0 are those that were there at first
+        self.version = 0  # of the serving weights; 0 for the initial ones
         self._incoming_version = 0
         self._incoming: dict[str, Bits] = {}
         self._verified = False
 
     def begin(self, version: int) -> None:
-        """Makes ready to receive ``version``; drops what has arrived of another.
+        """Prepares to receive ``version``, and drops what has arrived of another version.
 
         Raises:
-            StaleVersionError: if it is not later than the version that serves.
+            StaleVersionError: if it is not later than the serving version.
         """
         if version <= self.version:
             raise StaleVersionError(
@@ -56,16 +55,16 @@ class Receiver:
         self._unpacker.begin(version, self._incoming)
 
     def accept(self, packet: Packet) -> None:
-        """Unpacks a packet beside the weights that serve; raises what :meth:`Unpacker.accept` raises."""
+        """Unpacks a packet beside the serving weights; raises as :meth:`Unpacker.accept`."""
         self._unpacker.accept(packet)
 
     def verify(self) -> None:
-        """Compares every wanted box with what was sent; raises what :meth:`Unpacker.verify` raises."""
+        """Compares every wanted box with what was sent; raises as :meth:`Unpacker.verify`."""
         self._unpacker.verify()
         self._verified = True
 
     def commit(self) -> None:
-        """Lets the new weights serve.
+        """Makes the new weights serve.
 
         Raises:
             TransferError: if they were not verified.
@@ -78,18 +77,18 @@ class Receiver:
 
 
 def refit(senders: Sequence[Sender], receivers: Mapping[int, Receiver], version: int) -> int:
-    """Moves one version from all senders to all receivers, packet by packet; commits when all have verified it.
+    """Moves one version from all senders to all receivers, packet by packet. Commits once all have verified it.
 
     Args:
         senders: every source.
         receivers: every destination, by rank.
-        version: number of the weights; later than the one that serves.
+        version: number of the weights; later than the serving version.
 
     Returns:
         The size of the largest packet.
 
     Raises:
-        RefitError: if anything is not as planned; every receiver then serves what it served before.
+        RefitError: if anything differs from the plan; every receiver then serves what it served before.
     """
     for receiver in receivers.values():
         receiver.begin(version)

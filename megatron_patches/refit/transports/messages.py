@@ -1,7 +1,7 @@
 """Messages of the two ends of a link on their control connection.
 
-A source says hello once, announces packets, and passes on what its wire has to tell; a destination answers with the
-numbers of slots that it has unpacked, one byte each.
+A source sends one hello, announces packets, and forwards messages of its wire. A destination answers with the numbers
+of slots that it has unpacked, one byte each.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import msgspec
 
 
 class Hello(msgspec.Struct):
-    """The first message on a link, behind the secret.
+    """The first message on a link, after the secret.
 
     Attributes:
         source: rank of the source.
-        plan_digest: digest of what its plan moves over this link.
-        slot_bytes: size that it takes slots to have.
+        plan_digest: digest of the link's part of its plan.
+        slot_bytes: size of a slot, as the source has computed it.
     """
 
     source: int
@@ -26,10 +26,10 @@ class Hello(msgspec.Struct):
 
 
 class Told(msgspec.Struct, tag=True, array_like=True):
-    """What a source's wire tells its destination's.
+    """A message from a source's wire to its destination's wire.
 
     Attributes:
-        content: as the wire has written it.
+        content: the message, encoded by the wire.
     """
 
     content: bytes
@@ -38,17 +38,17 @@ class Told(msgspec.Struct, tag=True, array_like=True):
 class Head(msgspec.Struct, tag=True, array_like=True):
     """Announces a packet.
 
-    The boxes are not named: both ends have cut the same plan on the same terms.
+    The boxes are not named, because both ends have cut the same plan on the same terms.
 
     Attributes:
-        plan_digest: digest of what the source's plan moves over this link.
+        plan_digest: digest of the link's part of the source's plan.
         version: number of the weights.
-        number: number of the packet among those of its link.
+        number: number of the packet within its link.
         source: rank of the source.
         destination: rank of the destination.
-        digests: of its boxes, in order.
-        nbytes: of its boxes together.
-        slot: where it lies.
+        digests: digests of its boxes, in order.
+        nbytes: total size of its boxes.
+        slot: number of its slot.
     """
 
     plan_digest: str
@@ -65,4 +65,4 @@ decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_message = msgspec.msgpack.Decoder(Told | Head).decode
 encode = msgspec.msgpack.Encoder().encode
 SLOT = struct.Struct("<B")
-NO_SLOT = 255  # of a direct load
+NO_SLOT = 255  # in place of a slot, for a direct load

@@ -1,12 +1,12 @@
 """NIXL (https://github.com/ai-dynamo/nixl): the destination reads the source's memory, over whatever UCX finds.
 
-On one host that is shared memory, or NVLink between GPUs; between hosts RDMA, or TCP. Boxes that lie in one piece on
-both sides are read from the weights into their places; the others from slots, which lie where the party's storages do.
-Rows would be a transfer each: packing them was found to be faster, however long they are. The two sides may run
-different versions of torch.
+Within a host that is shared memory, or NVLink between GPUs; between hosts it is RDMA or TCP. Boxes that are contiguous
+on both sides are read from the weights into their places. Others are read from slots, which are in the same kind of
+memory as the party's storages. Rows would need one transfer each; packing them was measured to be faster, whatever
+their length. The two sides may run different versions of torch.
 
 A source registers its storages once, and again when they have moved. A destination registers the memory of a version
-only while something is read into it, as nobody tells it when that memory is freed.
+only while something is read into it, because it is not notified when that memory is freed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron_patches.refit.transports.nixl_storages import RegisteredStorages
 
 
 class _Remote(msgspec.Struct):
-    """What a destination must know of its source's slots.
+    """What a destination must know to read its source's slots.
 
     Attributes:
-        agent: the source's agent, as NIXL describes it.
+        agent: NIXL metadata of the source's agent.
         kind: ``DRAM`` or ``VRAM``.
-        device: number of the GPU in the source's process; 0 on the host.
-        address: of the first slot.
+        device: number of the GPU in the source's process; 0 for host memory.
+        address: address of the first slot.
     """
 
     agent: bytes
@@ -44,12 +44,12 @@ class _Remote(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """What a destination must know of its source's storages.
+    """What a destination must know to read its source's storages.
 
     Attributes:
-        agent: the source's agent, as NIXL describes it now.
-        anew: whether something that was registered is so no longer.
-        addresses: where each storage lies.
+        agent: current NIXL metadata of the source's agent.
+        anew: whether some memory is no longer registered.
+        addresses: address of each storage.
     """
 
     agent: bytes
@@ -65,7 +65,7 @@ class NixlTransport:
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
-        place: where this party is.
+        place: where this party runs.
 
     Raises:
         RefitError: if NIXL is not installed.
@@ -81,18 +81,18 @@ class NixlTransport:
         self._storages = RegisteredStorages(self._agent)
 
     def hidden(self, memory: Memory) -> frozenset[str]:
-        """What NIXL cannot register."""
+        """Storages that NIXL cannot register."""
         return self._storages.hide(memory)
 
     def details(self) -> bytes:
-        """Nothing; each link has metadata of its own."""
+        """Empty: metadata is sent per link."""
         return b""
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Nothing is common to all links."""
+        """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> NixlOutgoing:
-        """Makes the slots known to the destination."""
+        """Sends the destination what it must know to read the slots."""
         agent = self._agent
         slots = _Slots(agent, self._place, end.slot_bytes)
         try:
@@ -104,18 +104,18 @@ class NixlTransport:
         return NixlOutgoing(agent, slots, self._storages)
 
     def incoming(self, end: LinkEnd) -> NixlIncoming:
-        """Gets to know the source's slots."""
+        """Receives what is needed to read the source's slots."""
         remote = _decode_remote(frames.receive(end.connection, end.patience))
         peer = Peer(self._agent.meet(remote.agent), remote.kind, remote.device)
         slots = _Slots(self._agent, self._place, end.slot_bytes)
         return NixlIncoming(self._agent, slots, peer, remote.address, end)
 
     def stop(self) -> None:
-        """Lets transfers end."""
+        """Waits a little for transfers under way."""
         self._agent.drain()
 
     def close(self) -> None:
-        """Ends the agent."""
+        """Closes the agent."""
         self._agent.close()
 
 
@@ -123,9 +123,9 @@ class _Slots:
     """Registered memory of one side of a link.
 
     Attributes:
-        memory: all of it.
-        payloads: each slot.
-        region: where it lies.
+        memory: the memory of all slots.
+        payloads: the memory of each slot.
+        region: address and size of the memory.
     """
 
     def __init__(self, agent: NixlAgent, place: Place, slot_bytes: int) -> None:
@@ -149,13 +149,13 @@ class _Slots:
             raise
 
     def release(self) -> None:
-        """Forgets it."""
+        """Deregisters and returns the memory."""
         self._agent.forget(self.region)
         self._lease.release()
 
 
 class NixlOutgoing:
-    """A source's side of a link: the destination does the work, where UCX lets it.
+    """A source's side of a link. The destination does the work, where UCX allows it.
 
     Args:
         agent: this party's agent.
@@ -173,7 +173,7 @@ class NixlOutgoing:
         return self._slots.payloads
 
     def begin(self, memory: Memory) -> bytes | None:
-        """Tells where storages lie, if they have moved."""
+        """The addresses of storages, if they have changed."""
         addresses = self._storages.locate(memory)
         found = self._storages.generation, addresses
         if found == self._told:
@@ -182,17 +182,17 @@ class NixlOutgoing:
         return msgspec.msgpack.encode(_Told(self._agent.metadata, anew, dict(addresses)))
 
     def start(self, slot: int, payload: Payload) -> None:
-        """The destination reads it when it was told."""
+        """Does nothing: the destination reads the slot after the announcement."""
 
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
-        """The same."""
+        """Does nothing; see :meth:`start`."""
 
     def check(self) -> None:
-        """Answers the destination; what fails fails there."""
+        """Answers the destination. Transfers fail at the destination, not here."""
         self._agent.poll()
 
     def close(self) -> None:
-        """Forgets the memory."""
+        """Releases the slots."""
         self._slots.release()
 
 
@@ -201,9 +201,9 @@ class NixlIncoming:
 
     Args:
         agent: this party's agent.
-        slots: the own memory.
+        slots: this side's slots.
         peer: the source's agent.
-        address: of its slots.
+        address: address of its slots.
         end: the link.
     """
 
@@ -213,10 +213,10 @@ class NixlIncoming:
         self._addresses: Mapping[str, int] = {}
 
     def begin(self, told: bytes) -> None:
-        """Gets to know the source's storages.
+        """Receives what is needed to read the source's storages.
 
         Raises:
-            PartyFailedError: if there is no way to them.
+            PartyFailedError: if NIXL cannot reach them.
         """
         storages = _decode_told(told)
         if storages.anew:
@@ -225,7 +225,7 @@ class NixlIncoming:
         self._addresses = storages.addresses
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Reads into the own slot of the same number, which is free if the source's is."""
+        """Reads into this side's slot of the same number, which is free if the source's is."""
         offset = slot * self._slots.slot_bytes
         spans = Spans(
             np.array([self._slots.region.address + offset], dtype=np.uint64),
@@ -239,7 +239,7 @@ class NixlIncoming:
         """Reads each box from the source's weights into its place.
 
         Raises:
-            PartyFailedError: if the source has not told where a storage lies, or NIXL refuses.
+            PartyFailedError: if the source has not sent a storage's address, or NIXL fails.
         """
         names = [item.read.storage for item in load.items]
         untold = [name for name in names if name not in self._addresses]
@@ -259,6 +259,6 @@ class NixlIncoming:
         return self._agent.read(self._peer, spans, [spot.storage for spot in places], None, self._what)
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the wire."""
         self._agent.part(self._peer.name)
         self._slots.release()

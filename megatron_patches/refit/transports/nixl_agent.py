@@ -1,7 +1,7 @@
-"""One party's NIXL agent: registers its memory for others, and reads theirs.
+"""One party's NIXL agent: registers its memory for other parties, and reads theirs.
 
-No agent has a thread that makes progress, which would poll without a pause. A reader makes progress when it asks
-whether a transfer has ended; whoever is read from calls :meth:`NixlAgent.poll` while somebody may be reading.
+Agents have no progress thread, which would poll without pause. A reader makes progress when it checks whether a
+transfer has ended. The other side must call :meth:`NixlAgent.poll` while it may be read from.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.ports import Bits, Payload
 
-# The package nixl takes the one that fits the machine's CUDA; alone, the others work without GPUs too.
+# The package nixl loads the variant that fits the machine's CUDA. The variants alone work without GPUs, too.
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
-# Where UCX finds no NVLink, it does not read another process's GPU memory, even on the same GPU, but sends over TCP:
-# less than 1 GB/s. NIXL sets this itself after 1.5 (https://github.com/ai-dynamo/nixl/pull/2208).
+# Without NVLink, UCX does not read another process's GPU memory, even on the same GPU, but sends over TCP at less than
+# 1 GB/s. NIXL sets this itself after 1.5 (https://github.com/ai-dynamo/nixl/pull/2208).
 _READ_WITHOUT_NVLINK = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
-_POLL_S = 0.0002  # at least, between two looks: all links of a party ask for the same ones
-_DRAIN_S = 1.0  # for transfers that are under way when links end
-_PAUSE_S = 0.0001  # between looks while draining
+_POLL_S = 0.0002  # least time between two polls: all links of a party poll for the same messages
+_DRAIN_S = 1.0  # for transfers under way when links end
+_PAUSE_S = 0.0001  # between polls while waiting
 
 
 def is_installed() -> bool:
-    """Whether there is a package that :func:`load_api` would try."""
+    """Whether a package that :func:`load_api` tries is installed."""
     return any(importlib.util.find_spec(name) is not None for name in _PACKAGES)
 
 
@@ -62,10 +62,10 @@ class Region(NamedTuple):
 
 
 def region_of(memory: Payload | Bits) -> Region:
-    """Where an array or a tensor lies.
+    """The region of an array or a tensor.
 
     Raises:
-        PartyFailedError: if it is neither, or not contiguous.
+        PartyFailedError: if ``memory`` is neither, or not contiguous.
     """
     if isinstance(memory, np.ndarray):
         contiguous, address = memory.flags.c_contiguous, int(memory.ctypes.data)
@@ -79,12 +79,12 @@ def region_of(memory: Payload | Bits) -> Region:
 
 
 class Spans(NamedTuple):
-    """Pieces of memory on both sides of a transfer, alike in size.
+    """Pieces of memory of equal sizes on both sides of a transfer.
 
     Attributes:
-        own: address of each piece here, uint64.
-        theirs: address of each there, uint64.
-        nbytes: size of each, uint64.
+        own: address of each piece on this side, uint64.
+        theirs: address of each piece on the other side, uint64.
+        nbytes: size of each piece, uint64.
     """
 
     own: NDArray[np.uint64]
@@ -96,9 +96,9 @@ class Peer(NamedTuple):
     """Another party's agent.
 
     Attributes:
-        name: what NIXL calls it.
-        kind: of its memory, ``DRAM`` or ``VRAM``.
-        device: number of its GPU in its process; 0 on the host.
+        name: NIXL's name of the agent.
+        kind: kind of its memory, ``DRAM`` or ``VRAM``.
+        device: number of its GPU in its process; 0 for host memory.
     """
 
     name: str
@@ -107,17 +107,17 @@ class Peer(NamedTuple):
 
 
 class NixlAgent:
-    """An agent.
+    """A NIXL agent.
 
-    One for a GPU sets ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on`` in the process's environment, unless it is set already.
+    An agent for a GPU sets ``UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on`` in the process's environment, unless it is already set.
 
     Args:
         party: number of the party, for the agent's name.
         device: device of the memory that it registers: ``cpu``, or torch's name of a GPU.
 
     Attributes:
-        kind: of that memory, ``DRAM`` or ``VRAM``.
-        device: number of the GPU; 0 on the host.
+        kind: kind of that memory, ``DRAM`` or ``VRAM``.
+        device: number of the GPU; 0 for host memory.
 
     Raises:
         RefitError: if NIXL is not installed.
@@ -127,7 +127,7 @@ class NixlAgent:
         api = load_api()
         host = device == "cpu"
         if not host:
-            os.environ.setdefault(*_READ_WITHOUT_NVLINK)  # UCX reads it when the agent is made
+            os.environ.setdefault(*_READ_WITHOUT_NVLINK)  # UCX reads it when the agent is created
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent: Any = api.nixl_agent(f"refit-{party}-{secrets.token_hex(8)}", config)
         self.kind, self.device = ("DRAM", 0) if host else ("VRAM", int(device.partition(":")[2] or 0))
@@ -138,24 +138,24 @@ class NixlAgent:
 
     @property
     def metadata(self) -> bytes:
-        """What others must know to read from here: how to connect, and all that is registered."""
+        """What other parties must know to read from this agent: how to connect, and all registered memory."""
         found: bytes = self._agent.get_agent_metadata()
         return found
 
     def register(self, region: Region) -> None:
-        """Lets NIXL use memory; as often as it is to be forgotten.
+        """Registers memory with NIXL, or counts another use of it. Call :meth:`forget` once per call.
 
         Args:
-            region: the memory; none that is registered may overlap it, for NIXL would confuse the two.
+            region: the memory. It must not overlap other registered memory, because NIXL would confuse the two.
 
         Raises:
-            PartyFailedError: if NIXL refuses.
+            PartyFailedError: if NIXL fails.
         """
         if not self._uses[region]:
             try:
                 descriptors = [(region.address, region.nbytes, self.device, "")]
                 self._registered[region] = self._agent.register_memory(descriptors, self.kind)
-            except Exception as error:  # its errors have no base of their own
+            except Exception as error:  # NIXL's errors have no common base
                 raise PartyFailedError(
                     f"NIXL cannot register {region.nbytes} bytes of {self.kind} ({_said(error)}); where that is for "
                     "want of locked memory, raise its limit (ulimit -l), or take another transport"
@@ -163,27 +163,27 @@ class NixlAgent:
         self._uses[region] += 1
 
     def forget(self, region: Region) -> None:
-        """Ends one use of registered memory; after the last, NIXL no longer uses it."""
+        """Ends one use of registered memory. Deregisters it after the last."""
         self._uses[region] -= 1
         if not self._uses[region]:
             del self._uses[region]
             self._agent.deregister_memory(self._registered.pop(region))
 
     def poll(self) -> None:
-        """Answers readers whose transfers need this side too, such as to connect, or over TCP."""
+        """Serves readers whose transfers need this side, for example to connect, or over TCP."""
         now = time.monotonic()
         if now - self._looked >= _POLL_S:
             self._agent.get_new_notifs()
             self._looked = now
 
     def meet(self, metadata: bytes) -> str:
-        """Gets to know another agent, or what more it has registered.
+        """Adds another agent, or updates its registered memory.
 
         Returns:
-            The name by which :meth:`read` and :meth:`part` know it.
+            The agent's name for :meth:`read` and :meth:`part`.
 
         Raises:
-            PartyFailedError: if there is no way to it.
+            PartyFailedError: if NIXL cannot reach it.
         """
         try:
             name = self._agent.add_remote_agent(metadata)
@@ -192,25 +192,26 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def part(self, name: str) -> None:
-        """Forgets another agent."""
+        """Removes another agent."""
         self._agent.remove_remote_agent(name)
 
     def read[T](self, peer: Peer, spans: Spans, into: Sequence[Payload | Bits], result: T, what: str) -> Reading[T]:
-        """Begins to read.
+        """Starts to read.
 
         Args:
-            peer: whose memory.
-            spans: which, and where to.
-            into: the memory here, which is registered and held until the transfer has ended.
-            result: what the transfer comes to.
-            what: for messages.
+            peer: the agent to read from.
+            spans: what to read, and where to.
+            into: the memory on this side; registered and kept alive until the transfer has ended.
+            result: result of the transfer.
+            what: description for messages.
 
         Raises:
-            PartyFailedError: if NIXL refuses.
+            PartyFailedError: if NIXL fails.
         """
         regions = {region_of(memory) for memory in into}
         if self.kind == "VRAM" and not regions <= self._registered.keys():
-            # Kernels in torch's stream may still use memory that it has handed out again; NIXL follows no stream.
+            # Kernels on torch's stream may still use memory that was freed and reused; NIXL is not ordered with
+            # streams.
             torch.cuda.current_stream(self.device).synchronize()
         for region in regions:
             self.register(region)
@@ -225,15 +226,15 @@ class NixlAgent:
         return reading
 
     def begin(self, handle: Any) -> str:
-        """Begins a transfer; NIXL's word for its state."""
+        """Starts a transfer. Returns NIXL's state of it."""
         return str(self._agent.transfer(handle))
 
     def state(self, handle: Any) -> str:
-        """Makes progress with a transfer; NIXL's word for its state."""
+        """Makes progress with a transfer. Returns NIXL's state of it."""
         return str(self._agent.check_xfer_state(handle))
 
     def end(self, reading: Reading[Any]) -> None:
-        """Forgets a transfer that has ended, and the memory that it kept."""
+        """Forgets a transfer that has ended, and the memory that it kept alive."""
         self._under_way.remove(reading)
         reading.release()
         for region in reading.regions:
@@ -245,13 +246,13 @@ class NixlAgent:
         return self._agent.get_xfer_descs(table, kind)
 
     def drain(self) -> None:
-        """Waits a little for transfers that are under way."""
+        """Waits a little for transfers under way."""
         deadline = time.monotonic() + _DRAIN_S
         while not all(reading.done() for reading in self._under_way) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Gives up what is under way, and ends the agent; until then what it reads into is held."""
+        """Abandons transfers under way and closes the agent. The memory that they read into is kept until then."""
         for reading in self._under_way:
             reading.release()
         for registered in self._registered.values():
@@ -266,14 +267,14 @@ class Reading[T]:
     """A transfer. See :class:`megatron_patches.refit.ports.Pending`.
 
     Args:
-        agent: whose it is.
-        handle: NIXL's.
-        memory: what it reads into, as registered regions and as it is, to be held.
-        result: what it comes to.
-        what: for messages.
+        agent: the agent that reads.
+        handle: NIXL's handle.
+        memory: the memory that it reads into, as registered regions and as objects to keep alive.
+        result: result of the transfer.
+        what: description for messages.
 
     Attributes:
-        regions: what it reads into.
+        regions: regions that it reads into.
     """
 
     def __init__(
@@ -285,13 +286,13 @@ class Reading[T]:
         self._note(agent.begin)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         if not self._ended:
             self._note(self._agent.state)
         return self._ended
 
     def result(self) -> T:
-        """What it comes to; waits for it.
+        """Waits for its end, and returns its result.
 
         Raises:
             PartyFailedError: if it has failed.
@@ -304,17 +305,17 @@ class Reading[T]:
         return self._result
 
     def release(self) -> None:
-        """Gives up what is left of it."""
+        """Releases NIXL's handle, even if the transfer has not ended."""
         handle, self._handle, self._ended = self._handle, None, True
         if handle is not None:
-            with suppress(Exception):  # one that cannot be given up ends with the agent
+            with suppress(Exception):  # a transfer that cannot be released ends with the agent
                 handle.release()
 
     def _note(self, ask: Callable[[Any], str]) -> None:
-        """Learns its state."""
+        """Updates the state."""
         try:
             state = ask(self._handle)
-        except Exception as error:  # noqa: BLE001 - its errors have no base of their own
+        except Exception as error:  # noqa: BLE001 - NIXL's errors have no common base
             state = _said(error)
         if state != "PROC":
             self._ended = True

@@ -1,4 +1,4 @@
-"""A source's storages as NIXL has registered them, so that others can read them where they lie."""
+"""A source's storages, registered with NIXL so that other parties can read them in place."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron_patches.refit.transports.nixl_agent import NixlAgent, Region, regi
 
 
 class RegisteredStorages:
-    """Keeps registered what the storages lie in, from version to version as long as they stay where they are.
+    """Keeps the memory of storages registered from version to version while it does not move.
 
-    Memory that was freed in between, and is now used for other weights at the same address, may be read as it was
-    where NIXL has pinned it; digests tell, as for whatever else arrives otherwise than it was sent.
+    Memory that was freed in between and reused for other weights at the same address may be read with its old content
+    if NIXL has pinned it. Digests detect this like any other corruption.
 
     Args:
-        agent: the source's.
+        agent: the source's agent.
 
     Attributes:
-        generation: how often something that was registered has been forgotten.
+        generation: number of times that registered memory was deregistered.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
@@ -30,7 +30,7 @@ class RegisteredStorages:
         self.generation = 0
 
     def hide(self, memory: Memory) -> frozenset[str]:
-        """Registers storages; those that NIXL cannot register count as hidden from now on.
+        """Registers storages. Those that NIXL cannot register count as hidden from now on.
 
         Args:
             memory: the storages by name.
@@ -39,13 +39,13 @@ class RegisteredStorages:
         return self._hidden
 
     def locate(self, memory: Memory) -> Mapping[str, int]:
-        """Address of each storage that others can read; registered anew if it has moved.
+        """Address of each storage that other parties can read. Registers moved storages again.
 
         Args:
             memory: the storages by name.
 
         Raises:
-            PartyFailedError: if one can no longer be registered.
+            PartyFailedError: if a storage can no longer be registered.
         """
         if self._located[0] is not memory:
             found = self._register(memory)
@@ -77,7 +77,7 @@ class RegisteredStorages:
 
 
 def _merge(regions: Iterable[Region]) -> dict[Region, Region]:
-    """For each region the union of all that it overlaps with; neighbours may be of different allocations."""
+    """For each region, the union of all regions that it overlaps. Adjacent regions may be separate allocations."""
     found: dict[Region, Region] = {}
     group: list[Region] = []
     begin = end = 0

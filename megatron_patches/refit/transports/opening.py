@@ -11,11 +11,11 @@ def open_transport(name: TransportName, place: Place) -> Transport:
     """One party's part of the transport ``name``.
 
     Args:
-        name: which.
-        place: where the party is.
+        name: the transport.
+        place: where the party runs.
 
     Raises:
-        RefitError: if it needs something that is not installed.
+        RefitError: if the transport needs something that is not installed.
     """
     if name is TransportName.SHM:
         return ShmTransport(place)

@@ -1,7 +1,7 @@
 """The location of every tensor of a sharded safetensors checkpoint, computed before any file exists.
 
 The format: 8 bytes with the header's length (little endian), the header (JSON: dtype, shape and byte range of each
-tensor), then the tensors, contiguous and row-major. Every rank computes the same layout alone.
+tensor), then the tensors, contiguous and row-major. Every rank computes the same layout independently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ShardFile:
 
     Attributes:
         name: file name.
-        tensors: tensors in it, in the order in which they lie.
+        tensors: its tensors, in order.
     """
 
     name: str
@@ -91,7 +91,7 @@ class CheckpointLayout:
         return {"metadata": {"total_size": total}, "weight_map": where}
 
     def manifest(self) -> Manifest:
-        """The checkpoint as the one destination of a plan: a storage a tensor, each wanted whole."""
+        """The checkpoint as the single destination of a plan: one storage per tensor, each wanted whole."""
         storages, wanted = [], []
         for file in self.files:
             for spec in file.tensors:
@@ -101,12 +101,12 @@ class CheckpointLayout:
 
 
 def layout_checkpoint(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> CheckpointLayout:
-    """Deals tensors, in order, into files of at most ``max_shard_bytes`` of data; a larger tensor gets its own file.
+    """Distributes tensors, in order, into files of at most ``max_shard_bytes`` of data. A larger one gets its own file.
 
-    Within a file, wider element types come first, so that every tensor is aligned to its elements.
+    Within a file, wider dtypes come first, so that every tensor is aligned to its elements.
 
     Raises:
-        ValueError: if there is no tensor, or the limit is not positive.
+        ValueError: if there are no tensors, or the limit is not positive.
     """
     if not tensors or max_shard_bytes < 1:
         raise ValueError(f"cannot lay out {len(tensors)} tensors in files of {max_shard_bytes} bytes")

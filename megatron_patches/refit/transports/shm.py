@@ -1,6 +1,6 @@
-"""Shared memory on one host: the destination unpacks from the very memory that the source packs into.
+"""Shared memory on one host: the destination unpacks from the same memory that the source packs into.
 
-The slots of a link are an anonymous memory file, whose descriptor is passed when the link is made; nothing is left
+The slots of a link are an anonymous memory file, whose descriptor is passed when the link is made. Nothing is left
 behind in the file system, however the processes end. It needs no torch, so the two sides may run different versions.
 """
 
@@ -26,29 +26,29 @@ class ShmTransport:
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
-        place: where this party is.
+        place: where this party runs.
     """
 
     one_host = True
     turns = None
-    reach = Reach.NONE  # the destination unpacks from the source's slot, which is the one copy that either side makes
+    reach = Reach.NONE  # each side already makes just one copy: into the slot, and out of it
 
     def __init__(self, place: Place) -> None:
         self._pool = place.pool
 
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
-        """All are alike."""
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
+        """None: all boxes are packed."""
         return frozenset()
 
     def details(self) -> bytes:
-        """Nothing."""
+        """Empty."""
         return b""
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Nothing is common to all links."""
+        """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> ShmWire:
-        """Makes the slots and passes them on."""
+        """Makes the slots and passes their descriptor."""
         handle = os.memfd_create("refit")
         try:
             os.ftruncate(handle, SLOTS * end.slot_bytes)
@@ -63,7 +63,7 @@ class ShmTransport:
         return wire
 
     def incoming(self, end: LinkEnd) -> ShmWire:
-        """Maps the slots that the source made."""
+        """Maps the slots made by the source."""
         handle = _receive_handle(end.connection, end.patience)
         try:
             return ShmWire(handle, end.slot_bytes, self._pool, write=False)
@@ -71,10 +71,10 @@ class ShmTransport:
             os.close(handle)
 
     def stop(self) -> None:
-        """Each wire ends what is under way."""
+        """Does nothing: each wire ends its own transfers when closed."""
 
     def close(self) -> None:
-        """Nothing is common to all links."""
+        """Does nothing: links have nothing in common."""
 
 
 class ShmWire(Packed):
@@ -83,8 +83,8 @@ class ShmWire(Packed):
     Args:
         handle: descriptor of the memory.
         slot_bytes: size of a slot.
-        pool: accounts for it; each side counts all of it.
-        write: whether this side fills it.
+        pool: accounts for the memory; each side counts all of it.
+        write: whether this side writes to it.
     """
 
     def __init__(self, handle: int, slot_bytes: int, pool: StagingPool, *, write: bool) -> None:
@@ -94,19 +94,19 @@ class ShmWire(Packed):
         self.slots = [whole[index * slot_bytes : (index + 1) * slot_bytes] for index in range(SLOTS)]
 
     def start(self, slot: int, payload: Payload) -> None:
-        """The destination has it already."""
+        """Does nothing: the destination maps the same memory."""
 
     def check(self) -> None:
-        """Nothing can fail on the way."""
+        """Does nothing: no transfer can fail."""
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """The packet where its source has put it."""
+        """The packet, in the memory that its source packed it into."""
         return Done(self.slots[slot][:nbytes])
 
     def close(self) -> None:
-        """Forgets the memory, which goes when both sides have."""
+        """Releases the memory, which is freed once both sides have."""
         self.slots = []
-        with suppress(BufferError):  # somebody still looks at a packet; it goes with the last of them
+        with suppress(BufferError):  # a packet is still in use; the memory is freed with its last user
             self._lease.buffer.close()
         self._lease.release()
 

@@ -1,6 +1,6 @@
 """TCP, which works everywhere. Each link has a second connection for payloads, served by a thread on each side.
 
-Sockets carry the bytes straight from the source's slot into the destination's. It needs no torch.
+Sockets transfer the bytes straight from the source's slot to the destination's. It needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_patches.refit.transports.worker import Outbox, Worker
 
 
 class _Address(msgspec.Struct):
-    """Where a destination takes a link's payload, and what its source must say there."""
+    """Where a destination accepts a link's payload connection, and the secret that its source must send first."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class TcpTransport:
     """See :class:`megatron_patches.refit.transports.base.Transport`.
 
     Args:
-        place: where this party is.
+        place: where this party runs.
     """
 
     one_host = False
@@ -49,22 +49,22 @@ class TcpTransport:
 
     @property
     def reach(self) -> Reach:
-        """Sockets read from, and write to, any memory of the host."""
+        """Sockets can read and write any host memory."""
         return Reach.CONTIGUOUS if self._place.device == "cpu" else Reach.NONE
 
-    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - whatever it is
-        """All are alike."""
+    def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
+        """None: every storage on the host can be sent from."""
         return frozenset()
 
     def details(self) -> bytes:
-        """Nothing."""
+        """Empty."""
         return b""
 
     def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Nothing is common to all links."""
+        """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> TcpOutgoing:
-        """Dials the payload's connection."""
+        """Makes the payload connection."""
         address = _decode_address(frames.receive(end.connection, end.patience))
         try:
             connection = frames.prepare(socket.create_connection((address.host, address.port), timeout=30.0))
@@ -74,7 +74,7 @@ class TcpTransport:
         return TcpOutgoing(connection, end, self._place)
 
     def incoming(self, end: LinkEnd) -> TcpIncoming:
-        """Waits for the payload's connection."""
+        """Waits for the payload connection."""
         with frames.listen(self._place.host) as listener:
             frames.prepare(listener)
             secret = secrets.token_bytes(frames.SECRET_BYTES)
@@ -84,19 +84,19 @@ class TcpTransport:
                 return TcpIncoming(callers.next(end.patience), end, self._place)
 
     def stop(self) -> None:
-        """Each wire ends what is under way."""
+        """Does nothing: each wire ends its own transfers when closed."""
 
     def close(self) -> None:
-        """Nothing is common to all links."""
+        """Does nothing: links have nothing in common."""
 
 
 class _Ending:
-    """Whether a wire was closed; ends its thread's wait."""
+    """Flag that a wire was closed; ends the wait of its thread."""
 
     closed = False
 
     def check(self) -> None:
-        """Raises if it was."""
+        """Raises if the wire was closed."""
         if self.closed:
             raise PartyFailedError("the link was closed")
 
@@ -110,9 +110,9 @@ class TcpOutgoing(NothingToTell):
     """A source's side of a link.
 
     Args:
-        connection: for the payload.
+        connection: the payload connection.
         end: the link.
-        place: where this party is.
+        place: where this party runs.
     """
 
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
@@ -122,12 +122,12 @@ class TcpOutgoing(NothingToTell):
         self._ending = _Ending()
         self._outbox = Outbox(f"refit-to-{self._peer}")
 
-    def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - whichever it is
-        """Has the payload sent."""
+    def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - the slot does not matter
+        """Queues the payload for sending."""
         self._send([payload])
 
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:  # noqa: ARG002
-        """Has the boxes sent one after the other."""
+        """Queues the boxes for sending, one after another."""
         self._send([spot.payload() for spot in places])
 
     def _send(self, payloads: Sequence[Payload]) -> None:
@@ -141,11 +141,11 @@ class TcpOutgoing(NothingToTell):
         self._outbox.put(send)
 
     def check(self) -> None:
-        """Raises what sending raised."""
+        """Raises the errors of ended sends."""
         self._outbox.check()
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the wire."""
         self._ending.closed = True
         self._outbox.close()
         self._connection.close()
@@ -156,9 +156,9 @@ class TcpIncoming(NothingToTell):
     """A destination's side of a link.
 
     Args:
-        connection: for the payload.
+        connection: the payload connection.
         end: the link.
-        place: where this party is.
+        place: where this party runs.
     """
 
     def __init__(self, connection: socket.socket, end: LinkEnd, place: Place) -> None:
@@ -168,7 +168,7 @@ class TcpIncoming(NothingToTell):
         self._worker = Worker(f"refit-from-{end.peer}")
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
-        """Receives into the own slot of the same number, which is free if the source's is."""
+        """Receives into this side's slot of the same number, which is free if the source's is."""
         payload = self._slots[slot][:nbytes]
 
         def receive() -> Payload:
@@ -178,7 +178,7 @@ class TcpIncoming(NothingToTell):
         return self._worker.submit(receive)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:  # noqa: ARG002
-        """Receives the boxes one after the other."""
+        """Receives the boxes one after another."""
         payloads = [spot.payload() for spot in places]
         return self._worker.submit(lambda: self._receive(payloads))
 
@@ -188,7 +188,7 @@ class TcpIncoming(NothingToTell):
             frames.receive_into(self._connection, memoryview(host_bytes(payload)), patience)
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the wire."""
         self._ending.closed = True
         self._worker.close()
         self._connection.close()

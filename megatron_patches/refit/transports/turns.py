@@ -1,18 +1,19 @@
-"""Decides which destination a source sends to next where all of a party's traffic goes through one queue.
+"""Decides which destination a source sends to next if all of a party's traffic goes through one queue.
 
-[Note: turns] A GPU carries out what is begun on an NCCL communicator one after the other, and what is begun ends only
-with its counterpart. Two sources and two destinations whose orders differ would wait for each other for ever: 0 sends
-to B while B still waits for 1, which sends to A, which still waits for 0. One rule keeps that from happening, with any
-number of parties and whatever is to move: **what a source has under way leads to one destination.** It announces to
-others only when that has ended. Destinations begin to receive in the order in which they read announcements.
+[Note: turns] A GPU executes operations on an NCCL communicator in the order in which they were started, and each ends
+only together with its counterpart. Two sources and two destinations with different orders would deadlock: source 0
+sends to B while B still waits for source 1, which sends to A, which still waits for source 0. One rule prevents this,
+for any number of parties and any transfers: **all that a source has under way leads to one destination.** It announces
+packets to others only when that has ended. Destinations start to receive in the order in which they read announcements.
 
-Of a destination that has begun anything, look at the first thing that has not ended. It was announced, so its source
-has begun it, or does next, behind nothing but what leads here and was announced here before, which has ended. So its
-counterpart is first in the source's queue: it ends. Nothing else is needed: no common order, no knowledge of what
-others send, no second communicator; on a GPU there is one kernel at a time that can wait for a peer.
+Proof: Consider a destination that has started anything, and its first operation that has not ended. The operation was
+announced, so its source has started it or starts it next. Ahead of it in the source's queue is only what leads to the
+same destination and was announced there before, and that has ended. So the counterpart is first in the source's queue,
+and the operation ends. This requires no common order, no knowledge of other parties' transfers and no second
+communicator, and on a GPU only one kernel at a time can wait for a peer.
 
-Sources begin at different destinations (:class:`megatron_patches.refit.packets.Sender`) and go round. A turn is long,
-so that the pause between two is small beside it, but not endless, so that destinations are shared evenly.
+Sources start with different destinations (:class:`megatron_patches.refit.packets.Sender`) and go round. A turn is long,
+so that the pause between turns is small in comparison, but limited, so that destinations are served evenly.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from collections.abc import Sequence
 from megatron_patches.refit.ports import Pending
 
 WINDOW_BYTES = 768 << 20
-"""The most that is under way, but for one load: enough for the next to be there always, little for one in a hurry."""
+"""Limit of what is under way, plus one load: enough to keep the GPU busy, and short to wait for."""
 
 TURN_BYTES = 1 << 30
-"""What one destination gets before another that waits."""
+"""Bytes that one destination gets before another that waits."""
 
 
 class Turns:
@@ -34,18 +35,18 @@ class Turns:
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Pending[None], int]] = deque()
-        self._nbytes = 0  # of it
+        self._nbytes = 0  # bytes under way
         self._destination: int | None = None
-        self._given = 0  # bytes of its turn
+        self._given = 0  # bytes sent in the current turn
 
     def choose(self, waiting: Sequence[int]) -> int | None:
-        """The destination to send something to now, of which :meth:`started` must be told.
+        """The destination to send to now. The caller must then call :meth:`started`.
 
         Args:
-            waiting: ranks of those for which something is ready.
+            waiting: ranks of the destinations for which something is ready.
 
         Returns:
-            None if what is under way comes first.
+            None if what is under way must end first.
         """
         while self._under_way and self._under_way[0][0].done():
             self._nbytes -= self._under_way.popleft()[1]
@@ -59,18 +60,18 @@ class Turns:
         return self._destination
 
     def started(self, pending: Pending[None], nbytes: int) -> None:
-        """Something has been sent to the destination that was chosen."""
+        """Records a transfer that was started to the chosen destination."""
         self._under_way.append((pending, nbytes))
         self._nbytes += nbytes
         self._given += nbytes
 
     def finish(self) -> None:
-        """All that was sent has arrived: lets go of it."""
+        """Forgets all transfers. All must have arrived."""
         self._under_way.clear()
         self._nbytes = 0
 
     def _after(self, waiting: Sequence[int]) -> int:
-        """The next in the round; at first, the one that is ready first."""
+        """The next destination in the round; at first, the one that is ready first."""
         last = self._destination
         if last is None:
             return waiting[0]

@@ -10,14 +10,14 @@ from contextlib import suppress
 
 from megatron_patches.refit.frames import Patience
 
-_LOOK_AROUND_S = 0.1  # how often a wait looks whether it should end
+_LOOK_AROUND_S = 0.1  # interval at which a wait checks whether it should end
 
 
 class Worker:
-    """Executes tasks in order, in a daemon thread, which ThreadPoolExecutor does not offer.
+    """Executes tasks in order, in a daemon thread; ThreadPoolExecutor's threads are not daemons.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,14 +32,14 @@ class Worker:
         def task() -> None:
             try:
                 future.set_result(work())
-            except Exception as error:  # noqa: BLE001 - whoever asks the future gets it
+            except Exception as error:  # noqa: BLE001 - raised by the future's result()
                 future.set_exception(error)
 
         self._tasks.put(task)
         return future
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Ends the thread after the submitted tasks; waits up to ``timeout_s`` seconds for that."""
+        """Ends the thread after the submitted tasks. Waits up to ``timeout_s`` seconds for that."""
         self._tasks.put(None)
         self._thread.join(timeout_s)
 
@@ -49,10 +49,10 @@ class Worker:
 
 
 class Outbox:
-    """What a :class:`Worker` sends, and whether any of it failed.
+    """Sends through a :class:`Worker`, and records failures.
 
     Args:
-        name: of the worker's thread.
+        name: name of the worker's thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,18 +60,18 @@ class Outbox:
         self._under_way: list[Future[None]] = []
 
     def put(self, work: Callable[[], None]) -> None:
-        """Has something sent."""
+        """Schedules a send."""
         self._under_way.append(self._worker.submit(work))
 
     def check(self) -> None:
-        """Raises what sending raised."""
+        """Raises the errors of ended sends."""
         ended = [future for future in self._under_way if future.done()]
         self._under_way = [future for future in self._under_way if not future.done()]
         for future in ended:
             future.result()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops the worker."""
         self._worker.close()
 
 
@@ -79,7 +79,7 @@ def wait_for[T](future: Future[T], patience: Patience) -> T:
     """The result of a :class:`Worker`'s task.
 
     Raises:
-        PartyFailedError: at the deadline, or what the work or the check of ``patience`` raises.
+        PartyFailedError: at the deadline; also whatever the work or the check of ``patience`` raises.
     """
     while not future.done():
         with suppress(TimeoutError):
