@@ -1,7 +1,7 @@
 """Rules by which a destination converts elements from the trainer's form into its own.
 
 A rule lists, operation by operation, what the engine's own loader does to each element of a checkpoint. Rules are data:
-the destination records them, all parties compare them, and the destination replays them (``target/replay.py``).
+a destination records them, its plan and the plan's digest contain them, and it replays them (``target/replay.py``).
 """
 
 from __future__ import annotations

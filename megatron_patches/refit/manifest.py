@@ -1,7 +1,7 @@
 """What one party holds or wants: its storages, and the placement of boxes in them.
 
-Manifests are all that the parties exchange before the bytes. They are small and hold no tensor. Every party computes
-the same plan from the same manifests.
+Ranks of an export exchange manifests; parties of a live refit exchange their compact form (``planning/layouts.py``).
+Manifests are small and hold no tensor. The same manifests always give the same plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which server sends a version to which receiver: committed receivers serve it too, so servers double every wave.
 
-Pure. Time is in *units*: one unit is what a receiver at full speed takes for a whole version. Receivers are alike, and
-a receiver that has committed sends as fast as it received. The trainer serves ``copies`` receivers at full speed.
+Pure. Time is in *units*: one unit is what a receiver at full speed takes for a whole version. Receivers are alike. A
+receiver that has committed sends as fast as it received. The trainer serves ``copies`` receivers at full speed at once.
 
 [Note: the least time] With ``c`` copies of the trainer and ``n`` receivers, let ``w`` be the largest number with
 ``c (2^w - 1) <= n``, and ``x`` the rest, ``n - c (2^w - 1)``. Then no schedule takes less than::
@@ -15,7 +15,7 @@ receivers, ``B(t) >= J(t + 1) - J(t)``. Hence ``J(t + 1) <= c t + 2 J(t)``, and 
 ``w``. If all have committed at ``T = w + f``, the integral of ``s`` from ``w`` to ``w + 1`` is
 ``J(T) - J(w) + (1 - f) n``, and ``n <= c T + J(T)``. Together, ``n (2 - f) <= c f + 2 c (2^w - 1)``, which is the
 formula. If ``c`` is less than 1, no receiver commits before ``1 / c``, and ``J``, shifted by ``1 / c - 1`` units, obeys
-the bounds for one copy. So no schedule takes less than ``1 / c - 1`` units more than with one copy.
+the bounds for one copy. So any schedule takes at least ``1 / c - 1`` units plus the bound for one copy.
 
 :func:`assign` reaches the least time except for rounding: all waves are full except the last two. In the wave before
 the last, ``x / 2`` receivers have a server each. The others share the remaining servers, so that all end together.

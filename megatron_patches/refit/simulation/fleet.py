@@ -1,4 +1,4 @@
-"""All parties of a refit without their processes: what each holds or wants, and a registry that all sources joined."""
+"""All parties of a refit without their processes: what each holds or wants, and a registry of what sources hold."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class C10dTransport:
         self.turns: Turns | None = None
 
     def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
-        """None: every storage can be sent from."""
+        """None: every storage can be sent in place."""
         return frozenset()
 
     def details(self) -> bytes:

@@ -53,7 +53,7 @@ class TcpTransport:
         return Reach.CONTIGUOUS if self._place.device == "cpu" else Reach.NONE
 
     def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
-        """None: every storage on the host can be sent from."""
+        """None: sockets can send any host memory."""
         return frozenset()
 
     def details(self) -> bytes:

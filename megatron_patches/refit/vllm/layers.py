@@ -5,7 +5,7 @@ vLLM release; see :mod:`megatron_patches.refit.vllm.releases`.
 
 [Note: plain layers] Most layers serve from the loader form, and vLLM's processing leaves it unchanged. For a layer
 without a processing method this is known. Other layers are watched during the first replacement: a layer is plain if
-processing ran no torch operation, replaced no attribute of layer or method, and added no reference to the weights'
+processing ran no torch operation, changed no attribute of layer or method, and added no reference to the weights'
 memory. From then on its new weights need no processing. A copy of a tensor onto itself, by which unquantized experts
 keep their memory, does not count as an operation.
 """
