@@ -239,7 +239,7 @@ class Assembly:
             while lost is None:
                 poller.poll()
                 lost = self._pass_on()
-        except Exception as error:  # noqa: BLE001  - whatever the error, nothing reads the sockets after it
+        except Exception as error:  # noqa: BLE001 - whatever the error, nothing reads the sockets after it
             lost = describe_error(error)
         with self._sending:
             self._saying.close()

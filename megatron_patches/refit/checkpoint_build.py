@@ -161,7 +161,7 @@ def _attention_that_can_be_built(config: Any) -> Iterator[None]:
     class ProductLeftOut(torch.nn.Module):
         """Replaces a product that is never computed."""
 
-        def __init__(self, **settings: object) -> None:  # noqa: ARG002  - settings of the product
+        def __init__(self, **settings: object) -> None:  # noqa: ARG002 - settings of the product
             super().__init__()
 
     original = LocalSpecProvider.core_attention

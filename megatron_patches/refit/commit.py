@@ -99,7 +99,7 @@ def on_each[E: EngineClient](engines: Sequence[E], work: Callable[[E], None]) ->
     def run(engine: E) -> None:
         try:
             work(engine)
-        except Exception as error:  # noqa: BLE001  - the caller raises one error for all engines
+        except Exception as error:  # noqa: BLE001 - the caller raises one error for all engines
             failures.append((engine.name, error))
 
     threads = [

@@ -239,7 +239,7 @@ def check_different_servers(engines: Sequence[EngineClient]) -> None:
 
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
-    """An engine's name for messages, and what distinguishes it from others of that name."""
+    """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)

@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
-    """Chooses as many layers as fit, and the tensors outside of layers.
+    """Chooses as many layers as fit, and the tensors outside layers.
 
     Args:
         cluster: both sides.
@@ -65,7 +65,7 @@ def sample_layers(cluster: Cluster, most_bytes: int, seed: int) -> Sample:
 
 
 def _group(name: str) -> str:
-    """The layer of a tensor; the tensor's own name if it is outside of layers."""
+    """The layer of a tensor; the tensor's own name if it is outside all layers."""
     found = _LAYER.search(name)
     return found[0] if found else name
 
@@ -76,7 +76,7 @@ def _in_order(cluster: Cluster, groups: dict[str, list[str]], layers: Sequence[s
     kinds: dict[frozenset[tuple[str, tuple[int, ...]]], list[str]] = defaultdict(list)
     for layer in layers:
         kinds[frozenset((_LAYER.sub("", name, count=1), shapes[name]) for name in groups[layer])].append(layer)
-    chooser = random.Random(seed)  # noqa: S311  - repeatable, not secret
+    chooser = random.Random(seed)  # noqa: S311 - repeatable, not secret
     firsts = [chooser.choice(alike) for alike in kinds.values()]
     others = [layer for layer in layers if layer not in firsts]
     chooser.shuffle(others)

@@ -15,9 +15,9 @@ class Transfer:
     Attributes:
         source: rank that sends it.
         destination: rank, on the other side, that receives it.
-        box: what it is.
-        read: where it lies at the source.
-        write: where it goes at the destination.
+        box: the part.
+        read: its place at the source.
+        write: its place at the destination.
         source_dtype: element type at the source.
         dtype: element type in which it arrives at the destination.
     """

@@ -1,7 +1,7 @@
 """An offline model of how vLLM 0.26.0 lays out its parameters, from a model's traits and the mesh alone.
 
-It is for planning without a running engine. A live refit does not use it, but the layout recorded from the engine's own
-loaders. If vLLM is installed, a test compares the two, for every family at TP 1, TP 2 and with whole experts on two
+It is for planning without a running engine. A live refit uses the layout recorded from the engine's own loaders
+instead. If vLLM is installed, a test compares the two, for every family at TP 1, TP 2 and with whole experts on two
 ranks. The model describes weights before processing after loading, without quantization, with experts in consecutive
 blocks and no redundant ones.
 

@@ -52,7 +52,7 @@ class AllOrNone:
         failure: Exception | None = None
         try:
             replacement.build()
-        except Exception as error:  # noqa: BLE001  - the other workers must learn of it; raised below
+        except Exception as error:  # noqa: BLE001 - the other workers must learn of it; raised below
             failure = error
         if not self._all_can(failure is None):
             raise self._refusal("cannot put it together") from failure
@@ -87,7 +87,7 @@ class AllOrNone:
             replacement.replace()
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)  # find errors on the device before the vote
-        except Exception as error:  # noqa: BLE001  - the other workers must learn of it; raised below
+        except Exception as error:  # noqa: BLE001 - the other workers must learn of it; raised below
             failure = error
         have = self._vote(failure is None)
         if not have:

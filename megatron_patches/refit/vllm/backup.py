@@ -88,7 +88,7 @@ class Backup:
             else:
                 self._copy()
             self._is_complete, self._failure = True, None
-        except Exception as error:  # noqa: BLE001  - raised when the copy is needed
+        except Exception as error:  # noqa: BLE001 - raised when the copy is needed
             self._failure = error
 
     def _copy(self) -> None:

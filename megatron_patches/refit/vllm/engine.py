@@ -137,7 +137,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         """
         raise NotImplementedError("the engine 'etp' is fed by megatron_patches.refit.session.RefitSession")
 
-    def _admit(self, call: RefitCall) -> None:  # noqa: ARG002  - the call has no fields that matter
+    def _admit(self, call: RefitCall) -> None:  # noqa: ARG002 - the call has no fields that matter
         """Accepts trainers from now on: the caller knows the server's secret or owns this process."""
         self._admitted = True
 

@@ -87,7 +87,7 @@ class Joining:
             layout = describe_layout(model, self._serving, self._party.rank, self._memory)
             if self._memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
-        except Exception as error:  # noqa: BLE001  - raised in the step of all parties
+        except Exception as error:  # noqa: BLE001 - raised in the step of all parties
             self._layout.set_exception(error)
         else:
             self._layout.set_result(layout)
