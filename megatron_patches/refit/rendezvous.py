@@ -84,6 +84,7 @@ class Rendezvous:
         self._answer = answer
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
+        self._parties: dict[bytes, int] = {}  # by zmq address
         self._gone: dict[int, str] = {}
         self._culprits: set[int] = set()
         self._steps: dict[int, _Step] = {}
@@ -168,7 +169,7 @@ class Rendezvous:
         ended = {party: _ENDED for party, member in self._members.items() if member.connection in closed}
         while self._router.poll(0):
             address, *frames = self._router.recv_multipart(copy=False)
-            party = next((party for party, member in self._members.items() if member.address == address.bytes), None)
+            party = self._parties.get(address.bytes)
             try:
                 message = decode_of_party(frames[-1].buffer)
             except msgspec.MsgspecError as error:
@@ -183,7 +184,7 @@ class Rendezvous:
             elif party is not None and isinstance(message, Outcome):
                 self._report(party, message)
             elif party is not None:
-                self._tell_all(message)
+                self._tell_all(Notice(message.topic, party, message.reason))
         for party, how in ended.items():
             if party in self._members and party not in self._gone:
                 self._leave(party, how)
@@ -206,6 +207,7 @@ class Rendezvous:
             self._router.send_multipart([address, encode(Refusal(f"there is no free place {joined.party}"))])
             return
         self._members[joined.party] = _Member(joined.name, address, connection)
+        self._parties[address] = joined.party
         self._catch_up(joined.party)
 
     def _catch_up(self, party: int) -> None:

@@ -95,5 +95,4 @@ class GraphModes:
         self.has_parts |= self.is_part
         self.capture, self.is_part = None, False
         self.buffers = self._eager
-        self.possible = torch.cuda.is_available()
         return was_whole

@@ -1,4 +1,4 @@
-"""ASGI middleware that protects a vLLM server: only a client that shows its secret can change it.
+r"""ASGI middleware that protects a vLLM server: only a client that shows its secret can change it.
 
 ::
 

@@ -1,4 +1,4 @@
-"""ASGI middleware that reports, in a response header, which version of the weights answered.
+r"""ASGI middleware that reports, in a response header, which version of the weights answered.
 
 ::
 

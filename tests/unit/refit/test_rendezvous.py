@@ -416,6 +416,16 @@ def test_a_party_that_says_what_is_no_message_has_failed() -> None:
     server.close()
 
 
+def test_a_party_speaks_for_itself_alone() -> None:
+    server = Rendezvous(2, 30.0)
+    member = Assembly(server.invitation, 0, "party 0")
+    with Quiet(server, 1) as other:
+        other.say({"type": "Notice", "topic": "commit 7", "party": 0, "reason": None})
+        assert member.collect("commit 7", [0, 1], 1.0) == {0: "no answer within 1 s", 1: None}
+    member.close()
+    server.close()
+
+
 def test_a_party_that_takes_no_messages_delays_no_other_and_is_named() -> None:
     server = Rendezvous(3, 5.0)
     with Quiet(server, 2) as deaf:
