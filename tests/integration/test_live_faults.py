@@ -160,7 +160,7 @@ def test_a_process_that_hangs_for_a_while_leaves_old_or_new_weights(served: Serv
         process_of(served.server.process, victim).send_signal(signal.SIGCONT)
     assert max(seconds for _, seconds in found) < 5 * TIMEOUT_S
     for reason, _ in found:
-        assert served.server.url in reason
+        assert served.server.url in reason or "engine worker" in reason
         assert "trainer rank" not in reason
     assert served.answers() in (old, new)
     served.push(1)
