@@ -22,7 +22,7 @@ from megatron_patches.refit.rendezvous_messages import (
     Join,
     Notice,
     Outcome,
-    Refusal,
+    Rejection,
     Results,
     decode_of_server,
     encode,
@@ -256,7 +256,7 @@ class Assembly:
             lost = "the connection has ended, or was refused"
         while self._dealer.poll(0):  # messages sent before the end count
             message = decode_of_server(self._dealer.recv())
-            if isinstance(message, Refusal):
+            if isinstance(message, Rejection):
                 return message.reason
             self._note(message)
         while lost is None and self._said.poll(0):

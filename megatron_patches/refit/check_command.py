@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_patches.refit import checkpoint_model, push_flags
+from megatron_patches.refit import checkpoint_model, push_command, push_flags
 from megatron_patches.refit.checkpoint_model import CheckpointModel
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import ModelMismatchError, RefitError
@@ -73,9 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "prompts, and the model of the checkpoint says how likely it finds each of their tokens. After the push both "
         "must agree.",
     )
-    checkpoint_model.add_options(check, "checking")
-    check.add_argument("--engines", nargs="+", required=True, metavar="URL", help="base URLs of the servers")
-    check.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
+    push_command.add_options(check, "checking")
     check.add_argument(
         "--samples", type=_positive, default=16, metavar="N", help="of each server; %(default)s by default"
     )
@@ -94,7 +92,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="of engine and trainer after the push, a token; what two implementations in bfloat16 differ by is less; "
         "%(default)s by default",
     )
-    push_flags.add_flags(check)
 
 
 def main(options: argparse.Namespace) -> int:

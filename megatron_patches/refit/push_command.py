@@ -23,10 +23,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "with the weight-transfer backend 'etp'. Alone, one process holds the model; under torchrun it is sharded as "
         "asked. If anything fails, the servers go on with the weights that they had.",
     )
-    checkpoint_model.add_options(push, "pushing")
-    push.add_argument("--engines", nargs="+", required=True, metavar="URL", help="base URLs of the servers")
-    push.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
-    push_flags.add_flags(push)
+    add_options(push, "pushing")
+
+
+def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
+    """Adds what says which checkpoint to push, to which servers, and how.
+
+    Args:
+        parser: of the command.
+        while_doing: "pushing", for the help.
+    """
+    checkpoint_model.add_options(parser, while_doing)
+    parser.add_argument("--engines", nargs="+", required=True, metavar="URL", help="base URLs of the servers")
+    parser.add_argument("--version", type=int, help="number of the weights; the checkpoint's iteration by default")
+    push_flags.add_flags(parser)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ from megatron_patches.refit.rendezvous_messages import (
     Join,
     Notice,
     Outcome,
-    Refusal,
+    Rejection,
     Results,
     decode_of_party,
     encode,
@@ -204,7 +204,7 @@ class Rendezvous:
     def _admit(self, joined: Join, address: bytes, connection: int) -> None:
         if joined.party in self._members or not 0 <= joined.party < self.invitation.parties:
             logger.warning("refit: refused %s: there is no free place %d", joined.name, joined.party)
-            self._router.send_multipart([address, encode(Refusal(f"there is no free place {joined.party}"))])
+            self._router.send_multipart([address, encode(Rejection(f"there is no free place {joined.party}"))])
             return
         self._members[joined.party] = _Member(joined.name, address, connection)
         self._parties[address] = joined.party

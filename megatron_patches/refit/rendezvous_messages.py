@@ -52,7 +52,7 @@ class Notice(msgspec.Struct, tag=True):
     reason: str | None = None
 
 
-class Refusal(msgspec.Struct, tag=True):
+class Rejection(msgspec.Struct, tag=True):
     """The party may not join."""
 
     reason: str
@@ -70,7 +70,7 @@ TICK_S = 0.2
 """Polling interval of waits on either side, in seconds."""
 
 decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
-decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Refusal | Beat).decode
+decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Rejection | Beat).decode
 encode = msgspec.msgpack.encode
 
 

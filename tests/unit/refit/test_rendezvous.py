@@ -53,6 +53,8 @@ class Deaf:
 def meeting(parties: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[Rendezvous, list[Assembly]]]:
     server = Rendezvous(parties, timeout_s)
     members = [Assembly(server.invitation, party, f"party {party}") for party in range(parties)]
+    for party in range(parties):  # who joins later misses what was posted before
+        wait_for_join(server, party)
     try:
         yield server, members
     finally:
@@ -419,6 +421,7 @@ def test_a_party_that_says_what_is_no_message_has_failed() -> None:
 def test_a_party_speaks_for_itself_alone() -> None:
     server = Rendezvous(2, 30.0)
     member = Assembly(server.invitation, 0, "party 0")
+    wait_for_join(server, 0)
     with Quiet(server, 1) as other:
         other.say({"type": "Notice", "topic": "commit 7", "party": 0, "reason": None})
         assert member.collect("commit 7", [0, 1], 1.0) == {0: "no answer within 1 s", 1: None}
