@@ -21,6 +21,8 @@ NORM_FACTOR = 10.0
 SIGNS_BF16_TOLERANCE = 2e-2
 # The norm is a sum over all weights, which are cut in the one run and whole in the other.
 EXACT_NORM_TOLERANCE = 1e-6
+# A gradient that is one ulp of bf16 off moves a weight to the next number of E4M3, which is 6e-2 away.
+FP8_TOLERANCE = 2e-2
 
 ONE_MICROBATCH = "--micro-batch-size 4 --clip-grad 0"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -28,6 +30,15 @@ FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --reco
 LLAMA = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 250 --make-vocab-size-divisible-by 2 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+# Weights of whole blocks of 128 x 128, but for QKV, whose shards are padded; four layers, so that two are between those
+# at the ends.
+FP8_MODEL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 128 "
+    "--group-query-attention --num-query-groups 2 "
+    "--max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 250 --make-vocab-size-divisible-by 2 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
@@ -325,6 +336,28 @@ CASES = (
         model=GPT2,
         fused_accumulation=True,
         gpu_only="Transformer Engine's GEMMs add to the gradient, and it needs a GPU",
+    ),
+    *(
+        Case(
+            f"fp8_{recipe}_{name}",
+            ranks,
+            sharded,
+            model=FP8_MODEL,
+            common=f"--fp8-format {form} --fp8-recipe {recipe} {common}",
+            tolerance=tolerance,
+            bf16_tolerance=FP8_TOLERANCE,
+            gpu_only="FP8 needs Transformer Engine's kernels",
+        )
+        for recipe, form in (("blockwise", "e4m3"), ("tensorwise", "hybrid"))
+        for name, ranks, sharded, common, tolerance in (
+            ("exact", 2, "--etp-size 2", ONE_MICROBATCH, 0.0),
+            ("overlapped", 2, "--etp-size 2", "--use-distributed-optimizer --overlap-grad-reduce", FP32_TOLERANCE),
+            ("ends_in_bf16", 2, "--etp-size 2", f"--first-last-layers-bf16 {ONE_MICROBATCH}", 0.0),
+            ("recomputed", 2, "--etp-size 2", f"{FULL_RECOMPUTE} {ONE_MICROBATCH}", 0.0),
+            ("experts", 2, "--etp-size 2 --expert-etp-size 2", MOE, FP32_TOLERANCE),
+            ("tp2", 4, "--etp-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", FP32_TOLERANCE),
+            ("stages", 4, "--etp-size 2", "--pipeline-model-parallel-size 2", FP32_TOLERANCE),
+        )
     ),
     Case(
         "dp2_etp2_fused_accumulation",

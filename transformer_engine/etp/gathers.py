@@ -99,7 +99,7 @@ class Gathers:
         return weights
 
     def _require_observer(self, group: WeightGroup, route: Route) -> None:
-        if route.transport.publishes and not self._passes.has_root:
+        if self._weights.is_published(group, route) and not self._passes.has_root:
             raise EtpStateError(
                 f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
                 "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "

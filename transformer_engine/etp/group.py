@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from etp.cache import BufferCache, BufferSpec, Slot
 from etp.collectives.base import Transport
 from etp.errors import EtpStateError
+from etp.formats.base import Quantization, WeightFormat
 from etp.layout import ShardLayout
 from etp.refusals import OneOfMany
 from etp.shard_copy import Cut
@@ -70,8 +71,8 @@ class ShardDriver(Protocol):
     in_forward: bool
     sums_gradients: bool
 
-    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
-        """The group's full weights, for use right now."""
+    def materialize(self, group: WeightGroup, format_: WeightFormat | None = None) -> list[torch.Tensor]:
+        """The group's full weights, for use right now, in a format or as they are stored."""
 
     def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
         """A buffer for each of the group's full gradients."""
@@ -318,6 +319,11 @@ class WeightGroup:
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self.reduce_hooks: list[Callable[[], None]] = []
         """Called whenever a backward pass's gradients have been added to the shards."""
+        self.format: WeightFormat | None = None
+        """How its weights are gathered; None: as they are stored."""
+        self.format_is_known = False
+        """Whether a consumer has asked for :attr:`format`; before, it is a guess."""
+        self._quantized: tuple[Quantization, int] | None = None
         self._slot: Slot | None = None
         self._cache: BufferCache | None = None
         self._slots: dict[BufferCache, Slot] = {}
@@ -382,10 +388,48 @@ class WeightGroup:
     def spec(self) -> BufferSpec:
         """The buffers that a gather fills; :meth:`attach` updates it after a change of dtype, device or order."""
         self._spec_of = local = self.local_shards()
+        shape, count = self.layout.padded_shape, len(local)
+        if self.format is not None:
+            return BufferSpec(shape, self.format.dtype, local.device, count)
         # The longest run decides the order: Megatron may spread a layer over two buckets.
         longest = max(local.runs, key=lambda run: run.count)
-        shape, count = self.layout.padded_shape, len(local)
         return BufferSpec(shape, local.dtype, local.device, count, descending=longest.stride < 0)
+
+    def use_format(self, format_: WeightFormat | None) -> None:
+        """Gather the weights in this format from now on; None: as they are stored.
+
+        Raises:
+            ValueError: if they cannot be, with the way out.
+        """
+        obstacle = "" if format_ is None else format_.obstacle(self.layout)
+        if obstacle:
+            raise ValueError(f"{self.name} is used under a recipe for {obstacle}")
+        self.format_is_known = True
+        self.guess_format(format_)
+
+    def guess_format(self, format_: WeightFormat | None) -> None:
+        """Gather the weights in this format until :meth:`use_format` says otherwise."""
+        if format_ != self.format:
+            self.abandon_gather()
+            self._forget_gather()
+            self.format, self._spec_of = format_, None
+
+    def set_quantized(self, quantization: Quantization, index: int) -> None:
+        """Gather the copies of group ``index`` of a quantization in :attr:`format`."""
+        self._quantized = quantization, index
+
+    def sources(self) -> Stack:
+        """What gathers read: this rank's shards, or their quantized copies.
+
+        Raises:
+            EtpStateError: if the group has a format and its shards were never quantized.
+        """
+        if self.format is None:
+            return self.local_shards()
+        if self._quantized is None:
+            raise EtpStateError(f"{self.name} is gathered before its shards were quantized")
+        quantization, index = self._quantized
+        return quantization.copies[index]
 
     def read_shards(self, pass_number: int) -> None:
         """Update :attr:`version`, and drop :meth:`local_shards` if the storage of a shard has changed."""
@@ -482,12 +526,12 @@ class WeightGroup:
             self._generation = slot.claim(self)
             self._gathered_version = (epoch, *self.version)
             self.issued_in_pass = pass_number
-            gather = partial(transport.all_gather, slot.buffers, self.local_shards(), self.gather_label)
+            gather = partial(transport.all_gather, slot.buffers, self.sources(), self.gather_label)
             self._ready = lane.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:
-            self._gather_failed()
+            self._forget_gather()
             raise
 
     def read_until_here(self, lane: Lane) -> None:
@@ -502,7 +546,8 @@ class WeightGroup:
         """Hand out the gathered weights, ordered after the gather on the current stream.
 
         Returns:
-            the weights in the group's order: views of the slot, of logical shape, with the shards' ``requires_grad``.
+            the weights in the group's order, of logical shape, with the shards' ``requires_grad``: views of the slot
+            or, in a format, quantized tensors around such views.
 
         Raises:
             StaleWeightError: if the slot was claimed by another group since the gather.
@@ -518,7 +563,10 @@ class WeightGroup:
             # The gather was ordered after all readers of the previous content.
             slot.reads.clear()
         slot.reads[reader] = None
-        return slot.weights(self.layout.rows, self.trained())
+        if self.format is None or self._quantized is None:
+            return slot.weights(self.layout.rows, self.trained())
+        quantization, index = self._quantized
+        return quantization.assemble(index, slot.buffers, self.local_shards().dtype, self.trained())
 
     def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""
@@ -540,10 +588,10 @@ class WeightGroup:
         try:
             ready.wait(stream)
         except BaseException:
-            self._gather_failed()
+            self._forget_gather()
             raise
 
-    def _gather_failed(self) -> None:
+    def _forget_gather(self) -> None:
         """Void the slot's content for all readers; the next visit gathers again."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()

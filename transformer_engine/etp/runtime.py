@@ -22,6 +22,7 @@ from etp.chain import Chain
 from etp.collectives.base import Transport
 from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError, PeerMismatchError
+from etp.formats.base import WeightFormat
 from etp.gathers import Gathers
 from etp.grads import WgradPool
 from etp.graphs import Buffers, GraphModes
@@ -299,7 +300,9 @@ class EtpRuntime(ShardDriver):
         """
         if self.capturing:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
-        for group in {group.process_group: group for group in self.groups}.values():
+        # One group stands for all of its process group: one in a format, which is published with every transport.
+        ordered = sorted(self.groups, key=lambda group: group.format is not None)
+        for group in {group.process_group: group for group in ordered}.values():
             route = self._routes.of(group)
             group.read_shards(self._passes.number)
             self._weights.observe(group, route, self._passes.number, in_backward=False)
@@ -336,10 +339,12 @@ class EtpRuntime(ShardDriver):
         """Announce a change of weights that PyTorch does not count, such as one by ``torch.distributed``."""
         self._weights.epoch += 1
 
-    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
+    def materialize(self, group: WeightGroup, format_: WeightFormat | None = None) -> list[torch.Tensor]:
         """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
         if self._graphs.possible:
             self._sync_mode()
+        if format_ is not group.format or not group.format_is_known:
+            group.use_format(format_)
         timeline = self._passes.enter(group)
         if group not in self._reductions.hooks.watched:
             self._reductions.hooks.watch(group)

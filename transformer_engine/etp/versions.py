@@ -4,19 +4,36 @@
 final and, with a transport that publishes, publishes them. Gathers of that pass and of the backward passes after it
 wait only for this event, not for compute that was enqueued later. A shard must not change within a pass. If it does, it
 is observed again at the next forward visit. With a transport that publishes, a backward visit raises StaleWeightError.
+
+[Note: formats] Weights that are gathered in a format are published with every transport: their shards are quantized,
+in one burst for all weights of a process group, before they are gathered. The first pass learns the formats of the
+groups. To quantize few at a time, a visit in a format guesses that groups which were never visited have it as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from etp.errors import StaleWeightError
+from etp.errors import EtpStateError, StaleWeightError
+from etp.formats.base import Quantization, WeightFormat
 from etp.group import WeightGroup
 from etp.routes import Route
+from etp.stack import Stack
 from etp.streams import enqueue
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """The quantized copies of the groups that have ever had a format, and the shards that they are of."""
+
+    groups: list[WeightGroup]
+    shards: list[Stack]
+    quantization: Quantization
 
 
 class WeightVersions:
@@ -37,6 +54,9 @@ class WeightVersions:
         self._forward = 0
         self._observed: dict[WeightGroup, tuple[Any, ...]] = {}
         self._final: dict[torch.device, Any] = {}
+        self._quantizations: dict[tuple[dist.ProcessGroup, WeightFormat], _Quantized] = {}
+        self._captured = False
+        """Whether there has been a capture, which may refer to quantized copies."""
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
 
@@ -48,6 +68,7 @@ class WeightVersions:
             replayed_unseen: whether whole training steps will be replayed, whose changes of weights go unnoticed.
         """
         self._replayed_unseen |= replayed_unseen
+        self._captured |= capturing
         self.trusted = self._reuse and (capturing or not self._replayed_unseen)
         self._final.clear()
 
@@ -57,15 +78,21 @@ class WeightVersions:
         self._final.clear()
 
     def _version(self, group: WeightGroup) -> tuple[Any, ...]:
-        return (self.epoch, 0 if self.trusted else self._forward, *group.version)
+        return (self.epoch, 0 if self.trusted else self._forward, group.format, *group.version)
+
+    def is_published(self, group: WeightGroup, route: Route) -> bool:
+        """Whether gathers of ``group`` read published copies rather than the shards themselves."""
+        return route.transport.publishes or group.format is not None
 
     def is_observed(self, group: WeightGroup, route: Route) -> bool:
         """Whether ``group`` may be gathered ahead of its visit."""
-        return not route.transport.publishes or self._observed.get(group) == self._version(group)
+        return not self.is_published(group, route) or self._observed.get(group) == self._version(group)
 
     def forget(self, group: WeightGroup) -> None:
         """Forget ``group``, because another runtime drives it from now on."""
         self._observed.pop(group, None)
+        for key in [key for key, quantized in self._quantizations.items() if group in quantized.groups]:
+            del self._quantizations[key]
 
     def observe(self, group: WeightGroup, route: Route, pass_number: int, *, in_backward: bool) -> None:
         """Update the record at a visit of ``group``. Collective with a publishing transport.
@@ -79,11 +106,12 @@ class WeightVersions:
         Raises:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
         """
-        device, publishes = route.device, route.transport.publishes
+        device, publishes = route.device, self.is_published(group, route)
         if not in_backward and device not in self._final:
             self._final[device] = route.gather.mark()
-            if not publishes:
-                self._note([group for group in self._groups if group.spec.device == device], pass_number)
+            if not route.transport.publishes:
+                on_device = [group for group in self._groups if group.spec.device == device]
+                self._note([group for group in on_device if group.format is None], pass_number)
         if not publishes or self._observed.get(group) == self._version(group):
             return
         if in_backward and group in self._observed:
@@ -95,15 +123,50 @@ class WeightVersions:
 
     def _publish(self, group: WeightGroup, route: Route, pass_number: int) -> None:
         members = [other for other in self._groups if other.process_group == group.process_group]
+        if group.format is not None:
+            for member in members:
+                if not member.format_is_known and not group.format.obstacle(member.layout):
+                    member.guess_format(group.format)
+        if not route.transport.publishes:
+            members = [member for member in members if member.format is not None]
         for member in members:
             for hook in member.before_gather:
                 hook()
         # After the hooks, which change the shards.
         self._note(members, pass_number)
-        shards = [member.local_shards() for member in members]
-        route.order_publication()
+        formats = dict.fromkeys(member.format for member in members if member.format is not None)
         label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
-        route.gather.start(enqueue(lambda: route.transport.publish(shards)), label=label)
+
+        def publish() -> None:
+            for format_ in formats:
+                self._quantize(format_, [member for member in members if member.format == format_], route, label)
+            route.transport.publish([member.sources() for member in members])
+
+        if route.transport.publishes:
+            route.order_publication()
+        route.gather.start(enqueue(publish), label=label)
+
+    def _quantize(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route, label: str) -> None:
+        """Quantize the shards of all ``groups``, of one process group, on the calling stream. Collective."""
+        key = groups[0].process_group, format_
+        quantized = self._quantizations.get(key)
+        # A group that has left the format stays, so that what a graph refers to is not replaced.
+        every = list(dict.fromkeys([*(quantized.groups if quantized else ()), *groups]))
+        shards = [group.local_shards() for group in every]
+        if quantized is None or quantized.shards != shards:
+            if quantized is not None and self._captured:
+                raise EtpStateError(
+                    f"the weights that are gathered in {format_.name} have changed after a CUDA graph was captured: "
+                    f"there were {len(quantized.groups)} groups of them, now there are {len(every)}, or a shard is in "
+                    "other memory. Run every layer under its recipe before the capture"
+                )
+            quantization = format_.quantization(shards, [group.layout for group in every])
+            quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
+        for index, group in enumerate(every):
+            if group.format == format_:
+                group.set_quantized(quantized.quantization, index)
+        numbers = route.transport.exchange(quantized.quantization.measure(), f"scales of the {label}")
+        quantized.quantization.cast(numbers)
 
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
@@ -113,14 +176,15 @@ class WeightVersions:
     def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
         """Events that a gather into the group's slot must wait for; see :meth:`etp.streams.Lane.start`."""
         slot = group.slot
-        if not route.transport.publishes:
+        published = self.is_published(group, route)
+        if not published:
             for hook in group.before_gather:
                 hook()
         if not slot.reads:
             # New memory, which compute enqueued so far may have used before the allocator recycled it.
             return None
         reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
-        if route.transport.publishes:
+        if published:
             # The publication is earlier on the same lane.
             return reads
         final = self._final.get(route.device)

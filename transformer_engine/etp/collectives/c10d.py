@@ -26,7 +26,7 @@ from etp.collectives.order import ORDER_LABEL, CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, explained, free_bytes
+from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers
 from etp.stack import Stack
 from etp.streams import InFlight
 
@@ -120,6 +120,13 @@ class C10dTransport(Transport):
             raise explained(error, label, self._group) from error
         sent = None if on_gpu else work
         return _Reduction(self, sent, label, received, (chunks, wgrads), sinks, divisor, accumulate)
+
+    def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
+        """See :class:`etp.collectives.base.Transport`."""
+        self.record(label)
+        everyone = gather_numbers(numbers, self._group, self._line, self._timeout_s, label)
+        self.watch(label)
+        return everyone
 
     def wait(self, work: dist.Work, label: str) -> None:
         """Block until started work is done, turning a failure into one error that names it."""
