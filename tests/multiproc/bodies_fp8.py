@@ -166,8 +166,9 @@ def _compare(rank: int, world_size: int, kind: str, recipe: str, fuse: bool, rec
             start, stop = layouts[name].logical_range(rank) if name in layouts else (0, mean.shape[0])
             found = gradient[: stop - start].float()
             wanted = mean[start:stop].to(gradient.dtype).float()
-            bound = 0.0 if world_size <= 2 and name in layouts else 2.0**-7 * wanted.abs().max().item()
-            assert (found - wanted).abs().max().item() <= bound if found.numel() else True, (kind, name)
+            # More ranks: their sum rounds in another order than ours; replicated gradients are summed in NCCL's.
+            bound = 0.0 if world_size <= 2 and name in layouts else 2.0**-7 * mean.abs().max().item()
+            assert ((found - wanted).abs() <= bound).all(), (kind, name)
     assert not sharded._fp8_workspaces, "a full quantized copy was kept"
     gathered = sum(runtime.counters.gather_bytes.values())
     gathers = sum(runtime.counters.gathers.values())

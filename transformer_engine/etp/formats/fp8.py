@@ -37,7 +37,8 @@ def scale_of(
     """
     amax = torch.where(amax < epsilon, epsilon, amax)
     usable = (amax > 0) & (amax < torch.inf)
-    scale = LARGEST_E4M3 / torch.where(usable, amax, 1.0)
+    # Not "448 / amax", which PyTorch computes as 448 * (1 / amax), rounding twice.
+    scale = torch.div(torch.full_like(amax, LARGEST_E4M3), torch.where(usable, amax, 1.0))
     scale = torch.where(scale < torch.inf, scale, largest)
     if power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)

@@ -21,6 +21,8 @@ from etp.stack import Stack
 if TYPE_CHECKING:
     from etp.formats.kernels import TileTable
 
+_SCALE_ROW = 4
+
 
 @dataclass(frozen=True)
 class Float8PerTensor(WeightFormat):
@@ -51,7 +53,8 @@ class _TensorQuantization(Float8Quantization):
         count = self.firsts[-1]
         self._own = torch.zeros(count, device=self.device)
         self._scales = torch.ones(count, device=self.device)
-        self._inverse = torch.ones(count, device=self.device)
+        # One in each row: cuBLAS reads scales at multiples of 16 bytes.
+        self._inverse = torch.ones(count, _SCALE_ROW, device=self.device)
 
     def measure(self) -> torch.Tensor:
         """Return the largest magnitude of each shard."""
@@ -70,7 +73,7 @@ class _TensorQuantization(Float8Quantization):
         """Cast the shards with the scales of whole weights."""
         options: dict[str, Any] = {"power_of_two": self._format.power_of_two, "epsilon": self._format.epsilon}
         self._scales.copy_(scale_of(everyone.amax(dim=0), **options))
-        torch.reciprocal(self._scales, out=self._inverse)
+        self._inverse[:, 0] = self._scales.reciprocal()
         if self.device.type == "cuda":
             from etp.formats import kernels
 
@@ -97,7 +100,7 @@ class _TensorQuantization(Float8Quantization):
                 device=data.device,
                 requires_grad=requires_grad,
                 data=data[: layout.rows] if layout.pad_rows else data,
-                fp8_scale_inv=self._inverse[number : number + 1],
+                fp8_scale_inv=self._inverse[number, :1],
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
