@@ -52,7 +52,7 @@ from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, gather_numbers
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import PitchedCopy, Run, Stack, pitched_copies
-from etp.streams import InFlight
+from etp.streams import InFlight, current_stream
 
 _PLACES = 2
 # Copies are fastest between addresses that are multiples of this.
@@ -215,7 +215,7 @@ class CopyEngineTransport(Transport):
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
         if self._local_end is not None:
             # This rank's own chunks are read on a separate stream.
-            torch.cuda.current_stream(self._device).wait_event(self._local_end)
+            current_stream(self._device).wait_event(self._local_end)
         self._gathered, self._local_end = False, None
         self._signals.send(channel, self._stream())
         self._signals.receive(channel, self._stream())
@@ -272,7 +272,7 @@ class CopyEngineTransport(Transport):
         copies = outputs.plans.get(id(shards))
         if not isinstance(copies, _Gather) or copies.published is not published:
             copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling = torch.cuda.current_stream(self._device)
+        calling = current_stream(self._device)
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         begin.record(calling)
         self._local.wait_event(begin)
@@ -356,7 +356,7 @@ class CopyEngineTransport(Transport):
             self.watch("the replay of a CUDA graph")
 
     def _stream(self) -> int:
-        stream: int = torch.cuda.current_stream(self._device).cuda_stream
+        stream: int = current_stream(self._device).cuda_stream
         return stream
 
     def watch(self, label: str) -> None:
