@@ -62,12 +62,15 @@ class Gathers:
 
     # One visit -----------------------------------------------------------------------------------------------
 
-    def visit(self, group: WeightGroup, timeline: Timeline[WeightGroup]) -> list[torch.Tensor]:
+    def visit(
+        self, group: WeightGroup, timeline: Timeline[WeightGroup], *, transposed: bool = False
+    ) -> list[torch.Tensor]:
         """Return ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
 
         Args:
             group: the group whose weights a layer needs.
             timeline: the timeline of the current pass; see :meth:`etp.passes.Passes.enter`.
+            transposed: in a format, whether the layer reads columns.
 
         Returns:
             the weights in the group's order, each of its logical shape, valid on the current stream.
@@ -91,7 +94,7 @@ class Gathers:
         gathered_in = None if in_backward or self._weights.trusted else self._passes.number
         if not group.holds(self._weights.epoch, gathered_in=gathered_in):
             self._issue(group, route)
-        weights = group.take(route.gather)
+        weights = group.take(route.gather, transposed=transposed)
         self._in_use = group
         # A gather that might still be unused at the end of a graph would have to be joined there.
         if not is_part or (timeline.knows_pass and (in_backward or self.drained_after_parts)):

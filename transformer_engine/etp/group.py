@@ -71,8 +71,10 @@ class ShardDriver(Protocol):
     in_forward: bool
     sums_gradients: bool
 
-    def materialize(self, group: WeightGroup, format_: WeightFormat | None = None) -> list[torch.Tensor]:
-        """The group's full weights, for use right now, in a format or as they are stored."""
+    def materialize(
+        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
+    ) -> list[torch.Tensor]:
+        """The group's full weights, for use right now, in a format (rows, or columns) or as they are stored."""
 
     def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
         """A buffer for each of the group's full gradients."""
@@ -542,8 +544,12 @@ class WeightGroup:
                 if event is None:
                     slot.reads[stream] = lane.mark(stream)
 
-    def take(self, lane: Lane) -> list[torch.Tensor]:
+    def take(self, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:
         """Hand out the gathered weights, ordered after the gather on the current stream.
+
+        Args:
+            lane: where they were gathered.
+            transposed: in a format, whether the consumer reads columns.
 
         Returns:
             the weights in the group's order, of logical shape, with the shards' ``requires_grad``: views of the slot
@@ -566,7 +572,9 @@ class WeightGroup:
         if self.format is None or self._quantized is None:
             return slot.weights(self.layout.rows, self.trained())
         quantization, index = self._quantized
-        return quantization.assemble(index, slot.buffers, self.local_shards().dtype, self.trained())
+        return quantization.assemble(
+            index, slot.buffers, self.local_shards().dtype, self.trained(), transposed=transposed
+        )
 
     def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""

@@ -147,7 +147,7 @@ class ETPShardedParam(Shard):
 
     def materialize_group_for_backward(self) -> list[torch.Tensor]:
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
-        return self.driver.materialize(self.weight_group, self._format)
+        return self.driver.materialize(self.weight_group, self._format, transposed=True)
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]

@@ -339,7 +339,9 @@ class EtpRuntime(ShardDriver):
         """Announce a change of weights that PyTorch does not count, such as one by ``torch.distributed``."""
         self._weights.epoch += 1
 
-    def materialize(self, group: WeightGroup, format_: WeightFormat | None = None) -> list[torch.Tensor]:
+    def materialize(
+        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
+    ) -> list[torch.Tensor]:
         """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
         if self._graphs.possible:
             self._sync_mode()
@@ -348,7 +350,7 @@ class EtpRuntime(ShardDriver):
         timeline = self._passes.enter(group)
         if group not in self._reductions.hooks.watched:
             self._reductions.hooks.watch(group)
-        return self._gathers.visit(group, timeline)
+        return self._gathers.visit(group, timeline, transposed=transposed)
 
     def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
         """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""

@@ -77,12 +77,16 @@ class Quantization(ABC):
         """Complete the copies, given the numbers of all ranks, ``[ranks, n]`` in the order of the process group."""
 
     @abstractmethod
-    def assemble(self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool]) -> list[torch.Tensor]:
-        """The weights of group ``index`` as quantized tensors around the gathered bytes.
+    def assemble(
+        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
+    ) -> list[torch.Tensor]:
+        """The weights of group ``index`` as Transformer Engine's quantized tensors.
 
         Args:
             index: the group's place among those of the quantization.
-            gathered: the bytes of each weight, of the padded shape; not copied.
+            gathered: the bytes of each weight, of the padded shape.
             dtype: the type as which the weights present themselves.
             trained: ``requires_grad`` of each weight.
+            transposed: for the GEMM that gives the gradient of the input, which reads columns. They are new memory;
+                rows are ``gathered`` itself.
         """

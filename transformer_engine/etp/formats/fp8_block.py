@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of 128 x 128 elements: Transformer Engine's ``Float8BlockScaling``.
 
 A block never straddles two shards, so ranks need to agree on nothing; they only exchange the scales, which take 0.0002
-bytes for each element. Transformer Engine transposes bytes and scales itself where a backward pass needs them.
+bytes for each element. Columns, which the backward pass reads, are exact transposes of the rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _BlockQuantization(Float8Quantization):
         self._ranks = layouts[0].num_shards
         # Blocks of each shard, in the order of the weights.
         self._shapes = [
-            (_blocks(layout.shard_rows), -(-_blocks(layout.row_numel) // _SCALE_COLUMNS) * _SCALE_COLUMNS)
+            (_blocks(layout.shard_rows), _padded(_blocks(layout.row_numel)))
             for layout, stack in zip(layouts, shards, strict=True)
             for _ in stack
         ]
@@ -98,10 +98,21 @@ class _BlockQuantization(Float8Quantization):
         total = self._places.pop()
         self._own = torch.zeros(total, device=self.device)
         self._scales = torch.ones(self._ranks * total, device=self.device)
-        # Turns [ranks, scales of all shards] into the scales of each weight, rank by rank.
+        # Turn [ranks, scales of all shards] into the scales of each weight, rank by rank, and into their transposes.
         everyone = torch.arange(self._ranks * total).view(self._ranks, total)
-        order = torch.cat([part.reshape(-1) for part in everyone.split(sizes, dim=1)])
-        self._order = order.to(self.device)
+        parts = zip(everyone.split(sizes, dim=1), self._shapes, strict=True)
+        rows = [part.reshape(-1, across) for part, (_, across) in parts]
+        self._order = torch.cat([part.reshape(-1) for part in rows]).to(self.device)
+        logical = [
+            (_blocks(layout.rows), _blocks(layout.row_numel))
+            for layout, stack in zip(layouts, shards, strict=True)
+            for _ in stack
+        ]
+        columns = [_padded_rows(part[:down, :across].t()) for part, (down, across) in zip(rows, logical, strict=True)]
+        self._column_shapes = [tuple(part.shape) for part in columns]
+        self._column_order = torch.cat([part.reshape(-1) for part in columns]).to(self.device)
+        self._column_places = [0, *accumulate(part.numel() for part in columns)]
+        self._column_scales = torch.ones(self._column_places[-1], device=self.device)
 
     def measure(self) -> torch.Tensor:
         """Quantize the shards, and return the inverse scales of their blocks."""
@@ -125,27 +136,29 @@ class _BlockQuantization(Float8Quantization):
     def cast(self, everyone: torch.Tensor) -> None:
         """Put the scales of all ranks in the order of the weights; the bytes are complete already."""
         torch.index_select(everyone.view(-1), 0, self._order, out=self._scales)
+        torch.index_select(everyone.view(-1), 0, self._column_order, out=self._column_scales)
 
-    def assemble(self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool]) -> list[torch.Tensor]:
+    def assemble(
+        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
+    ) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
 
         layout, quantizer = self.layouts[index], self._quantizer
+        data = self.transposed(index, gathered) if transposed else [weight[: layout.rows] for weight in gathered]
         weights: list[torch.Tensor] = []
-        for number, (data, requires_grad) in enumerate(zip(gathered, trained, strict=True), self.firsts[index]):
-            across = self._shapes[number][1]
-            start = self._ranks * self._places[number]
-            scales = self._scales[start : start + _blocks(layout.rows) * across]
+        for number, (bytes_, requires_grad) in enumerate(zip(data, trained, strict=True), self.firsts[index]):
+            scales = self._scales_of_columns(number) if transposed else self._scales_of_rows(number, layout.rows)
             weights.append(
                 Float8BlockwiseQTensor(
                     shape=layout.shape,
                     dtype=dtype,
-                    device=data.device,
+                    device=self.device,
                     requires_grad=requires_grad,
-                    rowwise_data=data[: layout.rows] if layout.pad_rows else data,
-                    rowwise_scale_inv=scales.view(-1, across),
-                    columnwise_data=None,
-                    columnwise_scale_inv=None,
+                    rowwise_data=None if transposed else bytes_,
+                    rowwise_scale_inv=None if transposed else scales,
+                    columnwise_data=bytes_ if transposed else None,
+                    columnwise_scale_inv=scales if transposed else None,
                     fp8_dtype=quantizer.dtype,
                     quantizer=quantizer,
                     is_2D_scaled=True,
@@ -153,12 +166,21 @@ class _BlockQuantization(Float8Quantization):
             )
         return weights
 
+    def _scales_of_rows(self, number: int, rows: int) -> torch.Tensor:
+        across = self._shapes[number][1]
+        start = self._ranks * self._places[number]
+        return self._scales[start : start + _blocks(rows) * across].view(-1, across)
+
+    def _scales_of_columns(self, number: int) -> torch.Tensor:
+        start, stop = self._column_places[number : number + 2]
+        return self._column_scales[start:stop].view(self._column_shapes[number])
+
     @cached_property
     def _quantizer(self) -> Any:
         from transformer_engine.pytorch.constants import DType
         from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-        # Without columns: Transformer Engine makes them from the rows where a backward pass needs them.
+        # What Transformer Engine asks of a weight in the forward pass: rows.
         return Float8BlockQuantizer(
             DType.kFloat8E4M3,
             rowwise=True,
@@ -167,6 +189,16 @@ class _BlockQuantization(Float8Quantization):
             force_pow_2_scales=self._format.power_of_two,
             block_scaling_dim=2,
         )
+
+
+def _padded(count: int) -> int:
+    return -(-count // _SCALE_COLUMNS) * _SCALE_COLUMNS
+
+
+def _padded_rows(scales: torch.Tensor) -> torch.Tensor:
+    """``scales`` with rows as long as the GEMMs want them; the rest repeats the last one, and is not read."""
+    more = _padded(scales.shape[1]) - scales.shape[1]
+    return torch.cat([scales, scales[:, -1:].expand(-1, more)], dim=1)
 
 
 def _blocks(elements: int) -> int:

@@ -1,7 +1,7 @@
 """FP8 with one scale for each weight: Transformer Engine's ``Float8CurrentScaling``.
 
-Ranks agree on the largest magnitude of each weight, of which each has seen a shard. Transformer Engine transposes the
-bytes itself where a backward pass needs them.
+Ranks agree on the largest magnitude of each weight, of which each has seen a shard. Columns, which the backward pass
+reads on Hopper, are exact transposes of the rows.
 """
 
 from __future__ import annotations
@@ -96,23 +96,30 @@ class _TensorQuantization(Float8Quantization):
         count = self.firsts[-1]
         return self.tables(range(count), [0] * count)
 
-    def assemble(self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool]) -> list[torch.Tensor]:
+    def assemble(
+        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
+    ) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+        from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
         layout, quantizer = self.layouts[index], self._quantizer
+        # Blackwell's GEMMs read rows in the backward pass too.
+        transposed = transposed and not is_non_tn_fp8_gemm_supported()
+        data = self.transposed(index, gathered) if transposed else [weight[: layout.rows] for weight in gathered]
         return [
             Float8Tensor(
                 shape=layout.shape,
                 dtype=dtype,
-                device=data.device,
+                device=self.device,
                 requires_grad=requires_grad,
-                data=data[: layout.rows] if layout.pad_rows else data,
+                data=None if transposed else bytes_,
+                data_transpose=bytes_ if transposed else None,
                 fp8_scale_inv=self._inverse[number, :1],
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
-            for number, (data, requires_grad) in enumerate(zip(gathered, trained, strict=True), self.firsts[index])
+            for number, (bytes_, requires_grad) in enumerate(zip(data, trained, strict=True), self.firsts[index])
         ]
 
     @cached_property
@@ -120,7 +127,7 @@ class _TensorQuantization(Float8Quantization):
         from transformer_engine.pytorch.constants import DType
         from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
-        # Without columns: Transformer Engine makes them from the rows where a backward pass needs them.
+        # What Transformer Engine asks of a weight in the forward pass: rows.
         return Float8CurrentScalingQuantizer(
             DType.kFloat8E4M3,
             self.device,

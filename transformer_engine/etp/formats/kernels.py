@@ -13,9 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from etp.stack import Stack
+
 TILE = 128
 _WARPS = 8
 _ALIGNMENT = 16
+_DOWN, _ACROSS, _TRANSPOSE_WARPS = 128, 64, 4
 
 
 class TileTable:
@@ -122,6 +125,20 @@ def _cast(  # type: ignore[no-untyped-def]
     tl.store(target.to(tl.pointer_type(tl.uint8)) + begin + offsets, bytes_, mask=mask)
 
 
+@triton.jit
+def _transpose(  # type: ignore[no-untyped-def]
+    source, target, rows, columns, source_stride, target_stride, down: tl.constexpr, across: tl.constexpr
+) -> None:
+    # Of many weights, addresses do not fit in 32 bits.
+    weight = tl.program_id(2).to(tl.int64)
+    row, column = tl.program_id(0) * down + tl.arange(0, down), tl.program_id(1) * across + tl.arange(0, across)
+    source += weight * source_stride
+    target += weight * target_stride
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(source + row[:, None] * columns + column[None, :], mask=mask)
+    tl.store(target + column[:, None] * rows + row[None, :], tl.trans(values), mask=tl.trans(mask))
+
+
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -165,3 +182,22 @@ def cast(table: TileTable, scales: torch.Tensor) -> None:
         tile=TILE,
         num_warps=_WARPS,
     )
+
+
+def transpose(matrices: Stack, rows: int) -> Sequence[torch.Tensor]:
+    """Transpose the first ``rows`` rows of each matrix of bytes, ``[rows, columns]``, of one block, in one launch."""
+    count, columns = len(matrices), matrices.shape[1]
+    out = torch.empty((count, columns, rows), dtype=torch.uint8, device=matrices.device)
+    grid = (triton.cdiv(rows, _DOWN), triton.cdiv(columns, _ACROSS), count)
+    _transpose[grid](
+        matrices[0],
+        out,
+        rows,
+        columns,
+        matrices.runs[0].stride,
+        columns * rows,
+        down=_DOWN,
+        across=_ACROSS,
+        num_warps=_TRANSPOSE_WARPS,
+    )
+    return out.unbind(0)
