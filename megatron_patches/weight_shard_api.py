@@ -249,7 +249,7 @@ class WeightShardApi:
     ) -> None:
         """Finish all communication of sharded weights; in a graph, all communication that the graph has started."""
         del chain_id, finalize_after_drain
-        capturing = [runtime for runtime in self.runtimes() if runtime.capturing]
+        capturing = [runtime for runtime in self.runtimes() if runtime.modes.capturing]
         for runtime in capturing:
             runtime.drain()
         if not capturing and not skip_rs:
@@ -333,7 +333,7 @@ def _no_fp8(*_: Any, **__: Any) -> None:
 def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
     """Let Megatron capture, one by one, the layers whose weights ``runtime`` drives."""
     # Megatron calls wait_async_comms at the end of each graph.
-    runtime.drained_after_parts = True
+    runtime.modes.drained_after_parts = True
     _capture_leaves_on(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream, runtime)
 
 

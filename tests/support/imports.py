@@ -34,8 +34,10 @@ LAYERS: tuple[frozenset[str], ...] = (
             "optimizer_steps",
         }
     ),
-    frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad", "functional", "derived", "terms"}),
-    frozenset({"param", "replicated", "reductions", "grad_hooks", "graphs"}),
+    frozenset(
+        {"group", "grads", "mode", "versions", "traffic", "routes", "shard_grad", "functional", "derived", "terms"}
+    ),
+    frozenset({"param", "replicated", "reductions", "grad_hooks"}),
     frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "sites", "wrap"}),

@@ -374,4 +374,4 @@ def test_gathers_run_as_far_ahead_as_there_are_slots_for(world: dist.ProcessGrou
         layer.register_forward_hook(lambda *_: in_flight.append(sum(group.pending for group in runtime.groups)))
     model(torch.randn(2, 16))
     assert in_flight == [min(depth, 19 - place) for place in range(20)]
-    assert len(runtime.cache.slots()) == depth + 1
+    assert len(runtime.modes.now.cache.slots()) == depth + 1

@@ -13,7 +13,7 @@ from torch import nn
 
 import etp
 from etp.cache import BufferCache, BufferSpec
-from etp.graphs import GraphModes
+from etp.mode import Modes
 from etp.runtime import EtpRuntime
 from tests.unit.test_reductions import Overlaps
 
@@ -26,9 +26,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A stack; while it holds a number, work counts as captured by the graph of that number."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     numbers: list[int] = []
-    monkeypatch.setattr(GraphModes, "current_capture", lambda *_: numbers[-1] if numbers else None)
+    monkeypatch.setattr(Modes, "_current_capture", lambda *_: numbers[-1] if numbers else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("etp.reductions._captured_now", lambda _: bool(numbers))
+    monkeypatch.setattr(Modes, "captures_part", lambda modes, _: modes.now.is_part and bool(numbers))
     yield numbers
     dist.destroy_process_group()
 
@@ -74,16 +74,16 @@ def addresses(cache: BufferCache) -> set[int]:
 def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]) -> None:
     model, runtime = sharded()
     expected = train(model)
-    warm = addresses(runtime.cache)
+    warm = addresses(runtime.modes.now.cache)
     bytes_before = etp.resident_nbytes(model)["gather_slots"]
     with capturing(capture, 7):
         assert torch.equal(train(model), expected)
-        assert runtime.capturing
-        assert addresses(runtime.cache) == warm
-    assert not runtime.capturing
+        assert runtime.modes.capturing
+        assert addresses(runtime.modes.now.cache) == warm
+    assert not runtime.modes.capturing
     assert etp.resident_nbytes(model)["gather_slots"] == bytes_before
     assert torch.equal(train(model), expected)
-    eager, captured = runtime.buffers
+    eager, captured = runtime.modes.all
     assert addresses(captured.cache) == warm
     assert addresses(eager.cache)
     assert not addresses(eager.cache) & warm
@@ -115,11 +115,11 @@ def test_the_chain_is_described_at_any_time(capture: list[int]) -> None:
 
     assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
     with capturing(capture, 1):
-        assert runtime.capturing
+        assert runtime.modes.capturing
         assert slots() == ["no slot"] * 4
         train(model)
         assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
-    assert not runtime.capturing
+    assert not runtime.modes.capturing
     assert slots() == ["no slot"] * 4
 
 
@@ -270,15 +270,15 @@ def test_captured_slots_survive_whatever_frees_the_others(capture: list[int]) ->
     train(model)
     with capturing(capture, 1):
         train(model)
-    captured = runtime.buffers[1].cache
+    captured = runtime.modes.all[1].cache
     before = addresses(captured)
     train(model)
     runtime.release_buffers()
-    assert not addresses(runtime.cache)
+    assert not addresses(runtime.modes.now.cache)
     assert addresses(captured) == before
     with capturing(capture, 2):
         train(model)
-        assert addresses(runtime.cache) == before
+        assert addresses(runtime.modes.now.cache) == before
 
 
 def test_a_capture_with_gradients_under_way_is_refused(capture: list[int]) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import etp
-from etp.cache import BufferCache
-from etp.graphs import GraphModes
 from etp.group import WeightGroup
+from etp.mode import Modes
 from etp.passes import Passes
 from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
@@ -45,10 +44,10 @@ class Model:
     def __init__(self, at_end: Callable[[], None] = lambda: None, *, reuse: bool = False) -> None:
         config = etp.EtpConfig()
         self.groups = cast("list[WeightGroup]", [Group(), Group()])
-        graphs = GraphModes(lambda: BufferCache(1, 0))
+        modes = Modes(etp.EtpConfig())
         routes = Routes(config)
-        self.reductions = Discards(config, routes, graphs)
-        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, graphs, routes)
+        self.reductions = Discards(config, routes, modes)
+        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, modes, routes)
         self.weights = WeightVersions([], reuse_across_forwards=reuse)
         self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
 
@@ -196,7 +195,7 @@ def test_nothing_goes_on_across_the_border_of_a_capture() -> None:
     model.visit(FIRST)
     with pytest.raises(ArithmeticError):
         model.backward(FIRST, then=fail)
-    model.passes.change_mode()
+    model.passes.change_mode(Modes(etp.EtpConfig()).now)
     assert not model.passes.in_backward
     assert model.visit(FIRST, SECOND) == [2, 2]
     assert model.reductions.count == 0

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etp.cache import BufferCache
 from etp.config import EtpConfig, GradReduction
-from etp.graphs import GraphModes
+from etp.mode import Modes
 from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
 
@@ -27,7 +26,7 @@ class Counting(ReplicatedGrads):
 
 def test_registering_looks_at_no_other_parameter(world: dist.ProcessGroup) -> None:
     """A model with thousands of experts has as many biases."""
-    grads = Counting(GradReduction.MEAN, lambda: None, GraphModes(lambda: BufferCache(1, 0)), Routes(EtpConfig()))
+    grads = Counting(GradReduction.MEAN, lambda: None, Modes(EtpConfig()), Routes(EtpConfig()))
     params = [nn.Parameter(torch.randn(3)) for _ in range(50)]
     for index, param in enumerate(params):
         grads.register(param, world, f"bias{index}")
@@ -59,7 +58,7 @@ def test_peers_are_told_every_name_before_an_all_reduce(world: dist.ProcessGroup
     params = [nn.Parameter(torch.randn(3)) for _ in range(4)]
     params[0].grad = torch.zeros(3)
     routes = Pairing(params[0].grad[0])
-    grads = ReplicatedGrads(GradReduction.MEAN, lambda: None, GraphModes(lambda: BufferCache(1, 0)), routes)
+    grads = ReplicatedGrads(GradReduction.MEAN, lambda: None, Modes(EtpConfig()), routes)
     for index, param in enumerate(params):
         grads.register(param, world, f"bias{index}")
     torch.stack([params[index].sum() for index in (3, 0, 1)]).sum().backward()

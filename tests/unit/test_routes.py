@@ -13,6 +13,7 @@ from torch import nn
 import etp
 from etp import routes
 from etp.group import WeightGroup
+from etp.mode import Modes
 from etp.traffic import TrafficCounters
 from tests.unit.test_group import shard_named
 
@@ -61,7 +62,7 @@ def test_a_transport_serves_one_kind_of_device(world: dist.ProcessGroup, monkeyp
     assert meta[0] is meta[1]
     assert found.transports == {world: meta[0]}
     assert transports("cpu") == cpu
-    found.change_mode(capturing=True)
+    found.change_mode(replace(Modes(etp.EtpConfig()).now, capture=1))
     assert cpu[0].modes == meta[0].modes == [True]
 
 

@@ -16,8 +16,8 @@ from etp.cache import Slot
 from etp.chain import Timeline
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
-from etp.graphs import GraphModes
 from etp.group import WeightGroup
+from etp.mode import Mode, Modes
 from etp.passes import Passes
 from etp.routes import Route, Routes
 from etp.stack import Stack
@@ -34,27 +34,25 @@ class Gathers:
     Args:
         config: options of the runtime.
         routes: transports and lanes.
-        graphs: whether work is being captured into a CUDA graph, and the slots that gathers land in.
+        modes: whether work is being captured into a CUDA graph, and the slots that gathers land in.
         weights: versions of the shards.
         passes: which pass visits belong to.
-
-    Attributes:
-        drained_after_parts: whether everything started in a captured part is finished at its end. Forward passes of
-            captured parts prefetch only then.
+        groups: the runtime's own list of groups, shared so that later additions are seen.
     """
 
     def __init__(
         self,
         config: EtpConfig,
         routes: Routes,
-        graphs: GraphModes,
+        modes: Modes,
         weights: WeightVersions,
         passes: Passes,
+        groups: Sequence[WeightGroup],
     ) -> None:
-        self.drained_after_parts = False
         self._config = config
         self._routes = routes
-        self._graphs = graphs
+        self._modes = modes
+        self._groups = groups
         self._weights = weights
         self._passes = passes
         self._in_use: WeightGroup | None = None
@@ -78,11 +76,11 @@ class Gathers:
         """
         timeline.visit(group)
         group.read_shards(self._passes.number)
-        slot = group.attach(self._graphs.buffers.cache)
+        slot = group.attach(self._modes.now.cache)
         route = self._routes.of(group)
         if self._in_use is not None:
             self._in_use.read_until_here(route.gather)
-        in_backward, is_part = self._passes.in_backward, self._graphs.is_part
+        in_backward, is_part = self._passes.in_backward, self._modes.now.is_part
         if not is_part:
             self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
         else:
@@ -94,7 +92,7 @@ class Gathers:
         weights = group.take(route.gather)
         self._in_use = group
         # A gather that might still be unused at the end of a graph would have to be joined there.
-        if not is_part or (timeline.knows_pass and (in_backward or self.drained_after_parts)):
+        if not is_part or (timeline.knows_pass and (in_backward or self._modes.drained_after_parts)):
             self._prefetch(slot, timeline, gathered_in)
         return weights
 
@@ -127,7 +125,7 @@ class Gathers:
             return
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
         needed_earlier = {in_use}
-        cache = self._graphs.buffers.cache
+        cache = self._modes.now.cache
         for group in self._ahead(timeline):
             if in_flight >= budget:
                 return
@@ -136,7 +134,7 @@ class Gathers:
             slot = group.attach(cache)
             if not group.holds(epoch, gathered_in=gathered_in):
                 route = self._routes.of(group)
-                if slot in needed_earlier or not (self._graphs.is_part or self._weights.is_observed(group, route)):
+                if slot in needed_earlier or not (self._modes.now.is_part or self._weights.is_observed(group, route)):
                     return
                 self._issue(group, route)
             if group.pending:
@@ -156,8 +154,8 @@ class Gathers:
 
         In a capture only after a backward pass: any forward pass may be the graph's last, and leave gathers unfinished.
         """
-        may_be_last = self._graphs.capture is not None and not self._passes.in_backward
-        return not may_be_last and not self._graphs.is_part and timeline.knows_pass
+        may_be_last = self._modes.now.capture is not None and not self._passes.in_backward
+        return not may_be_last and not self._modes.now.is_part and timeline.knows_pass
 
     # Outside of passes ---------------------------------------------------------------------------------------
 
@@ -173,29 +171,30 @@ class Gathers:
         transport.all_gather(Stack([full]), Stack([local]), f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
-    def change_mode(self, groups: Sequence[WeightGroup]) -> None:
-        """Void everything gathered so far: a CUDA graph capture begins, with the device idle, or has ended."""
-        for group in groups:
+    def change_mode(self, mode: Mode) -> None:
+        """Void everything gathered so far; see :class:`etp.mode.Changing`."""
+        del mode
+        for group in self._groups:
             group.change_mode()
         self._in_use = None
 
-    def finish(self, groups: Sequence[WeightGroup]) -> None:
+    def finish(self) -> None:
         """Finish prefetches whose visits have not happened. The gathered weights stay in their slots."""
-        for group in groups:
+        for group in self._groups:
             group.abandon_gather()
 
-    def release(self, groups: Sequence[WeightGroup]) -> None:
+    def release(self) -> None:
         """Finish gathers in flight and free the slots of the current mode (inside or outside of a capture)."""
-        self.finish(groups)
+        self.finish()
         self._in_use = None
-        self._graphs.buffers.cache.clear()
+        self._modes.now.cache.clear()
 
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
         chain = self._passes.chain
         order = chain.forward.learned or chain.forward.visits
         lines = [f"chain of {len(order)} weight groups, prefetch depth {self._config.prefetch_depth}"]
-        slots = {id(slot): number for number, slot in enumerate(self._graphs.buffers.cache.slots())}
+        slots = {id(slot): number for number, slot in enumerate(self._modes.now.cache.slots())}
         for group in order:
             shapes = " ".join(str(list(shard.layout.shape)) for shard in group.shards[:1])
             # None right after a capture has begun or ended.

@@ -15,8 +15,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from etp.grads import Destinations, PendingReduction
-from etp.graphs import GraphModes
 from etp.group import Shard, WeightGroup
+from etp.mode import Modes
 
 Chosen = tuple[bool, ...] | None
 """Which of a group's shards ``backward(inputs=...)`` names; None if it names all that are trained."""
@@ -26,7 +26,7 @@ class GradHooks:
     """Runs the hooks of one runtime's weight groups and shards.
 
     Args:
-        graphs: whether work is being captured into a CUDA graph.
+        modes: whether work is being captured into a CUDA graph.
         pending: the runtime's own queue of reductions in flight, shared so that later ones are seen.
         beside: called once all uses of a shard in a graph are differentiated, with the shard and the gradient that
             autograd itself brings, or None. Returns a replacement, or None to keep that gradient.
@@ -41,11 +41,11 @@ class GradHooks:
 
     def __init__(
         self,
-        graphs: GraphModes,
+        modes: Modes,
         pending: Collection[PendingReduction],
         beside: Callable[[Shard, torch.Tensor | None], torch.Tensor | None],
     ) -> None:
-        self._graphs = graphs
+        self._modes = modes
         self._pending = pending
         self._beside = beside
         self.watched: dict[WeightGroup, Shard] = {}
@@ -113,7 +113,7 @@ class GradHooks:
         for shard in trained:
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
-        if self._graphs.is_part:
+        if self._modes.now.is_part:
             # Only a replay computes the gradient.
             for shard in trained:
                 if getattr(shard, "main_grad", None) is None:

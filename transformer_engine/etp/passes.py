@@ -18,6 +18,7 @@ from torch import nn
 
 from etp.chain import Chain, PassSequence, Timeline
 from etp.group import WeightGroup
+from etp.mode import Mode
 from etp.reductions import Reductions
 from etp.replicated import ReplicatedGrads
 from etp.versions import WeightVersions
@@ -185,8 +186,9 @@ class Passes:
         # Last: if a hook raised above, the pass counts as abandoned and the rest of its gradients are dropped.
         self._token = None
 
-    def change_mode(self) -> None:
-        """Start a new pass at the next visit: a CUDA graph capture begins, with the device idle, or has ended."""
+    def change_mode(self, mode: Mode) -> None:
+        """Start a new pass at the next visit; see :class:`etp.mode.Changing`."""
+        del mode
         self._token = None
         self.in_backward = False
         self.number += 1

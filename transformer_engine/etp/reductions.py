@@ -34,8 +34,8 @@ from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks
 from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
-from etp.graphs import GraphModes
 from etp.group import Shard, WeightGroup
+from etp.mode import Mode, Modes
 from etp.routes import Route, Routes
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
@@ -48,12 +48,11 @@ class Reductions:
     Args:
         config: options of the runtime.
         routes: transports and lanes.
-        graphs: whether work is being captured into a CUDA graph, and the buffers for full gradients.
+        modes: whether work is being captured into a CUDA graph, and the buffers for full gradients.
     """
 
-    def __init__(self, config: EtpConfig, routes: Routes, graphs: GraphModes) -> None:
-        self.pool = graphs.buffers.pool
-        self._graphs = graphs
+    def __init__(self, config: EtpConfig, routes: Routes, modes: Modes) -> None:
+        self._modes = modes
         self._config = config
         self._routes = routes
         self._pending: deque[PendingReduction] = deque()
@@ -68,7 +67,7 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
-        self.hooks = GradHooks(graphs, self._pending, self._beside)
+        self.hooks = GradHooks(modes, self._pending, self._beside)
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -87,15 +86,23 @@ class Reductions:
         """Whether every gradient has been reduced into its shards."""
         return not self._pending and not self._local_sums
 
-    def change_mode(self) -> None:
-        """Forget what was in flight: a CUDA graph capture begins, with the device idle, or has ended."""
+    def change_mode(self, mode: Mode) -> None:
+        """Forget what was in flight; see :class:`etp.mode.Changing`.
+
+        Raises:
+            EtpStateError: if a capture begins while gradients are on their way.
+        """
+        if mode.capture is not None and not self.idle:
+            raise EtpStateError(
+                f"a CUDA graph is being captured while {len(self)} gradients are on their way, or others only added "
+                "up; call etp.wait_async_comms(module) before the capture"
+            )
         self._pending.clear()
         self._in_flight = 0
         self._finished.clear()
         self._leased.clear()
         self._local_sums.clear()
         self.hooks.forget()
-        self.pool = self._graphs.buffers.pool
 
     def begin_pass(self) -> None:
         """Mark the reductions in flight as belonging to an earlier pass, because a new one begins."""
@@ -111,7 +118,7 @@ class Reductions:
         count = len(group.shards)
         if self._pending:
             self._recycle(count * layout.padded_rows * layout.row_numel, dtype, device, stream)
-        whole = self.pool.lease(count, layout.padded_shape, dtype, device, stream).tensors
+        whole = self._modes.now.pool.lease(count, layout.padded_shape, dtype, device, stream).tensors
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -138,7 +145,7 @@ class Reductions:
             EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
         """
         self._leased.pop(group, None)
-        if self._graphs.is_part and self._config.reduce_once_per_iteration:
+        if self._modes.now.is_part and self._config.reduce_once_per_iteration:
             raise EtpStateError(
                 f"{group.name} is captured in a part of the model, with reduce_once_per_iteration: what its graph adds "
                 "up is not seen outside. Capture whole iterations, or reduce each microbatch"
@@ -146,7 +153,7 @@ class Reductions:
         returned = self.returns_gradients(group)
         if returned:
             return self._add_returned(group, wgrads)
-        if self._graphs.is_part and not _has_main_grads(group) and not te_is_capturing():
+        if self._modes.now.is_part and not _has_main_grads(group) and not te_is_capturing():
             raise EtpStateError(
                 f"a backward pass into .grad of {group.name} is captured without the forward pass of the module that "
                 "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
@@ -155,8 +162,8 @@ class Reductions:
         chosen = None if returned is False and len(group.shards) == 1 else _chosen(group)
         if chosen is None or any(chosen):
             self._add(group, wgrads, chosen)
-        elif self.pool.owns(wgrads[0]):
-            self.pool.restore(wgrads[0])
+        elif self._modes.now.pool.owns(wgrads[0]):
+            self._modes.now.pool.restore(wgrads[0])
         return [None] * len(group.shards)
 
     def returns_gradients(self, group: WeightGroup) -> bool | None:
@@ -176,7 +183,7 @@ class Reductions:
     def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor], chosen: Chosen) -> None:
         route = self._routes.of(group)
         stream = route.reduce.current_stream()
-        padded = padded_wgrads(wgrads, group.layout, self.pool, stream)
+        padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         if self._config.reduce_once_per_iteration or group.used_more_than_once:
             # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
             self._add_locally(group, padded, chosen)
@@ -194,15 +201,15 @@ class Reductions:
         """
         route = self._routes.of(group)
         stream = route.reduce.current_stream()
-        padded = padded_wgrads(wgrads, group.layout, self.pool, stream)
+        padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         is_trained = group.trained()
         trained = list(itertools.compress(group.shards, is_trained))
         returned = new_gradients(len(trained), trained[0].local_shard())
         self._start(group, route, padded, stream, returned=Destinations(returned, accumulate=False))
-        if not self._graphs.is_part or group.used_more_than_once:
+        if not self._modes.now.is_part or group.used_more_than_once:
             # Autograd reads the gradient right away, except in a capture of a single use, which only passes it on.
             self._finish_pending()
-        if self._graphs.is_part:
+        if self._modes.now.is_part:
             for shard in trained:
                 self.hooks.run_behind_autograd(shard)
         filled = iter(returned)
@@ -242,7 +249,7 @@ class Reductions:
         # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
         publish = _nothing_to_publish if returned else partial(self.hooks.complete, group, trained, into, chosen)
-        started = PendingReduction(group, ready, padded, self.pool, publish, home)
+        started = PendingReduction(group, ready, padded, self._modes.now.pool, publish, home)
         self._pending.append(started)
         self._in_flight += started.nbytes
         # See [Note: deferred accumulation] in etp/grads.py.
@@ -259,7 +266,7 @@ class Reductions:
 
     def _recycle(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any) -> None:
         """Finish older reductions to reuse a block of this size, rather than allocate another; never the newest."""
-        if self.pool.has_free(numel, dtype, device, stream):
+        if self._modes.now.pool.has_free(numel, dtype, device, stream):
             return
         older = list(self._pending)[:-1]
         oldest_holder = next((i for i, p in enumerate(older) if p.holds(numel, dtype, device, stream)), -1)
@@ -283,7 +290,7 @@ class Reductions:
         is_placeholder = shard._placeholder_due
         if is_placeholder:
             shard.take_placeholder()
-        if grad is None or is_placeholder or (self._graphs.is_part and _captured_now(grad)):
+        if grad is None or is_placeholder or self._modes.captures_part(grad):
             return None
         for pending in self._pending:
             if any(shard is other for other in pending.group.shards):
@@ -346,8 +353,8 @@ class Reductions:
             let_follow(stream, home)
             torch._foreach_add_(totals.tensors, padded.tensors)
             let_follow(home, stream)
-        if self.pool.owns(padded[0]):
-            self.pool.restore(padded[0])
+        if self._modes.now.pool.owns(padded[0]):
+            self._modes.now.pool.restore(padded[0])
 
     def _expect_gradients(self, group: WeightGroup, chosen: Chosen) -> None:
         """If gradients are reduced only at the iteration's end, set them to zeros, to detect a ``zero_grad()``."""
@@ -402,7 +409,7 @@ class Reductions:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
         while self._pending:
             self._popped().discard()
-        self.pool.write_off()
+        self._modes.now.pool.write_off()
         self._leased.clear()
         self._local_sums.clear()
         self.hooks.forget()
@@ -463,7 +470,3 @@ def _returned_by_autograd(shard: Shard) -> bool | None:
 def _nothing_to_publish(run_hooks: bool) -> None:
     """Do nothing: autograd delivers the gradient."""
     del run_hooks
-
-
-def _captured_now(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

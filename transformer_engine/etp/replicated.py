@@ -23,7 +23,7 @@ from etp.collectives.sums import divide
 from etp.collectives.works import WorkLine, free_bytes, reported
 from etp.config import GradReduction
 from etp.differentiate import is_asked_for
-from etp.graphs import GraphModes
+from etp.mode import Modes
 from etp.routes import Routes
 
 
@@ -33,7 +33,7 @@ class ReplicatedGrads:
     Args:
         reduction: mean or sum over the shard group.
         on_collect: called at each collected gradient, inside the backward pass.
-        graphs: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
+        modes: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
             which delivers them again at every replay.
         routes: records, pairs and watches each all-reduce.
         timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
@@ -44,7 +44,7 @@ class ReplicatedGrads:
         self,
         reduction: GradReduction,
         on_collect: Callable[[], None],
-        graphs: GraphModes,
+        modes: Modes,
         routes: Routes,
         *,
         timeout_s: float | None = None,
@@ -53,7 +53,7 @@ class ReplicatedGrads:
         self._reduction = reduction
         self._fp32_accumulation = fp32_accumulation
         self._on_collect = on_collect
-        self._graphs = graphs
+        self._modes = modes
         self._routes = routes
         self._timeout_s = timeout_s
         self._names: dict[nn.Parameter, str] = {}
@@ -98,7 +98,7 @@ class ReplicatedGrads:
         self._names.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        if self._graphs.is_part:
+        if self._modes.now.is_part:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(

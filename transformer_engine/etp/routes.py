@@ -17,6 +17,8 @@ from etp.collectives.order import ORDER_LABEL
 from etp.collectives.works import reported
 from etp.config import EtpConfig
 from etp.group import WeightGroup
+from etp.mode import Mode
+from etp.optimizer_steps import after_optimizer_steps
 from etp.streams import Lane, enqueue
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Routes:
         """The name that the ranks of each process group have agreed on for this runtime."""
         # For the hot path: the keys above are slow to hash.
         self._of_group: dict[WeightGroup, Route] = {}
+        after_optimizer_steps(self, Routes.watch_replays)
 
     def of(self, group: WeightGroup) -> Route:
         """The route of ``group``. Collective over its process group at the first call for that process group."""
@@ -117,13 +120,13 @@ class Routes:
         """See :class:`etp.collectives.base.Transport`. Collective over ``group``'s process group."""
         return self.of(group).transport.symmetric_memory(numel, dtype)
 
-    def change_mode(self, *, capturing: bool) -> None:
-        """Change modes: a CUDA graph capture begins, with the device idle, or has ended."""
+    def change_mode(self, mode: Mode) -> None:
+        """Drop events; see :class:`etp.mode.Changing`."""
         for route in self._routes.values():
             route.gather.change_mode()
             route.reduce.change_mode()
         for transport in self._routed_transports():
-            transport.change_mode(capturing=capturing)
+            transport.change_mode(capturing=mode.capture is not None)
 
     def watch_replays(self) -> None:
         """Watch that all graph replays so far in which ranks wait for each other end within the timeout."""

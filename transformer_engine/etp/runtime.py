@@ -2,7 +2,7 @@
 
 A runtime drives the groups of one model, or of one virtual pipeline stage. It connects its parts, each with one
 responsibility: passes (``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``),
-and the change of mode when a CUDA graph capture begins or ends (``etp/graphs.py``).
+and whether work is eager or captured into a CUDA graph (``etp/mode.py``).
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from etp.cache import BufferCache
 from etp.chain import Chain
 from etp.collectives.base import Transport
 from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.gathers import Gathers
-from etp.grads import WgradPool
-from etp.graphs import Buffers, GraphModes
 from etp.group import ShardDriver, WeightGroup
-from etp.optimizer_steps import after_optimizer_steps
+from etp.mode import Modes
 from etp.param import ETPShardedParam
 from etp.passes import Passes, inside_backward
 from etp.reductions import Reductions
@@ -49,6 +46,7 @@ class EtpRuntime(ShardDriver):
 
     Attributes:
         in_forward: whether the adopted module's forward pass is under way.
+        modes: whether work is eager or captured, with the gather slots and gradient buffers of each mode.
         sums_gradients: whether gradients are summed over the ranks rather than averaged.
     """
 
@@ -59,48 +57,31 @@ class EtpRuntime(ShardDriver):
         self.sums_gradients = self.config.grad_reduction is GradReduction.SUM
         self.groups: list[WeightGroup] = []
         self._routes = Routes(self.config)
-        self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
+        self.modes = Modes(self.config, self.groups)
         self.replicated = ReplicatedGrads(
             self.config.grad_reduction,
             on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
-            graphs=self._graphs,
+            modes=self.modes,
             routes=self._routes,
             timeout_s=self.config.timeout_s,
             fp32_accumulation=self.config.fp32_accumulation,
         )
         self.counters = TrafficCounters(self.groups)
-        self._reductions = Reductions(self.config, self._routes, self._graphs)
+        self._reductions = Reductions(self.config, self._routes, self.modes)
         self._scalars = GroupScalars(self.config.timeout_s, self._routes.watch)
         self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
         self._passes = Passes(
             self.groups, self._reductions, self.replicated, self._weights, at_end=self._finish_backward
         )
-        self._gathers = Gathers(self.config, self._routes, self._graphs, self._weights, self._passes)
+        self._gathers = Gathers(self.config, self._routes, self.modes, self._weights, self._passes, self.groups)
+        self.modes.parts = (self._reductions, self._gathers, self._routes, self._weights, self._passes)
         self._hooks: list[RemovableHandle] = []
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._sees_optimizer_steps = False
-        if self.config.reuse_across_forwards:
-            self._watch_optimizer_steps()
 
     @property
     def chain(self) -> Chain[WeightGroup]:
         """The order in which passes visit the groups."""
         return self._passes.chain
-
-    @property
-    def cache(self) -> BufferCache:
-        """The gather slots of the current mode (inside or outside of a CUDA graph)."""
-        return self._graphs.buffers.cache
-
-    @property
-    def wgrad_pool(self) -> WgradPool:
-        """The pool of buffers for full gradients of the current mode."""
-        return self._reductions.pool
-
-    @property
-    def buffers(self) -> Sequence[Buffers]:
-        """The gather slots and gradient buffers of both modes."""
-        return self._graphs.all_buffers
 
     @property
     def transports(self) -> Mapping[dist.ProcessGroup, Transport]:
@@ -199,13 +180,13 @@ class EtpRuntime(ShardDriver):
         self.in_forward = True
         if inside_backward():
             return
-        self._sync_mode()
-        if self._graphs.is_part:
+        self.modes.update()
+        if self.modes.now.is_part:
             # Weights change between two replays of this capture, so it must publish them itself, once.
-            self._graphs.is_whole()
+            self.modes.begin_step()
             self.mark_weights_changed()
         self._passes.begin_forward()
-        if self._graphs.has_parts and self._graphs.capture is None:
+        if self.modes.now.replays_parts:
             self.publish_weights()
 
     def _require_usable(self) -> None:
@@ -236,57 +217,15 @@ class EtpRuntime(ShardDriver):
         del module, args, output
         if inside_backward():
             return
-        if self._graphs.capture is not None:
+        if self.modes.now.capture is not None:
             # The graph may end here, and a pass that deviated from the learned order may have left a gather in flight.
-            self._gathers.finish(self.groups)
+            self._gathers.finish()
         elif not self._passes.may_have_backward():
             self._compare_orders()
 
     def _leave_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         self.in_forward = False
-
-    # CUDA graphs: see [Note: graphs] in etp/graphs.py -------------------------------------------------------
-
-    @property
-    def capturing(self) -> bool:
-        """Whether sharded weights are being captured into a CUDA graph."""
-        self._sync_mode()
-        return self._graphs.capture is not None
-
-    def _sync_mode(self) -> None:
-        """Change modes if a capture has begun or ended since the last call."""
-        if not self.groups:
-            return
-        capture = self._graphs.current_capture(self.groups[0].spec.device)
-        if capture == self._graphs.capture:
-            return
-        if self._graphs.capture is not None:
-            self._leave_capture()
-        if capture is not None:
-            self._enter_capture(capture)
-
-    def _enter_capture(self, capture: int) -> None:
-        if not self._reductions.idle:
-            raise EtpStateError(
-                f"a CUDA graph is being captured while {len(self._reductions)} gradients are on their way, or others "
-                "only added up; call etp.wait_async_comms(module) before the capture"
-            )
-        self._graphs.enter(capture)
-        self._change_mode(replayed_unseen=False)
-        self._watch_optimizer_steps()
-
-    def _leave_capture(self) -> None:
-        was_whole = self._graphs.leave()
-        self._change_mode(replayed_unseen=was_whole)
-
-    def _change_mode(self, *, replayed_unseen: bool) -> None:
-        capturing = self._graphs.capture is not None
-        self._gathers.change_mode(self.groups)
-        self._reductions.change_mode()
-        self._routes.change_mode(capturing=capturing)
-        self._weights.change_mode(capturing=capturing, replayed_unseen=replayed_unseen)
-        self._passes.change_mode()
 
     def publish_weights(self) -> None:
         """Make the current weights visible to captured parts of the model that the current stream replays next.
@@ -297,7 +236,7 @@ class EtpRuntime(ShardDriver):
         Raises:
             EtpStateError: inside a capture.
         """
-        if self.capturing:
+        if self.modes.capturing:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
         for group in {group.process_group: group for group in self.groups}.values():
             route = self._routes.of(group)
@@ -307,39 +246,20 @@ class EtpRuntime(ShardDriver):
 
     def drain(self) -> None:
         """Finish all reductions and gathers in flight, inside or outside of a capture."""
-        self._sync_mode()
+        self.modes.update()
         self._reductions.finish()
-        self._gathers.finish(self.groups)
-
-    @property
-    def drained_after_parts(self) -> bool:
-        """Whether :meth:`drain` is called at the end of each captured part; only then do forward passes prefetch."""
-        return self._gathers.drained_after_parts
-
-    @drained_after_parts.setter
-    def drained_after_parts(self, drained: bool) -> None:
-        self._gathers.drained_after_parts = drained
-
-    def _watch_optimizer_steps(self) -> None:
-        # Every step announces a change of weights, because PyTorch does not count writes of fused optimizers.
-        if not self._sees_optimizer_steps:
-            self._sees_optimizer_steps = True
-            after_optimizer_steps(self, EtpRuntime._optimizer_stepped)
-
-    def _optimizer_stepped(self) -> None:
-        self.mark_weights_changed()
-        self.watch_replays()
+        self._gathers.finish()
 
     # Weights -------------------------------------------------------------------------------------------------
 
     def mark_weights_changed(self) -> None:
         """Announce a change of weights that PyTorch does not count, such as one by ``torch.distributed``."""
-        self._weights.epoch += 1
+        self._weights.announce_change()
 
     def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
         """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
-        if self._graphs.possible:
-            self._sync_mode()
+        if self.modes.possible:
+            self.modes.update()
         timeline = self._passes.enter(group)
         if group not in self._reductions.hooks.watched:
             self._reductions.hooks.watch(group)
@@ -353,13 +273,13 @@ class EtpRuntime(ShardDriver):
 
     def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
         """See :class:`etp.group.ShardDriver`. Of the weights' logical shape; arbitrary content."""
-        if self._graphs.possible:
-            self._sync_mode()
+        if self.modes.possible:
+            self.modes.update()
         return self._reductions.buffers(group, dtype)
 
     def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         """See :class:`etp.group.ShardDriver`. Of the weight's logical shape; arbitrary content."""
-        self._sync_mode()
+        self.modes.update()
         return self._reductions.buffer(group, index, dtype)
 
     def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -368,8 +288,8 @@ class EtpRuntime(ShardDriver):
         Raises:
             EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
         """
-        if self._graphs.possible:
-            self._sync_mode()
+        if self.modes.possible:
+            self.modes.update()
         self._passes.enter_backward()
         return self._reductions.take(group, wgrads)
 
@@ -416,24 +336,24 @@ class EtpRuntime(ShardDriver):
     def _finish_backward(self) -> None:
         if self.finish_with_backward:
             self._finish_reductions(compare=True)
-        if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
+        if self.modes.now.is_part or (self.modes.now.capture is not None and self.finish_with_backward):
             # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the
             # last reduction.
             self.drain()
 
     def wait(self) -> None:
         """Finish all communication; with ``reduce_once_per_iteration``, first reduce the microbatches' local sums."""
-        self._sync_mode()
+        self.modes.update()
         self._passes.drop_abandoned()
         self._reductions.reduce_local_sums()
         self._finish_reductions(compare=not self.finish_with_backward)
-        if self._graphs.capture is not None:
+        if self.modes.now.capture is not None:
             self.drain()
         self._routes.finish_reading()
 
     def _compare_orders(self) -> None:
         # Every replay has the captured order, which is not recorded.
-        if self._graphs.capture is not None:
+        if self.modes.now.capture is not None:
             return
         try:
             self._routes.compare_orders()
@@ -444,10 +364,6 @@ class EtpRuntime(ShardDriver):
                 group.detach()
             self._passes.forget_orders()
             raise
-
-    def watch_replays(self) -> None:
-        """End the process if a replay enqueued on the current stream waits for a peer longer than the timeout."""
-        self._routes.watch_replays()
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.
@@ -473,8 +389,8 @@ class EtpRuntime(ShardDriver):
         if self._passes.backward_is_under_way:
             raise EtpStateError("release_buffers inside a backward pass; call it between steps")
         self.wait()
-        self._gathers.release(self.groups)
-        self.wgrad_pool.clear()
+        self._gathers.release()
+        self.modes.now.pool.clear()
 
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""

@@ -15,6 +15,8 @@ import torch
 
 from etp.errors import StaleWeightError
 from etp.group import WeightGroup
+from etp.mode import Mode
+from etp.optimizer_steps import after_optimizer_steps
 from etp.routes import Route
 from etp.streams import enqueue
 
@@ -33,23 +35,28 @@ class WeightVersions:
         """Number of announced changes."""
         self._groups = groups
         self._reuse = reuse_across_forwards
-        self._replayed_unseen = False
         self._forward = 0
         self._observed: dict[WeightGroup, tuple[Any, ...]] = {}
         self._final: dict[torch.device, Any] = {}
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
+        if reuse_across_forwards:
+            self.watch_optimizers()
 
-    def change_mode(self, *, capturing: bool, replayed_unseen: bool) -> None:
-        """Change modes: a CUDA graph capture begins or has ended.
+    def announce_change(self) -> None:
+        """Count a change of weights that PyTorch may not count."""
+        self.epoch += 1
 
-        Args:
-            capturing: True if it begins.
-            replayed_unseen: whether whole training steps will be replayed, whose changes of weights go unnoticed.
-        """
-        self._replayed_unseen |= replayed_unseen
-        self.trusted = self._reuse and (capturing or not self._replayed_unseen)
+    def watch_optimizers(self) -> None:
+        """Count every optimizer step as a change from now on, because PyTorch does not count writes of fused ones."""
+        after_optimizer_steps(self, WeightVersions.announce_change)
+
+    def change_mode(self, mode: Mode) -> None:
+        """Forget events, and decide anew what can be assumed; see :class:`etp.mode.Changing`."""
+        self.trusted = self._reuse and not mode.replays_steps
         self._final.clear()
+        if mode.capture is not None:
+            self.watch_optimizers()
 
     def begin_forward(self) -> None:
         """Begin a forward pass: shards may have changed since the last one."""

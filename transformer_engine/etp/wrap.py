@@ -369,8 +369,8 @@ def resident_nbytes(module: nn.Module) -> dict[str, int]:
             grad = param.grad if getattr(param, "main_grad", None) is None else param.main_grad  # type: ignore[attr-defined]
             totals["gradients"] += 0 if grad is None else _nbytes(grad)
     for runtime in runtimes_of(module):
-        totals["gather_slots"] += sum(buffers.cache.nbytes() for buffers in runtime.buffers)
-        totals["gradient_buffers"] += sum(buffers.pool.nbytes() for buffers in runtime.buffers)
+        totals["gather_slots"] += sum(mode.cache.nbytes() for mode in runtime.modes.all)
+        totals["gradient_buffers"] += sum(mode.pool.nbytes() for mode in runtime.modes.all)
         for transport in runtime.transports.values():
             totals["transports"] += sum(n for what, n in transport.nbytes().items() if what != "shards_in_place")
     return totals
