@@ -323,7 +323,7 @@ def _print_chain(label: str, runtime: EtpRuntime) -> None:
     )
     if first:
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        print(f"pipeline stage {stage}, {label}: {runtime.describe_chain()}", flush=True)  # noqa: T201
+        print(f"pipeline stage {stage}, {label}: {runtime.gathers.describe_chain()}", flush=True)  # noqa: T201
 
 
 def _no_fp8(*_: Any, **__: Any) -> None:

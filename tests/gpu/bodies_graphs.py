@@ -270,7 +270,7 @@ def captured_evaluation_equals_eager(rank: int, world_size: int, transport: str,
     return {
         "worst": worst,
         "compared": compared,
-        "transports": {type(t).__name__ for t in runtime.transports.values()},
+        "transports": {type(t).__name__ for t in runtime.routes.transports.values()},
     }
 
 

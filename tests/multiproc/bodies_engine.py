@@ -384,7 +384,7 @@ def stale_reads(rank: int, world_size: int) -> dict[str, str]:
         messages["autograd"] = str(error)
     group = model.layers[0].weight.weight_group
     try:
-        group.take(runtime._routes.of(group).gather)
+        group.take(runtime.routes.of(group).gather)
     except etp.StaleWeightError as error:
         messages["slot"] = str(error)
     out = model(x).sum()
@@ -521,4 +521,4 @@ def describes_its_chain(rank: int, world_size: int) -> str:
     """The text behind --etp-print-chains."""
     model, runtime = stack(3)
     train_once(model, rank)
-    return runtime.describe_chain()
+    return runtime.gathers.describe_chain()

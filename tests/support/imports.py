@@ -21,7 +21,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "collectives",
             "cache",
-            "chain",
             "streams",
             "digest",
             "copies",
@@ -35,10 +34,22 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset(
-        {"group", "grads", "mode", "versions", "traffic", "routes", "shard_grad", "functional", "derived", "terms"}
+        {
+            "group",
+            "grads",
+            "mode",
+            "passes",
+            "versions",
+            "traffic",
+            "routes",
+            "shard_grad",
+            "functional",
+            "derived",
+            "terms",
+        }
     ),
     frozenset({"param", "replicated", "reductions", "grad_hooks"}),
-    frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
+    frozenset({"gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "sites", "wrap"}),
     frozenset({"state", "checkpoint", "clip"}),

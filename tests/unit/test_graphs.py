@@ -92,7 +92,7 @@ def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]
 def test_a_penalty_is_captured_behind_the_reduction_into_the_same_gradient(capture: list[int]) -> None:
     model, runtime = sharded(pad_for_alignment=1)
     plain = [cast("Any", param).local_shard().clone().requires_grad_() for param in model.parameters()]
-    cast("dict[Any, Any]", runtime.transports)[dist.group.WORLD] = Overlaps()
+    runtime.routes.transports[dist.group.WORLD] = Overlaps()
     x = torch.ones(2, SIDE)
     with capturing(capture, 1):
         for _ in range(2):  # the second adds to what the first has left
@@ -107,11 +107,11 @@ def test_a_penalty_is_captured_behind_the_reduction_into_the_same_gradient(captu
 
 def test_the_chain_is_described_at_any_time(capture: list[int]) -> None:
     model, runtime = sharded()
-    assert runtime.describe_chain() == "chain of 0 weight groups, prefetch depth 1"
+    assert runtime.gathers.describe_chain() == "chain of 0 weight groups, prefetch depth 1"
     train(model)
 
     def slots() -> list[str]:
-        return [line.split(", ")[-2] for line in runtime.describe_chain().splitlines()[1:]]
+        return [line.split(", ")[-2] for line in runtime.gathers.describe_chain().splitlines()[1:]]
 
     assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
     with capturing(capture, 1):
@@ -218,10 +218,10 @@ def test_microbatches_of_a_captured_step_overlap(capture: list[int]) -> None:
             loss = model(x).square().sum()
             loss.backward()
             found.append(loss.detach())
-            under_way.append((pending(runtime), not runtime._reductions.idle))
+            under_way.append((pending(runtime), not runtime.reductions.idle))
         etp.wait_async_comms(model)
         assert pending(runtime) == []
-        assert runtime._reductions.idle
+        assert runtime.reductions.idle
         return [*found, *(p.grad.clone() for p in model.parameters() if p.grad is not None)], under_way
 
     eager = [iteration() for _ in range(3)][-1]
@@ -246,7 +246,7 @@ def test_a_captured_backward_pass_that_may_end_the_graph_leaves_nothing_under_wa
         for _ in range(2):
             train(model)
             assert pending(runtime) == []
-            assert runtime._reductions.idle
+            assert runtime.reductions.idle
 
 
 def test_a_backward_pass_ends_with_the_weights_that_the_next_forward_begins_with(capture: list[int]) -> None:

@@ -14,7 +14,6 @@ from etp.group import WeightGroup
 from etp.mode import Modes
 from etp.passes import Passes
 from etp.reductions import Reductions
-from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
 from etp.versions import WeightVersions
 
@@ -46,10 +45,10 @@ class Model:
         self.groups = cast("list[WeightGroup]", [Group(), Group()])
         modes = Modes(etp.EtpConfig())
         routes = Routes(config)
-        self.reductions = Discards(config, routes, modes)
-        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, modes, routes)
         self.weights = WeightVersions([], reuse_across_forwards=reuse)
-        self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
+        self.passes = Passes(self.groups, self.weights, at_end=at_end)
+        self.reductions = Discards(config, routes, modes, self.passes)
+        self.passes.collectors = (self.reductions,)
 
     def visit(self, *which: int) -> list[int]:
         """Visit these groups. Returns the number of the pass that each visit belonged to."""

@@ -25,7 +25,7 @@ def test_full_weights_need_no_transport(world: dist.ProcessGroup) -> None:
     runtime = etp.shard_module(linear, world, config=etp.EtpConfig(transport="copy_engine"))  # type: ignore[arg-type]
     full = etp.full_state_dict(linear)
     assert torch.equal(full["weight"], expected)
-    assert not runtime.transports
+    assert not runtime.routes.transports
     with pytest.raises(ValueError, match="weights are on cpu"):
         linear(torch.randn(2, 6))
 

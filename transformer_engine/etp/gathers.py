@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from etp.cache import Slot
-from etp.chain import Timeline
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
+from etp.grad_hooks import GradHooks
 from etp.group import WeightGroup
 from etp.mode import Mode, Modes
-from etp.passes import Passes
+from etp.passes import Passes, Timeline
 from etp.routes import Route, Routes
 from etp.stack import Stack
 from etp.versions import WeightVersions
@@ -37,6 +37,7 @@ class Gathers:
         modes: whether work is being captured into a CUDA graph, and the slots that gathers land in.
         weights: versions of the shards.
         passes: which pass visits belong to.
+        hooks: told of each trained group that is visited.
         groups: the runtime's own list of groups, shared so that later additions are seen.
     """
 
@@ -47,6 +48,7 @@ class Gathers:
         modes: Modes,
         weights: WeightVersions,
         passes: Passes,
+        hooks: GradHooks,
         groups: Sequence[WeightGroup],
     ) -> None:
         self._config = config
@@ -55,17 +57,17 @@ class Gathers:
         self._groups = groups
         self._weights = weights
         self._passes = passes
+        self._hooks = hooks
         self._in_use: WeightGroup | None = None
         self._largest_group = 0
 
     # One visit -----------------------------------------------------------------------------------------------
 
-    def visit(self, group: WeightGroup, timeline: Timeline[WeightGroup]) -> list[torch.Tensor]:
+    def visit(self, group: WeightGroup) -> list[torch.Tensor]:
         """Return ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
 
         Args:
             group: the group whose weights a layer needs.
-            timeline: the timeline of the current pass; see :meth:`etp.passes.Passes.enter`.
 
         Returns:
             the weights in the group's order, each of its logical shape, valid on the current stream.
@@ -74,7 +76,12 @@ class Gathers:
             EtpStateError: if a part of the model is captured and nothing outside it would publish its weights.
             StaleWeightError: if a shard changed since the forward pass and the transport would not see the change.
         """
+        if self._modes.possible:
+            self._modes.update()
+        timeline = self._passes.enter(group)
         timeline.visit(group)
+        if group not in self._hooks.watched:
+            self._hooks.watch(group)
         group.read_shards(self._passes.number)
         slot = group.attach(self._modes.now.cache)
         route = self._routes.of(group)
@@ -191,8 +198,8 @@ class Gathers:
 
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
-        chain = self._passes.chain
-        order = chain.forward.learned or chain.forward.visits
+        forward = self._passes.chain.forward
+        order = forward.learned or forward.visits
         lines = [f"chain of {len(order)} weight groups, prefetch depth {self._config.prefetch_depth}"]
         slots = {id(slot): number for number, slot in enumerate(self._modes.now.cache.slots())}
         for group in order:

@@ -25,6 +25,7 @@ from etp.collectives.base import Transport
 from etp.errors import EtpStateError
 from etp.layout import ShardLayout
 from etp.refusals import OneOfMany
+from etp.scalars import GroupScalars
 from etp.shard_copy import Cut
 from etp.stack import Stack
 from etp.streams import Lane, Ready
@@ -57,10 +58,42 @@ class _SetLater[T]:
         raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
 
 
-class ShardDriver(Protocol):
-    """Decides when the collectives of groups run (:class:`etp.runtime.EtpRuntime`).
+class GathersWeights(Protocol):
+    """:class:`etp.gathers.Gathers`, as consumers of weights call it."""
 
-    A protocol, because the runtime imports the shards and groups that it drives.
+    def visit(self, group: WeightGroup) -> list[torch.Tensor]:
+        """The group's full weights, for use right now. Collective over its ranks."""
+
+    def full(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """One full weight, newly allocated. Collective over the group's ranks."""
+
+
+class ReducesGradients(Protocol):
+    """:class:`etp.reductions.Reductions`, as consumers of weights, and the shards' gradients, call it."""
+
+    def buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A buffer for each of the group's full gradients."""
+
+    def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """One of these buffers, for a consumer that requests them one at a time."""
+
+    def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
+
+    def returns_gradients(self, group: WeightGroup) -> bool | None:
+        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
+
+    def require_complete(self, group: WeightGroup) -> None:
+        """Raise EtpStateError unless the group's gradients are complete."""
+
+    def forget_sums(self, group: WeightGroup) -> None:
+        """Called when a gradient of this group was set to zero."""
+
+
+class ShardDriver(Protocol):
+    """The parts of the runtime (:class:`etp.runtime.EtpRuntime`) that shards and their consumers call.
+
+    A protocol, because these parts import the shards and groups that they drive.
 
     Attributes:
         in_forward: whether the model's forward pass is under way.
@@ -70,40 +103,21 @@ class ShardDriver(Protocol):
     in_forward: bool
     sums_gradients: bool
 
-    def materialize(self, group: WeightGroup) -> list[torch.Tensor]:
-        """The group's full weights, for use right now."""
+    @property
+    def gathers(self) -> GathersWeights:
+        """Gathers the weights."""
 
-    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-        """A buffer for each of the group's full gradients."""
+    @property
+    def reductions(self) -> ReducesGradients:
+        """Reduces their gradients."""
 
-    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of these buffers, for a consumer that requests them one at a time."""
+    @property
+    def scalars(self) -> GroupScalars:
+        """Combines numbers over the ranks."""
 
-    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
-
-    def returns_gradients(self, group: WeightGroup) -> bool:
-        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
-
-    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One full weight, newly allocated."""
-
-    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-        """All-gather ``own``, ``[n]``, into ``[ranks, n]``. Collective."""
-
-    def gradient_norms(
-        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
-    ) -> list[torch.Tensor]:
-        """Norms of distributed tensors; see :meth:`etp.scalars.GroupScalars.norms`. Collective."""
-
-    def spread_overflow(self, found: torch.Tensor) -> None:
-        """Set the flag on all ranks that share a shard group with a rank that set it. Collective."""
-
-    def require_complete(self, group: WeightGroup) -> None:
-        """Raise EtpStateError unless the group's gradients are complete."""
-
-    def gradient_zeroed(self, group: WeightGroup) -> None:
-        """Called when a gradient of this group was set to zero."""
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Every process group over which it shards weights, in the same order on all ranks."""
 
 
 class Shard(OneOfMany, torch.nn.Parameter):

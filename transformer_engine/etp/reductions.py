@@ -20,6 +20,7 @@ TE's placeholder to this gradient. Both are then left to be dropped, as in Megat
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -36,10 +37,13 @@ from etp.grad_hooks import Chosen, GradHooks
 from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.group import Shard, WeightGroup
 from etp.mode import Mode, Modes
+from etp.passes import Passes
 from etp.routes import Route, Routes
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
+
+logger = logging.getLogger(__name__)
 
 
 class Reductions:
@@ -49,10 +53,12 @@ class Reductions:
         config: options of the runtime.
         routes: transports and lanes.
         modes: whether work is being captured into a CUDA graph, and the buffers for full gradients.
+        passes: which pass a gradient belongs to.
     """
 
-    def __init__(self, config: EtpConfig, routes: Routes, modes: Modes) -> None:
+    def __init__(self, config: EtpConfig, routes: Routes, modes: Modes, passes: Passes) -> None:
         self._modes = modes
+        self._passes = passes
         self._config = config
         self._routes = routes
         self._pending: deque[PendingReduction] = deque()
@@ -104,8 +110,9 @@ class Reductions:
         self._local_sums.clear()
         self.hooks.forget()
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, backward: bool) -> None:
         """Mark the reductions in flight as belonging to an earlier pass, because a new one begins."""
+        del backward
         for pending in self._pending:
             pending.belated = True
         self.hooks.owed.clear()
@@ -114,6 +121,8 @@ class Reductions:
 
     def buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
         """A buffer for each full gradient of the group, of the weights' logical shape; arbitrary content."""
+        if self._modes.possible:
+            self._modes.update()
         layout, device, stream = group.layout, group.spec.device, self._routes.of(group).reduce.current_stream()
         count = len(group.shards)
         if self._pending:
@@ -125,6 +134,7 @@ class Reductions:
         """One of the group's buffers, for a consumer that requests them one at a time, and all before it fills any."""
         if len(group.shards) == 1:
             return self.buffers(group, dtype)[0]
+        self._modes.update()
         buffers, handed_out = self._leased.get(group, ([], set()))
         if not buffers or index in handed_out or buffers[0].dtype != dtype:
             buffers, handed_out = self._leased[group] = self.buffers(group, dtype), set()
@@ -144,6 +154,9 @@ class Reductions:
         Raises:
             EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
         """
+        if self._modes.possible:
+            self._modes.update()
+        self._passes.enter_backward()
         self._leased.pop(group, None)
         if self._modes.now.is_part and self._config.reduce_once_per_iteration:
             raise EtpStateError(
@@ -407,6 +420,7 @@ class Reductions:
 
     def discard(self) -> None:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
+        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self))
         while self._pending:
             self._popped().discard()
         self._modes.now.pool.write_off()

@@ -117,7 +117,14 @@ class Routes:
         self._of_group.pop(group, None)
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """See :class:`etp.collectives.base.Transport`. Collective over ``group``'s process group."""
+        """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.
+
+        The owner of shards in this memory must call :meth:`etp.EtpRuntime.wait` before changing them. Collective over
+        the process group.
+
+        Returns:
+            ``[numel]`` elements of ``dtype``, zero.
+        """
         return self.of(group).transport.symmetric_memory(numel, dtype)
 
     def change_mode(self, mode: Mode) -> None:

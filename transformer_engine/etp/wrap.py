@@ -17,7 +17,7 @@ from etp.layout import ShardLayout
 from etp.modules import check_uses
 from etp.optimizers import remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
-from etp.runtime import EtpRuntime
+from etp.runtime import EtpRuntime, runtimes_driving
 from etp.sites import (
     Replicated,
     Site,
@@ -337,11 +337,7 @@ def _register_replicated(
 
 def runtimes_of(module: nn.Module) -> list[EtpRuntime]:
     """The runtimes that drive sharded weights under ``module``, each once."""
-    found: dict[int, EtpRuntime] = {}
-    for param in module.parameters():
-        if isinstance(param, ETPShardedParam) and isinstance(param.driver, EtpRuntime):
-            found[id(param.driver)] = param.driver
-    return list(found.values())
+    return runtimes_driving(param for param in module.parameters() if isinstance(param, ETPShardedParam))
 
 
 def wait_async_comms(module: nn.Module) -> None:
@@ -371,7 +367,7 @@ def resident_nbytes(module: nn.Module) -> dict[str, int]:
     for runtime in runtimes_of(module):
         totals["gather_slots"] += sum(mode.cache.nbytes() for mode in runtime.modes.all)
         totals["gradient_buffers"] += sum(mode.pool.nbytes() for mode in runtime.modes.all)
-        for transport in runtime.transports.values():
+        for transport in runtime.routes.transports.values():
             totals["transports"] += sum(n for what, n in transport.nbytes().items() if what != "shards_in_place")
     return totals
 
