@@ -19,24 +19,24 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("it counts the calls o
 # Own calls, files, all calls; of rank 0.
 LIMITS = {
     "3 linears, ETP": {
-        "forward": Calls(193, 18, 270),
-        "backward": Calls(351, 19, 528),
-        "visit": Calls(55, 14, 80),
+        "forward": Calls(164, 14, 241),
+        "backward": Calls(288, 17, 465),
+        "visit": Calls(45, 8, 70),
     },
     "3 x 4 experts, ETP": {
-        "forward": Calls(184, 16, 260),
-        "backward": Calls(339, 19, 458),
-        "visit": Calls(58, 14, 87),
+        "forward": Calls(155, 11, 231),
+        "backward": Calls(279, 17, 398),
+        "visit": Calls(48, 8, 77),
     },
     "3 x 16 experts, ETP": {
-        "forward": Calls(184, 16, 332),
-        "backward": Calls(375, 19, 494),
-        "visit": Calls(58, 14, 111),
+        "forward": Calls(155, 11, 303),
+        "backward": Calls(315, 17, 434),
+        "visit": Calls(48, 8, 101),
     },
     "3 x 128 experts, ETP": {
-        "forward": Calls(184, 16, 1004),
-        "backward": Calls(711, 19, 830),
-        "visit": Calls(58, 14, 335),
+        "forward": Calls(155, 11, 975),
+        "backward": Calls(651, 17, 770),
+        "visit": Calls(48, 8, 325),
     },
 }
 

@@ -153,7 +153,7 @@ def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
         return expected[0]
 
     def iteration() -> list[list[int]]:
-        model.weights.epoch += 1
+        model.weights.announce_change()
         return [forward(), backward(), forward(), backward()]
 
     iteration()
@@ -161,7 +161,7 @@ def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
     assert iteration() == expected
     for _ in range(2):
         # Weights have changed before the first of them, and stay so for the iteration behind.
-        model.weights.epoch += 1
+        model.weights.announce_change()
         assert [forward(evaluating=True) for _ in range(3)] == [[], [], []]
         assert iteration() == expected
         assert iteration() == expected

@@ -9,17 +9,19 @@ nothing that could differ between ranks, so all ranks skip the same gathers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from etp.cache import Slot
+from etp.collectives.base import Route
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
 from etp.grad_hooks import GradHooks
 from etp.group import WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes, Timeline
-from etp.routes import Route, Routes
+from etp.routes import Routes
 from etp.stack import Stack
 from etp.versions import WeightVersions
 
@@ -84,18 +86,18 @@ class Gathers:
             self._hooks.watch(group)
         group.read_shards(self._passes.number)
         slot = group.attach(self._modes.now.cache)
-        route = self._routes.of(group)
+        route = group.route or self._routes.of(group)
         if self._in_use is not None:
             self._in_use.read_until_here(route.gather)
         in_backward, is_part = self._passes.in_backward, self._modes.now.is_part
-        if not is_part:
-            self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
-        else:
+        if is_part:
             self._require_observer(group, route)
+        elif route.transport.publishes or not (in_backward or route.device in self._weights.final):
+            self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
         # See [Note: reuse].
         gathered_in = None if in_backward or self._weights.trusted else self._passes.number
         if not group.holds(self._weights.epoch, gathered_in=gathered_in):
-            self._issue(group, route)
+            self._issue(group, slot, route)
         weights = group.take(route.gather)
         self._in_use = group
         # A gather that might still be unused at the end of a graph would have to be joined there.
@@ -111,17 +113,31 @@ class Gathers:
                 "transport"
             )
 
-    def _issue(self, group: WeightGroup, route: Route) -> None:
+    def _issue(self, group: WeightGroup, slot: Slot, route: Route) -> None:
         """Start to gather ``group``, after the gather that its slot may still be receiving."""
-        group.abandon_gather()
-        former = group.slot.owner
-        if former is not None and former.pending:
-            former.abandon_gather()
+        for former in (group, slot.owner):
+            if former is not None and former.pending:
+                former.abandon_gather()
         self._largest_group = max(self._largest_group, group.nbytes)
-        waits = self._weights.gather_waits(group, route)
-        group.issue_gather(
-            route.transport, route.gather, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits
-        )
+        waits = self._waits(group, slot, route)
+        group.issue_gather(route, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits)
+
+    def _waits(self, group: WeightGroup, slot: Slot, route: Route) -> list[Any] | None:
+        """Events that a gather into the slot must wait for; see :meth:`etp.streams.Lane.start`."""
+        if not route.transport.publishes:
+            for hook in group.before_gather:
+                hook()
+        if not slot.reads:
+            # New memory, which compute enqueued so far may have used before the allocator recycled it.
+            return None
+        reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
+        if route.transport.publishes:
+            # The publication is earlier on the same lane.
+            return reads
+        final = self._weights.final.get(route.device)
+        if final is None or group.before_gather or group.observed != (self._weights.stamp, group.version):
+            return None
+        return [final, *reads]
 
     # Ahead of visits -----------------------------------------------------------------------------------------
 
@@ -131,7 +147,7 @@ class Gathers:
         if budget == 0:
             return
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
-        needed_earlier = {in_use}
+        needed_earlier, stamp = {in_use}, self._weights.stamp
         cache = self._modes.now.cache
         for group in self._ahead(timeline):
             if in_flight >= budget:
@@ -140,10 +156,13 @@ class Gathers:
                 group.read_shards(number)
             slot = group.attach(cache)
             if not group.holds(epoch, gathered_in=gathered_in):
-                route = self._routes.of(group)
-                if slot in needed_earlier or not (self._modes.now.is_part or self._weights.is_observed(group, route)):
+                route = group.route or self._routes.of(group)
+                if slot in needed_earlier:
                     return
-                self._issue(group, route)
+                unpublished = route.transport.publishes and group.observed != (stamp, group.version)
+                if unpublished and not self._modes.now.is_part:
+                    return
+                self._issue(group, slot, route)
             if group.pending:
                 in_flight += group.nbytes
             needed_earlier.add(slot)

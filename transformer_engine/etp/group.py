@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache, BufferSpec, Slot
-from etp.collectives.base import Transport
+from etp.collectives.base import Route
 from etp.errors import EtpStateError
 from etp.layout import ShardLayout
 from etp.refusals import OneOfMany
@@ -328,6 +328,10 @@ class WeightGroup:
         """Number of the pass in which the latest gather was started."""
         self.used_more_than_once = False
         """Whether some forward pass used it more than once, so that one backward pass has several gradients for it."""
+        self.route: Route | None = None
+        """How it communicates (:meth:`etp.routes.Routes.of`); None until that is known for its device."""
+        self.observed: tuple[Any, ...] | None = None
+        """What :meth:`etp.versions.WeightVersions.observe` has seen last; None if nothing."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self.reduce_hooks: list[Callable[[], None]] = []
@@ -433,6 +437,7 @@ class WeightGroup:
             self.__dict__.pop("nbytes", None)
             if former is not None and former != self.spec:
                 self.detach()
+                self.route = None
         if self._cache is not cache or self._slot is None:
             self.abandon_gather()
             if cache not in self._slots:
@@ -473,14 +478,11 @@ class WeightGroup:
             and self._gathered_version == (epoch, *self.version)
         )
 
-    def issue_gather(
-        self, transport: Transport, lane: Lane, *, pass_number: int, epoch: int, waits: Sequence[Any] | None
-    ) -> None:
+    def issue_gather(self, route: Route, *, pass_number: int, epoch: int, waits: Sequence[Any] | None) -> None:
         """Start gathering into the slot, which voids its previous content.
 
         Args:
-            transport: moves the shards.
-            lane: where the gather runs.
+            route: moves the shards.
             pass_number: the runtime's count of passes.
             epoch: the runtime's count of announced weight changes.
             waits: see :meth:`etp.streams.Lane.start`.
@@ -496,8 +498,8 @@ class WeightGroup:
             self._generation = slot.claim(self)
             self._gathered_version = (epoch, *self.version)
             self.issued_in_pass = pass_number
-            gather = partial(transport.all_gather, slot.buffers, self.local_shards(), self.gather_label)
-            self._ready = lane.start(gather, waits=waits, label=self.gather_label)
+            gather = partial(route.transport.all_gather, slot.buffers, self.local_shards(), self.gather_label)
+            self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:

@@ -30,15 +30,16 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from etp.collectives.base import Route
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks
-from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
+from etp.grads import BlockKind, Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.group import Shard, WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes
-from etp.routes import Route, Routes
+from etp.routes import Routes
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
@@ -123,11 +124,13 @@ class Reductions:
         """A buffer for each full gradient of the group, of the weights' logical shape; arbitrary content."""
         if self._modes.possible:
             self._modes.update()
-        layout, device, stream = group.layout, group.spec.device, self._routes.of(group).reduce.current_stream()
-        count = len(group.shards)
+        layout, route, pool = group.layout, group.route or self._routes.of(group), self._modes.now.pool
+        count, stream = len(group.shards), route.reduce.current_stream()
         if self._pending:
-            self._recycle(count * layout.padded_rows * layout.row_numel, dtype, device, stream)
-        whole = self._modes.now.pool.lease(count, layout.padded_shape, dtype, device, stream).tensors
+            kind = (count * layout.padded_rows * layout.row_numel, dtype, route.device, stream)
+            if not pool.has_free(*kind):
+                self._recycle(kind)
+        whole = pool.lease(count, layout.padded_shape, dtype, route.device, stream).tensors
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -194,7 +197,7 @@ class Reductions:
         return None
 
     def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor], chosen: Chosen) -> None:
-        route = self._routes.of(group)
+        route = group.route or self._routes.of(group)
         stream = route.reduce.current_stream()
         padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         if self._config.reduce_once_per_iteration or group.used_more_than_once:
@@ -247,7 +250,6 @@ class Reductions:
             wgrads = Stack(list(itertools.compress(padded, is_trained)))
         into = returned or self._destinations_of(group, trained)
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
-        let_follow(route.reduce.current_stream(), home)
         ready = route.reduce.start(
             partial(
                 route.transport.reduce_scatter,
@@ -272,19 +274,17 @@ class Reductions:
 
     def _destinations_of(self, group: WeightGroup, trained: Sequence[Shard]) -> Destinations:
         into = Destinations.of(trained, self._destinations.get(group))
-        if _has_main_grads(group) and not into.fresh:
+        if into.lasting:
             # Only for main_grad, which lasts: zero_grad() could not free a ``grad`` that is referenced here.
             self._destinations[group] = into
         return into
 
-    def _recycle(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any) -> None:
-        """Finish older reductions to reuse a block of this size, rather than allocate another; never the newest."""
-        if self._modes.now.pool.has_free(numel, dtype, device, stream):
-            return
-        older = list(self._pending)[:-1]
-        oldest_holder = next((i for i, p in enumerate(older) if p.holds(numel, dtype, device, stream)), -1)
-        for _ in range(oldest_holder + 1):
-            self._finish_oldest()
+    def _recycle(self, kind: BlockKind) -> None:
+        """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
+        holders = [index for index, pending in enumerate(self._pending) if pending.block == kind]
+        if holders and holders[0] < len(self._pending) - 1:
+            for _ in range(holders[0] + 1):
+                self._finish_oldest()
 
     # Gradients beside uses -----------------------------------------------------------------------------------
 
@@ -391,7 +391,9 @@ class Reductions:
         sums, self._local_sums = self._local_sums, {}
         for group, (totals, home, chosen) in sums.items():
             if not self._was_dropped(group, chosen):
-                self._start(group, self._routes.of(group), totals, home, chosen=chosen)
+                route = self._routes.of(group)
+                let_follow(route.reduce.current_stream(), home)
+                self._start(group, route, totals, home, chosen=chosen)
 
     # Ends ----------------------------------------------------------------------------------------------------
 
@@ -406,7 +408,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         pending = self._popped()
-        self._finished[self._routes.of(pending.group)] = pending.ready
+        self._finished[pending.group.route or self._routes.of(pending.group)] = pending.ready
         if profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(f"publication of {pending.group.name}'s gradient")):
                 pending.finish()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from etp.collectives import direct_transport, select_transport
-from etp.collectives.base import Transport
+from etp.collectives.base import Route, Transport
 from etp.collectives.order import ORDER_LABEL
 from etp.collectives.works import reported
 from etp.config import EtpConfig
@@ -22,27 +21,6 @@ from etp.optimizer_steps import after_optimizer_steps
 from etp.streams import Lane, enqueue
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """How the groups of one process group on one device communicate.
-
-    Attributes:
-        transport: moves their shards.
-        gather: where gathers run.
-        reduce: where reductions run.
-        device: where their weights are.
-    """
-
-    transport: Transport
-    gather: Lane
-    reduce: Lane
-    device: torch.device
-
-    def order_publication(self) -> None:
-        """Order gathers after all reductions so far; see [Note: flags] of the copy-engine transport."""
-        self.gather.follow(self.reduce)
 
 
 class Routes:
@@ -60,17 +38,14 @@ class Routes:
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
         self._names: dict[dist.ProcessGroup, str] = {}
         """The name that the ranks of each process group have agreed on for this runtime."""
-        # For the hot path: the keys above are slow to hash.
-        self._of_group: dict[WeightGroup, Route] = {}
         after_optimizer_steps(self, Routes.watch_replays)
 
     def of(self, group: WeightGroup) -> Route:
         """The route of ``group``. Collective over its process group at the first call for that process group."""
-        route = self._of_group.get(group)
         device = group.spec.device
-        if route is None or route.device != device:
-            route = self._of_group[group] = self._routed(group, device)
-        return route
+        if group.route is None or group.route.device != device:
+            group.route = self._routed(group, device)
+        return group.route
 
     def _routed(self, group: WeightGroup, device: torch.device) -> Route:
         route = self._routes.get((group.process_group, device))
@@ -111,10 +86,6 @@ class Routes:
                 self._kinds[process_group] = former._kinds[process_group]
         former.transports.clear()
         former._routes.clear()
-
-    def forget(self, group: WeightGroup) -> None:
-        """Forget ``group``, because another runtime drives it from now on."""
-        self._of_group.pop(group, None)
 
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.

@@ -145,8 +145,7 @@ class EtpRuntime:
         for group in self.groups:
             if id(group) in leaving:
                 group.detach()
-                self.routes.forget(group)
-                self._weights.forget(group)
+                group.route, group.observed = None, None
                 group.reset_counts()
         self.groups[:] = kept
         self.passes.forget_orders()

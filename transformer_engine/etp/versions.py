@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from etp.collectives.base import Route
 from etp.errors import StaleWeightError
 from etp.group import WeightGroup
 from etp.mode import Mode
 from etp.optimizer_steps import after_optimizer_steps
-from etp.routes import Route
 from etp.streams import enqueue
 
 
@@ -36,16 +36,23 @@ class WeightVersions:
         self._groups = groups
         self._reuse = reuse_across_forwards
         self._forward = 0
-        self._observed: dict[WeightGroup, tuple[Any, ...]] = {}
-        self._final: dict[torch.device, Any] = {}
+        self.final: dict[torch.device, Any] = {}
+        """For each device, an event of this forward pass after which the observed shards are final."""
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
+        self.stamp: tuple[int, int]
+        """With the group's version, what :attr:`etp.group.WeightGroup.observed` is for shards that are observed."""
+        self._renew_stamp()
         if reuse_across_forwards:
             self.watch_optimizers()
+
+    def _renew_stamp(self) -> None:
+        self.stamp = self.epoch, 0 if self.trusted else self._forward
 
     def announce_change(self) -> None:
         """Count a change of weights that PyTorch may not count."""
         self.epoch += 1
+        self._renew_stamp()
 
     def watch_optimizers(self) -> None:
         """Count every optimizer step as a change from now on, because PyTorch does not count writes of fused ones."""
@@ -54,25 +61,16 @@ class WeightVersions:
     def change_mode(self, mode: Mode) -> None:
         """Forget events, and decide anew what can be assumed; see :class:`etp.mode.Changing`."""
         self.trusted = self._reuse and not mode.replays_steps
-        self._final.clear()
+        self._renew_stamp()
+        self.final.clear()
         if mode.capture is not None:
             self.watch_optimizers()
 
     def begin_forward(self) -> None:
         """Begin a forward pass: shards may have changed since the last one."""
         self._forward += 1
-        self._final.clear()
-
-    def _version(self, group: WeightGroup) -> tuple[Any, ...]:
-        return (self.epoch, 0 if self.trusted else self._forward, *group.version)
-
-    def is_observed(self, group: WeightGroup, route: Route) -> bool:
-        """Whether ``group`` may be gathered ahead of its visit."""
-        return not route.transport.publishes or self._observed.get(group) == self._version(group)
-
-    def forget(self, group: WeightGroup) -> None:
-        """Forget ``group``, because another runtime drives it from now on."""
-        self._observed.pop(group, None)
+        self._renew_stamp()
+        self.final.clear()
 
     def observe(self, group: WeightGroup, route: Route, pass_number: int, *, in_backward: bool) -> None:
         """Update the record at a visit of ``group``. Collective with a publishing transport.
@@ -87,13 +85,13 @@ class WeightVersions:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
         """
         device, publishes = route.device, route.transport.publishes
-        if not in_backward and device not in self._final:
-            self._final[device] = route.gather.mark()
+        if not in_backward and device not in self.final:
+            self.final[device] = route.gather.mark()
             if not publishes:
                 self._note([group for group in self._groups if group.spec.device == device], pass_number)
-        if not publishes or self._observed.get(group) == self._version(group):
+        if not publishes or group.observed == (self.stamp, group.version):
             return
-        if in_backward and group in self._observed:
+        if in_backward and group.observed is not None:
             raise StaleWeightError(
                 f"{group.name} changed between its forward and its backward pass, and its peers were not told; change "
                 "weights after the backward pass"
@@ -115,22 +113,4 @@ class WeightVersions:
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
             group.read_shards(pass_number)
-            self._observed[group] = self._version(group)
-
-    def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
-        """Events that a gather into the group's slot must wait for; see :meth:`etp.streams.Lane.start`."""
-        slot = group.slot
-        if not route.transport.publishes:
-            for hook in group.before_gather:
-                hook()
-        if not slot.reads:
-            # New memory, which compute enqueued so far may have used before the allocator recycled it.
-            return None
-        reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
-        if route.transport.publishes:
-            # The publication is earlier on the same lane.
-            return reads
-        final = self._final.get(route.device)
-        if final is None or group.before_gather or self._observed.get(group) != self._version(group):
-            return None
-        return [final, *reads]
+            group.observed = self.stamp, group.version
