@@ -64,7 +64,7 @@ def test_a_pass_costs_the_same_for_any_number_of_experts(found: dict[str, dict[s
     few, many = found["3 x 4 experts, ETP"], found["3 x 128 experts, ETP"]
     assert few["forward"].own == many["forward"].own
     assert few["visit"].own == many["visit"].own
-    # Autograd itself calls one hook for each weight; see [Note: gradients beside uses] in etp/reductions.py.
+    # Autograd itself calls one hook for each weight; see [Note: gradients beside uses] in etp/grad_hooks.py.
     assert many["backward"].own - few["backward"].own == 3 * (128 - 4)
 
 

@@ -46,6 +46,19 @@ class Pending:
         self.group, self.belated = group, belated
 
 
+class Noting(GradHooks):
+    """Notes the gradients that autograd itself brings, and leaves them as they are."""
+
+    def __init__(self, *parts: Any, noted: list[tuple[str, torch.Tensor | None]]) -> None:
+        super().__init__(*parts)
+        self._noted = noted
+
+    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+        self._noted.append((shard.fqn, grad))
+        self.brought = None if grad is None else id(shard)
+        return grad
+
+
 class Case:
     """A group of weights whose hooks are logged, with the group's own hook."""
 
@@ -54,18 +67,13 @@ class Case:
         self.brought: list[tuple[str, torch.Tensor | None]] = []
         self.pending: list[Pending] = []
         self.modes = Modes(EtpConfig())
-        self.hooks = GradHooks(self.modes, cast("list[PendingReduction]", self.pending), self._beside)
+        self.hooks = Noting(EtpConfig(), self.modes, cast("list[PendingReduction]", self.pending), noted=self.brought)
         self.shards = [shard_named(name) for name in names]
         for shard in self.shards:
             shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))
         self.group = WeightGroup(self.shards, world)
         self.group.reduce_hooks.append(lambda: self.ran.append("group"))
         self.hooks.watch(self.group)
-
-    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        self.brought.append((shard.fqn, grad))
-        self.hooks.brought = None if grad is None else id(shard)
-        return grad
 
     def start(self) -> None:
         """A reduction is started at a use."""

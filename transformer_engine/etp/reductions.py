@@ -6,15 +6,6 @@ If one forward pass uses a weight several times (tied weights), the gradients ar
 in graphed callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's
 version reads ``grad``, and both replay inside an autograd function that returns what was captured. The capture records
 the memory that the reduction fills. A replay returns this memory, autograd accumulates it, and then hooks run.
-
-[Note: gradients beside uses] A loss may contain a term of the weights themselves, such as a penalty. Each rank
-differentiates the term by its own shard, and autograd delivers this gradient to the shard's node, without a reduction.
-It is ordered after any reduction that adds to the same memory. If gradients are summed over the ranks, the term's
-gradient must count once per rank, because each rank has the term in its loss; ``etp/terms.py`` scales it. That module
-cannot see inside a user's ``torch.autograd.Function`` of a shard, so a gradient that it has not scaled is scaled here.
-If the shard has ``main_grad``, the gradient is added to it here: Megatron takes what autograd leaves in ``grad`` for
-part of what the reduction has added, and drops it. If Transformer Engine fuses the accumulation, autograd has added
-TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ from etp.collectives.base import Route
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.grad_hooks import Chosen, GradHooks
+from etp.grad_hooks import Chosen, GradHooks, returned_by_autograd
 from etp.grads import BlockKind, Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.group import Shard, WeightGroup
 from etp.mode import Mode, Modes
@@ -74,7 +65,7 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
-        self.hooks = GradHooks(modes, self._pending, self._beside)
+        self.hooks = GradHooks(config, modes, self._pending)
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
@@ -190,7 +181,7 @@ class Reductions:
         if _has_main_grads(group):
             return False
         for shard in group.shards:
-            returned = _returned_by_autograd(shard)
+            returned = returned_by_autograd(shard)
             if returned is not None:
                 # A graph task either returns all gradients or accumulates all.
                 return returned
@@ -285,43 +276,6 @@ class Reductions:
         if holders and holders[0] < len(self._pending) - 1:
             for _ in range(holders[0] + 1):
                 self._finish_oldest()
-
-    # Gradients beside uses -----------------------------------------------------------------------------------
-
-    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Adjust the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
-
-        Args:
-            shard: the shard; all its uses in the graph are differentiated.
-            grad: what autograd itself brings, or None.
-
-        Returns:
-            the gradient for autograd to add, in new memory: a replay would overwrite what a graphed callable returns.
-            None leaves ``grad`` as it is: a placeholder, or returned by the capture of a part and not computed yet.
-        """
-        self.hooks.brought = None if grad is None else id(shard)
-        is_placeholder = shard._placeholder_due
-        if is_placeholder:
-            shard.take_placeholder()
-        if grad is None or is_placeholder or self._modes.captures_part(grad):
-            return None
-        for pending in self._pending:
-            if any(shard is other for other in pending.group.shards):
-                pending.order()
-        own = grad * self._times(shard)
-        main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
-        if main_grad is not None:
-            main_grad.add_(own)
-            own.zero_()
-        return own
-
-    def _times(self, shard: Any) -> int:
-        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already."""
-        counted, shard.term_counted = shard.term_counted, False
-        if counted or self._config.grad_reduction is GradReduction.MEAN:
-            return 1
-        reduced = id(shard) in self.hooks.behind_autograd or bool(_returned_by_autograd(shard))
-        return 1 if reduced else shard.layout.num_shards
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
@@ -459,24 +413,6 @@ def _chosen(group: WeightGroup) -> Chosen:
 def _is_named(node: Any) -> bool:
     try:
         return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        return True
-
-
-def _returned_by_autograd(shard: Shard) -> bool | None:
-    """Whether the current graph task is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
-
-    Never for a shard with ``main_grad``, because its gradient goes there. None if the task leaves the shard out.
-    """
-    # Through __torch_function__, these reads would cost more than the reduction.
-    with torch._C.DisableTorchFunctionSubclass():
-        if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
-            return None
-        node = torch.autograd.graph.get_gradient_edge(shard).node
-    try:
-        return False if torch._C._will_engine_execute_node(node) else None
     except RuntimeError as error:
         if not is_asked_for(error):
             raise
