@@ -1,4 +1,4 @@
-"""Runs the hooks that wait for a shard's gradient: once per backward pass, on the complete gradient.
+"""What autograd says of shards in a backward pass: which get a gradient, what it brings itself, when uses have ended.
 
 [Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
 is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
@@ -17,6 +17,7 @@ TE's placeholder to this gradient. Both are then left to be dropped, as in Megat
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -194,6 +195,35 @@ class GradHooks:
                 self.owed[id(shard)] = shard
 
         self.behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)
+
+
+def chosen_shards(group: WeightGroup) -> Chosen:
+    """The shards of the group that get a gradient from the operation being differentiated.
+
+    A shard that is not an input of this operation counts as named, because autograd does not know of its use. So does
+    an input of ``torch.autograd.grad``, as in Megatron's graphs, although its gradient goes to ``main_grad``.
+    """
+    operation = torch._C._current_autograd_node()
+    edges = () if operation is None else operation.next_functions
+    nodes = {id(getattr(node, "variable", None)): node for node, _ in edges if node is not None}
+    trained, known = group.trained(), [nodes.get(id(shard)) for shard in group.shards]
+    try:
+        named = [node is None or torch._C._will_engine_execute_node(node) for node in known]
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        named = [_is_named(node) for node in known]
+    chosen = map(operator.and_, trained, named)
+    return None if (found := tuple(chosen)) == trained else found
+
+
+def _is_named(node: Any) -> bool:
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        return True
 
 
 def returned_by_autograd(shard: Shard) -> bool | None:

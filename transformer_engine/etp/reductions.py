@@ -23,9 +23,8 @@ from torch.autograd import profiler
 
 from etp.collectives.base import Route
 from etp.config import EtpConfig, GradReduction
-from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.grad_hooks import Chosen, GradHooks, returned_by_autograd
+from etp.grad_hooks import Chosen, GradHooks, chosen_shards, returned_by_autograd
 from etp.grads import BlockKind, Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.group import Shard, WeightGroup
 from etp.mode import Mode, Modes
@@ -166,7 +165,7 @@ class Reductions:
                 "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
                 "use make_graphed_callables"
             )
-        chosen = None if returned is False and len(group.shards) == 1 else _chosen(group)
+        chosen = None if returned is False and len(group.shards) == 1 else chosen_shards(group)
         if chosen is None or any(chosen):
             self._add(group, wgrads, chosen)
         elif self._modes.now.pool.owns(wgrads[0]):
@@ -388,35 +387,6 @@ class Reductions:
 def _has_main_grads(group: WeightGroup) -> bool:
     # A list: a generator would cost a Python call per shard.
     return any([getattr(shard, "main_grad", None) is not None for shard in group.shards])  # noqa: C419
-
-
-def _chosen(group: WeightGroup) -> Chosen:
-    """The shards of the group that get a gradient from the operation being differentiated.
-
-    A shard that is not an input of this operation counts as named, because autograd does not know of its use. So does
-    an input of ``torch.autograd.grad``, as in Megatron's graphs, although its gradient goes to ``main_grad``.
-    """
-    operation = torch._C._current_autograd_node()
-    edges = () if operation is None else operation.next_functions
-    nodes = {id(getattr(node, "variable", None)): node for node, _ in edges if node is not None}
-    trained, known = group.trained(), [nodes.get(id(shard)) for shard in group.shards]
-    try:
-        named = [node is None or torch._C._will_engine_execute_node(node) for node in known]
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        named = [_is_named(node) for node in known]
-    chosen = map(operator.and_, trained, named)
-    return None if (found := tuple(chosen)) == trained else found
-
-
-def _is_named(node: Any) -> bool:
-    try:
-        return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        return True
 
 
 def _nothing_to_publish(run_hooks: bool) -> None:
