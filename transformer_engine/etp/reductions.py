@@ -71,7 +71,7 @@ class Reductions:
         return len(self._pending)
 
     def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.group.ShardDriver`."""
+        """See :class:`etp.group.ReducesGradients`."""
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
                 f"the gradient of {group.name} is not complete yet, so neither is its norm; call "

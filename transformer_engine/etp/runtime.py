@@ -1,8 +1,9 @@
-"""The runtime, which owns the state shared by one model's sharded weights and decides the order of their collectives.
+"""The runtime, which makes and connects the parts that drive one model's sharded weights, and ends what they began.
 
-A runtime drives the groups of one model, or of one virtual pipeline stage. It connects its parts, each with one
-responsibility: passes (``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``),
-and whether work is eager or captured into a CUDA graph (``etp/mode.py``).
+A runtime drives the groups of one model, or of one virtual pipeline stage. Each part has one responsibility: passes
+(``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``), gradients of other
+parameters (``etp/replicated.py``), and whether work is eager or captured into a CUDA graph (``etp/mode.py``). Shards
+call the parts themselves.
 """
 
 from __future__ import annotations
