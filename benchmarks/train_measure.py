@@ -53,6 +53,7 @@ class RunOptions:
         warm_up: steps before each measurement.
         seed: of the order.
         prefetch_depth: of ETP.
+        precision: of the linear layers' GEMMs: one of :data:`benchmarks.train_shapes.PRECISIONS`.
         seconds: begin no further round that would end, as the longest one so far did, after 90 % of them, and no
             further trace once all are spent.
         json: where the report goes, if anywhere.
@@ -71,6 +72,7 @@ class RunOptions:
     warm_up: int = 1
     seed: int = 0
     prefetch_depth: int = 1
+    precision: str = "bf16"
     seconds: float = math.inf
     json: Path | None = None
     traces: Path | None = None
@@ -235,10 +237,16 @@ class Run:
         reason = obstacle(name, self.shape, dist.get_world_size())
         if reason:
             raise RuntimeError(reason)
-        options = BuildOptions(prefetch_depth=self.options.prefetch_depth)
+        options = BuildOptions(prefetch_depth=self.options.prefetch_depth, precision=self.options.precision)
         system = build(name, self.shape, options)
         self.steppers[name] = stepper = Stepper(system)
-        expected = closed_form(self.shape, name, dist.get_world_size(), prefetch_depth=self.options.prefetch_depth)
+        expected = closed_form(
+            self.shape,
+            name,
+            dist.get_world_size(),
+            prefetch_depth=self.options.prefetch_depth,
+            precision=self.options.precision,
+        )
         for microbatches in self.options.microbatches:
             torch.cuda.reset_peak_memory_stats()
             stepper.prepare(microbatches)

@@ -21,10 +21,13 @@ SYSTEMS = {
     "etp_c10d_ep2": "ETP, c10d, and expert parallel 2",
     "etp_copy_engine_ep2": "ETP, copy_engine, and expert parallel 2",
 }
+PRECISIONS = {"bf16": "", "fp8_block": "blockwise", "fp8_tensor": "tensorwise"}
+"""Of the linear layers' GEMMs, with Megatron's name of the recipe."""
 GRAPH = "_graph"
 EXPERT_PARALLEL = "_ep2"
 # Rows of an ETP shard are a multiple of this (`EtpConfig.pad_for_alignment`).
 _ALIGNMENT = 16
+_BLOCK = 128
 _WEIGHT_BYTES = 2
 GIB = 2**30
 
@@ -147,7 +150,7 @@ def expert_parallel(system: str, ranks: int) -> int:
 
 
 def closed_form(
-    shape: Shape, system: str, ranks: int, *, prefetch_depth: int = 1, grad_bytes: int = 2
+    shape: Shape, system: str, ranks: int, *, prefetch_depth: int = 1, grad_bytes: int = 2, precision: str = "bf16"
 ) -> dict[str, int]:
     """Bytes that a rank must hold between two steps, by purpose; docs/performance.md has the formulas.
 
@@ -160,25 +163,36 @@ def closed_form(
         ranks: of the shard group.
         prefetch_depth: of ETP.
         grad_bytes: of one gradient element: 2 for bf16, 4 for fp32.
+        precision: one of :data:`PRECISIONS`. In FP8 the linear layers' slots have a byte for each element, and there is
+            a quantized copy of each shard; without sharding, Transformer Engine keeps two copies of each weight.
     """
     system = system.removesuffix(GRAPH)
     etp = system.startswith("etp")
     over, parallel = shards(system, ranks), expert_parallel(system, ranks)
-    unit = _ALIGNMENT * over if etp else 1
+    in_fp8 = precision != "bf16"
+    unit = (_BLOCK if precision == "fp8_block" else _ALIGNMENT) * over if etp else 1
     local = [(count // parallel, rows, columns) for count, rows, columns in shape.expert_weights()]
-    held, slots, ring = shape.replicated() // (ranks if "fsdp" in system else 1), 0, 0
+    held, slots, ring, copies = shape.replicated() // (ranks if "fsdp" in system else 1), 0, 0, 0
+    # The embedding and the output layer are not Transformer Engine's.
+    ends = (1, shape.vocabulary, shape.hidden)
     for groups in (shape.weights(), local):
         sizes = [count * (-(-rows // unit) * unit) * columns for count, rows, columns in groups]
         held += sum(sizes) // over
         # Matrices of one shape share their slots.
         uses = Counter(zip(groups, sizes, strict=True))
-        slots += sum(min(count, prefetch_depth + 1) * size for (_, size), count in uses.items())
+        for (group, size), count in uses.items():
+            quantized = in_fp8 and group != ends
+            slots += min(count, prefetch_depth + 1) * size * (1 if quantized else _WEIGHT_BYTES)
+            copies += count * size // over if quantized else 0
         # Each process group has a ring of its own.
         ring += 2 * max(sizes, default=0) * (over - 1) // over
     found = {"weights": held * _WEIGHT_BYTES, "gradients": held * grad_bytes}
     if etp:
-        found["gather slots"] = slots * _WEIGHT_BYTES
+        found["gather slots"] = slots
     if system.startswith("etp_copy_engine"):
         # Gradients travel in the dtype that the GEMM writes, which is that of the weights.
         found["receive ring"] = ring * _WEIGHT_BYTES
+    if in_fp8 and (etp or over == 1):
+        # Peers read copies in symmetric memory; a whole weight has rows and columns.
+        found["quantized copies"] = copies * (2 if system.startswith("etp_copy_engine") or over == 1 else 1)
     return found

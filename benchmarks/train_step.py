@@ -31,7 +31,7 @@ from benchmarks.command_line import (
     require_torchrun,
 )
 from benchmarks.train_report import load, plot, table
-from benchmarks.train_shapes import SHAPES, SYSTEMS, resized
+from benchmarks.train_shapes import PRECISIONS, SHAPES, SYSTEMS, resized
 
 _EAGER = "none,etp_copy_engine,etp_c10d"
 
@@ -63,6 +63,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=1, help="steps before each measurement")
     parser.add_argument("--seed", type=int, default=0, help="of the order of measurements")
     parser.add_argument("--prefetch-depth", type=int, default=1)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the linear layers' GEMMs")
     parser.add_argument(
         "--seconds", type=positive_seconds, default=math.inf, help="leave out rounds and traces to end by then"
     )
@@ -118,6 +119,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
             warm_up=options.warm_up,
             seed=options.seed,
             prefetch_depth=options.prefetch_depth,
+            precision=options.precision,
             seconds=options.seconds,
             json=options.json,
             traces=options.traces,

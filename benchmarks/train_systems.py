@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.train_shapes import EXPERT_PARALLEL, GRAPH, Shape, expert_parallel, shards
+from benchmarks.train_shapes import EXPERT_PARALLEL, GRAPH, PRECISIONS, Shape, expert_parallel, shards
 
 # Long enough for the slowest first collective; a hang must end well before whoever started the run gives up on it.
 _TIMEOUT_MINUTES = 2
@@ -27,9 +27,16 @@ class BuildOptions:
 
     Attributes:
         prefetch_depth: of ETP.
+        precision: of the linear layers' GEMMs: one of :data:`benchmarks.train_shapes.PRECISIONS`.
     """
 
     prefetch_depth: int = 1
+    precision: str = "bf16"
+
+    def quantization(self) -> dict[str, Any]:
+        """Megatron's settings for the precision."""
+        recipe = PRECISIONS[self.precision]
+        return {"fp8": "e4m3" if recipe == "blockwise" else "hybrid", "fp8_recipe": recipe} if recipe else {}
 
 
 class System:
@@ -88,6 +95,11 @@ class System:
         every system computes the same number of tokens a GPU.
         """
         count = microbatches * self.tensor_ranks
+        if self.options.precision != "bf16":
+            # Transformer Engine keeps quantized weights until it is told that they have changed.
+            for module in self.model.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = True
         for index in range(count):
             with contextlib.nullcontext() if self._reduces(last=index == count - 1) else self.model.no_sync():
                 losses = self.model(self.inputs, self.positions, None, labels=self.labels)
@@ -152,6 +164,7 @@ class System:
             tensor_model_parallel_size=self.tensor_ranks, sequence_parallel=self.tensor_ranks > 1,
             tensor_parallel_num_weight_shards=self.weight_shards * self.tensor_ranks,
             kv_channels=shape.head_elements(), **(self._expert_config() if shape.experts else {}),
+            **self.options.quantization(),
         )  # fmt: skip
 
     def _expert_config(self) -> dict[str, Any]:
@@ -221,7 +234,8 @@ class WeightSharded(DataParallel):
     def _wrap(self) -> Any:
         from megatron.core.tensor_parallel.gtp_api import classify_gtp_remat_chains, configure_gtp_remat_from_recipe
 
-        configure_gtp_remat_from_recipe()
+        quantization = self.options.quantization()
+        configure_gtp_remat_from_recipe(fp8=bool(quantization), fp8_recipe=quantization.get("fp8_recipe"))
         model = super()._wrap()
         classify_gtp_remat_chains([model])
         return model

@@ -10,7 +10,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from etp.formats import Float8Block, Float8PerTensor
 from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default
+
+FP8_RECIPES = {"blockwise": Float8Block.row_alignment, "tensorwise": Float8PerTensor.row_alignment}
+"""The values of ``--fp8-recipe`` with which weights are gathered in FP8, and of what a shard's rows are a multiple."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,28 @@ REFUSALS = (
         "restart the processes, with torchrun --max-restarts: the model of before the fault outlives it in a process, "
         "and the next iteration would wait for its collectives",
     ),
-    Refusal("--fp8-format", _is_set("fp8"), "train in bf16 or fp32"),
+    Refusal(
+        "--fp8-recipe other than blockwise and tensorwise",
+        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") not in FP8_RECIPES,
+        "use --fp8-recipe blockwise or tensorwise: weights are gathered in FP8 with these",
+    ),
+    Refusal(
+        "--fp8-param-gather",
+        _is_set("fp8_param_gather"),
+        "drop it: weights are gathered in FP8 without it, and stay in bf16 as parameters",
+    ),
+    Refusal(
+        "--fp8-format without Transformer Engine",
+        lambda args: bool(_get(args, "fp8")) and _get(args, "transformer_impl") != "transformer_engine",
+        "use --transformer-impl transformer_engine, which needs GPUs",
+    ),
+    Refusal(
+        "--fp8-recipe blockwise and --etp-pad-for-alignment 0",
+        lambda args: (
+            bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "blockwise" and not args.etp_pad_for_alignment
+        ),
+        "give --etp-pad-for-alignment 128: scales belong to blocks of 128 rows, which shards must not cut",
+    ),
     Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
     Refusal(
         "--te-precision-config-file",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from etp.te import refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
+from megatron_patches.refusals import FP8_RECIPES
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter, wrap_shard
 from megatron_patches.symmetric_parameters import move_into_symmetric_memory
 
@@ -103,15 +105,22 @@ class WeightShardApi:
     ) -> None:
         """Take the loss (and thus gradient) normalisation, which Megatron decides before it builds the model.
 
+        The recipe of FP8 decides how shards are aligned; Transformer Engine passes it at each forward pass.
+
         Raises:
-            UnsupportedConfigurationError: for FP8 and FP4.
+            UnsupportedConfigurationError: for FP4, and for recipes of FP8 in which weights cannot be gathered.
         """
-        if fp4 or fp8:
+        if fp4 or (fp8 and fp8_recipe not in FP8_RECIPES):
             raise UnsupportedConfigurationError(
-                f"sharded weights with {'FP4' if fp4 else f'FP8 ({fp8_recipe})'} are not supported; train in bf16"
+                f"sharded weights with {'FP4' if fp4 else f'--fp8-recipe {fp8_recipe}'} are not supported; use "
+                f"--fp8-recipe {' or '.join(FP8_RECIPES)}, or train in bf16"
             )
+        engine = self.config.engine
+        alignment = math.lcm(engine.pad_for_alignment, FP8_RECIPES[fp8_recipe]) if fp8 and fp8_recipe else 0
         reduction = GradReduction.SUM if calculate_per_token_loss else GradReduction.MEAN
-        self._engine = dataclasses.replace(self.config.engine, grad_reduction=reduction)
+        self._engine = dataclasses.replace(
+            engine, grad_reduction=reduction, pad_for_alignment=alignment or engine.pad_for_alignment
+        )
         self._unannounced.clear()
 
     def shard_rows(self, dim0: int, group: dist.ProcessGroup) -> tuple[int, int]:
@@ -327,7 +336,7 @@ def _print_chain(label: str, runtime: EtpRuntime) -> None:
 
 
 def _no_fp8(*_: Any, **__: Any) -> None:
-    raise UnsupportedConfigurationError("sharded FP8 weights are not supported; train in bf16")
+    raise UnsupportedConfigurationError("parameters in FP8 are not supported: drop --fp8-param-gather")
 
 
 def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:

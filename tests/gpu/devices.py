@@ -32,3 +32,9 @@ def _has_te() -> bool:
         return importlib.util.find_spec("transformer_engine.pytorch") is not None
     except ModuleNotFoundError:
         return False
+
+
+def needs_fp8() -> pytest.MarkDecorator:
+    """Skip unless the device multiplies FP8 with scales of blocks, as Hopper does."""
+    enough = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return pytest.mark.skipif(not enough, reason="needs a GPU of compute capability 9.0")

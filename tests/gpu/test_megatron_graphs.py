@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.bodies_megatron_graphs import train_counting_replays
 from tests.gpu.devices import needs_gpus, needs_te
-from tests.integration.cases import GPT2, LLAMA, MOE, Case
+from tests.integration.cases import FP8_MODEL, GPT2, LLAMA, MOE, Case
 from tests.integration.megatron_run import PRETRAIN_GPT, PRETRAIN_HYBRID, MegatronPool
 from tests.support.launch import on_gpus
 
@@ -24,6 +24,8 @@ TRANSPORTS = ("copy_engine", "c10d")
 BOTH = "--te-rng-tracker --no-check-for-nan-in-loss-and-grad"
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce"
 PADDED_MOE = f"{MOE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+BLOCKWISE = f"{OVERLAPPED} --fp8-format e4m3 --fp8-recipe blockwise"
+TENSORWISE = f"{OVERLAPPED} --fp8-format hybrid --fp8-recipe tensorwise"
 STAGES = "--pipeline-model-parallel-size 2"
 # 20 steps, of which Megatron captures the fourth.
 REPLAYED_STEPS = 16
@@ -74,6 +76,9 @@ GRAPHS = (
     Graphs("full_iteration", "full_iteration"),
     Graphs("full_iteration_tied_recomputed", "full_iteration", model=GPT2, common="--recompute-activations"),
     Graphs("full_iteration_experts", "full_iteration", sharded=EXPERTS, common=PADDED_MOE),
+    Graphs("full_iteration_fp8", "full_iteration", model=FP8_MODEL, common=BLOCKWISE),
+    Graphs("full_iteration_fp8_tensor", "full_iteration", model=FP8_MODEL, common=TENSORWISE),
+    Graphs("layers_fp8", "local", model=FP8_MODEL, common=BLOCKWISE, per_step=32),
     Graphs("layers", "local", per_step=16),
     Graphs("layers_no_prefetch", "local", sharded="--etp-size 2 --etp-prefetch-depth 0", per_step=16),
     Graphs("layers_of_experts", "local", sharded=EXPERTS, common=PADDED_MOE, per_step=16),

@@ -31,6 +31,15 @@ LLAMA = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 250 --make-vocab-size-divisible-by 2 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
+# Weights of whole blocks of 128 x 128, but for QKV, whose shards are padded; four layers, so that two are between those
+# at the ends.
+FP8_MODEL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 128 "
+    "--group-query-attention --num-query-groups 2 "
+    "--max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 250 --make-vocab-size-divisible-by 2 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
 GPT2 = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --vocab-size 250 --make-vocab-size-divisible-by 2 "
@@ -325,6 +334,28 @@ CASES = (
         model=GPT2,
         fused_accumulation=True,
         gpu_only="Transformer Engine's GEMMs add to the gradient, and it needs a GPU",
+    ),
+    *(
+        Case(
+            f"fp8_{recipe}_{name}",
+            ranks,
+            sharded,
+            model=FP8_MODEL,
+            # Exact, or nothing: one ulp of a bf16 gradient moves a weight to the next number of E4M3, 6e-2 away.
+            common=f"--fp8-format {form} --fp8-recipe {recipe} {ONE_MICROBATCH} {common}",
+            tolerance=0.0,
+            gpu_only="FP8 needs Transformer Engine's kernels",
+        )
+        for recipe, form in (("blockwise", "e4m3"), ("tensorwise", "hybrid"))
+        for name, ranks, sharded, common in (
+            ("dense", 2, "--etp-size 2", ""),
+            ("overlapped", 2, "--etp-size 2", "--use-distributed-optimizer --overlap-grad-reduce"),
+            ("ends_in_bf16", 2, "--etp-size 2", "--first-last-layers-bf16"),
+            ("recomputed", 2, "--etp-size 2", FULL_RECOMPUTE),
+            ("experts", 2, "--etp-size 2 --expert-etp-size 2", MOE),
+            ("tp2", 4, "--etp-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"),
+            ("stages", 4, "--etp-size 2", "--pipeline-model-parallel-size 2"),
+        )
     ),
     Case(
         "dp2_etp2_fused_accumulation",

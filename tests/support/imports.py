@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "allowed",
             "shard_copy",
             "differentiate",
+            "formats",
             "optimizer_steps",
         }
     ),

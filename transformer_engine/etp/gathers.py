@@ -17,6 +17,7 @@ from etp.cache import Slot
 from etp.collectives.base import Route
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
+from etp.formats.base import WeightFormat
 from etp.grad_hooks import GradHooks
 from etp.group import WeightGroup
 from etp.mode import Mode, Modes
@@ -65,11 +66,12 @@ class Gathers:
 
     # One visit -----------------------------------------------------------------------------------------------
 
-    def visit(self, group: WeightGroup) -> list[torch.Tensor]:
+    def visit(self, group: WeightGroup, format_: WeightFormat | None = None) -> list[torch.Tensor]:
         """Return ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
 
         Args:
             group: the group whose weights a layer needs.
+            format_: what the layer needs them in; None for as they are stored.
 
         Returns:
             the weights in the group's order, each of its logical shape, valid on the current stream.
@@ -80,6 +82,8 @@ class Gathers:
         """
         if self._modes.possible:
             self._modes.update()
+        if format_ is not group.format or not group.format_is_known:
+            group.use_format(format_)
         timeline = self._passes.enter(group)
         timeline.visit(group)
         if group not in self._hooks.watched:
@@ -91,8 +95,8 @@ class Gathers:
             self._in_use.read_until_here(route.gather)
         in_backward, is_part = self._passes.in_backward, self._modes.now.is_part
         if is_part:
-            self._require_observer(group, route)
-        elif route.transport.publishes or not (in_backward or route.device in self._weights.final):
+            self._require_observer(group)
+        elif group.is_published or not (in_backward or route.device in self._weights.final):
             self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
         # See [Note: reuse].
         gathered_in = None if in_backward or self._weights.trusted else self._passes.number
@@ -105,8 +109,8 @@ class Gathers:
             self._prefetch(slot, timeline, gathered_in)
         return weights
 
-    def _require_observer(self, group: WeightGroup, route: Route) -> None:
-        if route.transport.publishes and not self._passes.has_root:
+    def _require_observer(self, group: WeightGroup) -> None:
+        if group.is_published and not self._passes.has_root:
             raise EtpStateError(
                 f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
                 "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "
@@ -124,18 +128,19 @@ class Gathers:
 
     def _waits(self, group: WeightGroup, slot: Slot, route: Route) -> list[Any] | None:
         """Events that a gather into the slot must wait for; see :meth:`etp.streams.Lane.start`."""
-        if not route.transport.publishes:
+        published = group.is_published
+        if not published:
             for hook in group.before_gather:
                 hook()
         if not slot.reads:
             # New memory, which compute enqueued so far may have used before the allocator recycled it.
             return None
         reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
-        if route.transport.publishes:
+        if published:
             # The publication is earlier on the same lane.
             return reads
         final = self._weights.final.get(route.device)
-        if final is None or group.before_gather or group.observed != (self._weights.stamp, group.version):
+        if final is None or group.before_gather or not group.is_observed(self._weights.stamp):
             return None
         return [final, *reads]
 
@@ -159,8 +164,7 @@ class Gathers:
                 route = group.route or self._routes.of(group)
                 if slot in needed_earlier:
                     return
-                unpublished = route.transport.publishes and group.observed != (stamp, group.version)
-                if unpublished and not self._modes.now.is_part:
+                if not (self._modes.now.is_part or not group.is_published or group.is_observed(stamp)):
                     return
                 self._issue(group, slot, route)
             if group.pending:

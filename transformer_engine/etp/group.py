@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from etp.cache import BufferCache, BufferSpec, Slot
 from etp.collectives.base import Route
 from etp.errors import EtpStateError
+from etp.formats.base import Quantization, WeightFormat
 from etp.layout import ShardLayout
 from etp.refusals import OneOfMany
 from etp.scalars import GroupScalars
@@ -61,8 +62,8 @@ class _SetLater[T]:
 class GathersWeights(Protocol):
     """:class:`etp.gathers.Gathers`, as consumers of weights call it."""
 
-    def visit(self, group: WeightGroup) -> list[torch.Tensor]:
-        """The group's full weights, for use right now. Collective over its ranks."""
+    def visit(self, group: WeightGroup, format_: WeightFormat | None = None) -> list[torch.Tensor]:
+        """The group's full weights, for use right now, in a format or as they are stored. Collective over its ranks."""
 
     def full(self, group: WeightGroup, index: int) -> torch.Tensor:
         """One full weight, newly allocated. Collective over the group's ranks."""
@@ -331,11 +332,16 @@ class WeightGroup:
         self.route: Route | None = None
         """How it communicates (:meth:`etp.routes.Routes.of`); None until that is known for its device."""
         self.observed: tuple[Any, ...] | None = None
-        """What :meth:`etp.versions.WeightVersions.observe` has seen last; None if nothing."""
+        """What was observed last (:meth:`note_observed`); None if nothing."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self.reduce_hooks: list[Callable[[], None]] = []
         """Called whenever a backward pass's gradients have been added to the shards."""
+        self.format: WeightFormat | None = None
+        """How its weights are gathered; None: as they are stored."""
+        self.format_is_known = False
+        """Whether a consumer has asked for :attr:`format`; before, it is a guess."""
+        self._quantized: tuple[Quantization, int] | None = None
         self._slot: Slot | None = None
         self._cache: BufferCache | None = None
         self._slots: dict[BufferCache, Slot] = {}
@@ -400,10 +406,48 @@ class WeightGroup:
     def spec(self) -> BufferSpec:
         """The buffers that a gather fills; :meth:`attach` updates it after a change of dtype, device or order."""
         self._spec_of = local = self.local_shards()
+        shape, count = self.layout.padded_shape, len(local)
+        if self.format is not None:
+            return BufferSpec(shape, self.format.dtype, local.device, count)
         # The longest run decides the order: Megatron may spread a layer over two buckets.
         longest = max(local.runs, key=lambda run: run.count)
-        shape, count = self.layout.padded_shape, len(local)
         return BufferSpec(shape, local.dtype, local.device, count, descending=longest.stride < 0)
+
+    def use_format(self, format_: WeightFormat | None) -> None:
+        """Gather the weights in this format from now on; None: as they are stored.
+
+        Raises:
+            ValueError: if they cannot be, with the way out.
+        """
+        obstacle = "" if format_ is None else format_.obstacle(self.layout)
+        if obstacle:
+            raise ValueError(f"{self.name} is used under a recipe for {obstacle}")
+        self.format_is_known = True
+        self.guess_format(format_)
+
+    def guess_format(self, format_: WeightFormat | None) -> None:
+        """Gather the weights in this format until :meth:`use_format` says otherwise."""
+        if format_ != self.format:
+            self.abandon_gather()
+            self._forget_gather()
+            self.format, self._spec_of = format_, None
+
+    def set_quantized(self, quantization: Quantization, index: int) -> None:
+        """Gather the copies of group ``index`` of a quantization in :attr:`format`."""
+        self._quantized = quantization, index
+
+    def sources(self) -> Stack:
+        """What gathers read: this rank's shards, or their quantized copies.
+
+        Raises:
+            EtpStateError: if the group has a format and its shards were never quantized.
+        """
+        if self.format is None:
+            return self.local_shards()
+        if self._quantized is None:
+            raise EtpStateError(f"{self.name} is gathered before its shards were quantized")
+        quantization, index = self._quantized
+        return quantization.copies[index]
 
     def read_shards(self, pass_number: int) -> None:
         """Update :attr:`version`, and drop :meth:`local_shards` if the storage of a shard has changed."""
@@ -415,6 +459,19 @@ class WeightGroup:
         self.version, self.read_in_pass = (counted, addresses), pass_number
         if self._local is not None and self._addresses != addresses:
             self._local = None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether gathers read published copies rather than the shards themselves; its route must be known."""
+        return self.format is not None or (self.route is not None and self.route.transport.publishes)
+
+    def note_observed(self, stamp: tuple[int, int]) -> None:
+        """Record an observation of the shards as :meth:`read_shards` has found them; see ``etp/versions.py``."""
+        self.observed = stamp, self.format, self.version
+
+    def is_observed(self, stamp: tuple[int, int]) -> bool:
+        """Whether the shards were observed as they are now, with an observation of this stamp."""
+        return self.observed == (stamp, self.format, self.version)
 
     def local_shards(self) -> Stack:
         """This rank's shards as plain tensors; the same object until one of them is bound to other storage."""
@@ -498,12 +555,12 @@ class WeightGroup:
             self._generation = slot.claim(self)
             self._gathered_version = (epoch, *self.version)
             self.issued_in_pass = pass_number
-            gather = partial(route.transport.all_gather, slot.buffers, self.local_shards(), self.gather_label)
+            gather = partial(route.transport.all_gather, slot.buffers, self.sources(), self.gather_label)
             self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:
-            self._gather_failed()
+            self._forget_gather()
             raise
 
     def read_until_here(self, lane: Lane) -> None:
@@ -518,7 +575,8 @@ class WeightGroup:
         """Hand out the gathered weights, ordered after the gather on the current stream.
 
         Returns:
-            the weights in the group's order: views of the slot, of logical shape, with the shards' ``requires_grad``.
+            the weights in the group's order, of logical shape, with the shards' ``requires_grad``: views of the slot
+            or, in a format, quantized tensors around such views.
 
         Raises:
             StaleWeightError: if the slot was claimed by another group since the gather.
@@ -534,7 +592,10 @@ class WeightGroup:
             # The gather was ordered after all readers of the previous content.
             slot.reads.clear()
         slot.reads[reader] = None
-        return slot.weights(self.layout.rows, self.trained())
+        if self.format is None or self._quantized is None:
+            return slot.weights(self.layout.rows, self.trained())
+        quantization, index = self._quantized
+        return quantization.assemble(index, slot.buffers, self.local_shards().dtype, self.trained())
 
     def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""
@@ -556,10 +617,10 @@ class WeightGroup:
         try:
             ready.wait(stream)
         except BaseException:
-            self._gather_failed()
+            self._forget_gather()
             raise
 
-    def _gather_failed(self) -> None:
+    def _forget_gather(self) -> None:
         """Void the slot's content for all readers; the next visit gathers again."""
         self._ready = None
         self._generation, self._gathered_version = -1, ()

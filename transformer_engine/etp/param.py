@@ -23,11 +23,12 @@ from etp import functional
 from etp.allowed import ALLOWED, is_refused
 from etp.derived import ShardData, mark_result
 from etp.differentiate import RUNS_BACKWARD, run_backward
+from etp.formats.base import WeightFormat
 from etp.group import Shard, own_rank
 from etp.layout import ShardLayout
 from etp.refusals import refusal
 from etp.shard_grad import owned_grad
-from etp.te import refuse_override
+from etp.te import active_format
 from etp.terms import call_with_counted
 
 # Functions whose sharded counterpart replaces them when a shard is the weight.
@@ -67,6 +68,8 @@ class ETPShardedParam(Shard):
     """
 
     is_distributed_weight = True
+    _format: WeightFormat | None = None
+    """In which Transformer Engine's last forward pass asked for it."""
 
     @classmethod
     def from_full(cls, weight: torch.Tensor, group: dist.ProcessGroup, pad_for_alignment: int = 16) -> Self:
@@ -131,20 +134,20 @@ class ETPShardedParam(Shard):
 
         Raises:
             TypeError: under hooks on saved tensors, which would pass TE's backward a plain tensor instead of the shard.
-            ValueError: under a quantization recipe whose backward pass would compute with the shard.
+            ValueError: under a quantization recipe that sharded weights do not support, with the way out.
         """
-        refuse_override(self.fqn)
+        self._format = active_format(self.fqn)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             raise TypeError(
                 f"{self.fqn} is used by a Transformer Engine module under hooks on saved tensors, which replace the "
                 "shard by a plain tensor: use torch.utils.checkpoint with use_reentrant=True, or Megatron's "
                 "recomputation, instead of use_reentrant=False, and no offloading of activations by such hooks"
             )
-        return self.driver.gathers.visit(self.weight_group)
+        return self.driver.gathers.visit(self.weight_group, self._format)
 
     def materialize_group_for_backward(self) -> list[torch.Tensor]:
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
-        return self.driver.gathers.visit(self.weight_group)
+        return self.driver.gathers.visit(self.weight_group, self._format)
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]

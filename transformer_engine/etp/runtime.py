@@ -146,7 +146,8 @@ class EtpRuntime:
         for group in self.groups:
             if id(group) in leaving:
                 group.detach()
-                group.route, group.observed = None, None
+                group.route = None
+                self._weights.forget(group)
                 group.reset_counts()
         self.groups[:] = kept
         self.passes.forget_orders()
@@ -233,7 +234,9 @@ class EtpRuntime:
         """
         if self.modes.capturing:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
-        for group in {group.process_group: group for group in self.groups}.values():
+        # One group stands for all of its process group: one in a format, which is published with every transport.
+        ordered = sorted(self.groups, key=lambda group: group.format is not None)
+        for group in {group.process_group: group for group in ordered}.values():
             route = self.routes.of(group)
             group.read_shards(self.passes.number)
             self._weights.observe(group, route, self.passes.number, in_backward=False)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from etp.formats import Float8Block, Float8PerTensor, WeightFormat
+
 _NAME = "transformer_engine"
 
 GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
@@ -18,6 +20,17 @@ GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 
 OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
 """Sets the default of ``backward_override`` in TE's recipes."""
+
+_SQUARE = 2
+
+_UNSUPPORTED = {
+    "DelayedScaling": "its scales come from a history that each rank would keep of its own",
+    "Float8BlockScaling": "blocks of 1 x 128 of a weight cannot be transposed",
+    "MXFP8BlockScaling": "gathers in MXFP8 are not implemented",
+    "NVFP4BlockScaling": "gathers in NVFP4 are not implemented",
+    "CustomRecipe": "its quantizers are unknown",
+}
+"""Why the recipes of Transformer Engine are refused that sharded weights do not support."""
 
 _WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
 
@@ -118,18 +131,32 @@ def grouped_tensors_are_default() -> bool:
     return os.environ.get(GROUPED_TENSOR_VARIABLE, "0") not in ("", "0")
 
 
-def refuse_override(name: str) -> None:
-    """Raise ValueError if TE's backward pass would compute with the shard ``name`` instead of the weight."""
+def active_format(name: str) -> WeightFormat | None:
+    """The format in which Transformer Engine quantizes the weight ``name`` now; None if it does not.
+
+    Raises:
+        ValueError: if sharded weights do not support the recipe, with the way out.
+    """
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is None or not quantization.FP8GlobalStateManager.is_fp8_enabled():
-        return
+        return None
     recipe = quantization.FP8GlobalStateManager.get_fp8_recipe()
+    kind = type(recipe).__name__
     if getattr(recipe, "backward_override", None) == "high_precision":
         raise ValueError(
-            f"{name} is used with a {type(recipe).__name__} recipe of backward_override='high_precision', whose "
-            "backward pass would compute with this rank's shard in place of the weight; leave backward_override out, "
-            f"and {OVERRIDE_VARIABLE} out of the environment"
+            f"{name} is used with a {kind} recipe of backward_override='high_precision', whose backward pass would "
+            "compute with this rank's shard in place of the weight; leave backward_override out, and "
+            f"{OVERRIDE_VARIABLE} out of the environment"
         )
+    if recipe.float8_block_scaling() and recipe.w_block_scaling_dim == _SQUARE:
+        return Float8Block(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
+    if recipe.float8_current_scaling():
+        return Float8PerTensor(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
+    why = _UNSUPPORTED.get(kind, "sharded weights do not know it")
+    raise ValueError(
+        f"{name} is used with a {kind} recipe: {why}. Use Float8BlockScaling with w_block_scaling_dim=2, or "
+        "Float8CurrentScaling, or keep the module whole with replicated_modules of etp.shard_module"
+    )
 
 
 def refuse_hidden_gradients(path: str, module: nn.Module) -> None:

@@ -4,21 +4,38 @@
 final and, with a transport that publishes, publishes them. Gathers of that pass and of the backward passes after it
 wait only for this event, not for compute that was enqueued later. A shard must not change within a pass. If it does, it
 is observed again at the next forward visit. With a transport that publishes, a backward visit raises StaleWeightError.
+
+[Note: formats] Weights that are gathered in a format are published with every transport: their shards are quantized,
+in one burst for all weights of a process group, before they are gathered. The first pass learns the formats of the
+groups. To quantize few at a time, a visit in a format guesses that groups which were never visited have it as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from etp.collectives.base import Route
-from etp.errors import StaleWeightError
+from etp.errors import EtpStateError, StaleWeightError
+from etp.formats.base import Quantization, WeightFormat
 from etp.group import WeightGroup
 from etp.mode import Mode
 from etp.optimizer_steps import after_optimizer_steps
+from etp.stack import Stack
 from etp.streams import enqueue
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """The quantized copies of the groups that have ever had a format, and the shards that they are of."""
+
+    groups: list[WeightGroup]
+    shards: list[Stack]
+    quantization: Quantization
 
 
 class WeightVersions:
@@ -38,10 +55,13 @@ class WeightVersions:
         self._forward = 0
         self.final: dict[torch.device, Any] = {}
         """For each device, an event of this forward pass after which the observed shards are final."""
+        self._quantizations: dict[tuple[dist.ProcessGroup, WeightFormat], _Quantized] = {}
+        self._captured = False
+        """Whether there has been a capture, which may refer to quantized copies."""
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
         self.stamp: tuple[int, int]
-        """With the group's version, what :attr:`etp.group.WeightGroup.observed` is for shards that are observed."""
+        """Of observations that count; see :meth:`etp.group.WeightGroup.is_observed`."""
         self._renew_stamp()
         if reuse_across_forwards:
             self.watch_optimizers()
@@ -64,6 +84,7 @@ class WeightVersions:
         self._renew_stamp()
         self.final.clear()
         if mode.capture is not None:
+            self._captured = True
             self.watch_optimizers()
 
     def begin_forward(self) -> None:
@@ -71,6 +92,12 @@ class WeightVersions:
         self._forward += 1
         self._renew_stamp()
         self.final.clear()
+
+    def forget(self, group: WeightGroup) -> None:
+        """Forget ``group``, because another runtime drives it from now on."""
+        group.observed = None
+        for key in [key for key, quantized in self._quantizations.items() if group in quantized.groups]:
+            del self._quantizations[key]
 
     def observe(self, group: WeightGroup, route: Route, pass_number: int, *, in_backward: bool) -> None:
         """Update the record at a visit of ``group``. Collective with a publishing transport.
@@ -84,12 +111,13 @@ class WeightVersions:
         Raises:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
         """
-        device, publishes = route.device, route.transport.publishes
+        device = route.device
         if not in_backward and device not in self.final:
             self.final[device] = route.gather.mark()
-            if not publishes:
-                self._note([group for group in self._groups if group.spec.device == device], pass_number)
-        if not publishes or group.observed == (self.stamp, group.version):
+            if not route.transport.publishes:
+                on_device = [group for group in self._groups if group.spec.device == device]
+                self._note([group for group in on_device if group.format is None], pass_number)
+        if not group.is_published or group.is_observed(self.stamp):
             return
         if in_backward and group.observed is not None:
             raise StaleWeightError(
@@ -100,17 +128,52 @@ class WeightVersions:
 
     def _publish(self, group: WeightGroup, route: Route, pass_number: int) -> None:
         members = [other for other in self._groups if other.process_group == group.process_group]
+        if group.format is not None:
+            for member in members:
+                if not member.format_is_known and not group.format.obstacle(member.layout):
+                    member.guess_format(group.format)
+        if not route.transport.publishes:
+            members = [member for member in members if member.format is not None]
         for member in members:
             for hook in member.before_gather:
                 hook()
         # After the hooks, which change the shards.
         self._note(members, pass_number)
-        shards = [member.local_shards() for member in members]
-        route.order_publication()
+        formats = dict.fromkeys(member.format for member in members if member.format is not None)
         label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
-        route.gather.start(enqueue(lambda: route.transport.publish(shards)), label=label)
+
+        def publish() -> None:
+            for format_ in formats:
+                self._quantize(format_, [member for member in members if member.format == format_], route, label)
+            route.transport.publish([member.sources() for member in members])
+
+        if route.transport.publishes:
+            route.order_publication()
+        route.gather.start(enqueue(publish), label=label)
+
+    def _quantize(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route, label: str) -> None:
+        """Quantize the shards of all ``groups``, of one process group, on the calling stream. Collective."""
+        key = groups[0].process_group, format_
+        quantized = self._quantizations.get(key)
+        # A group that has left the format stays, so that what a graph refers to is not replaced.
+        every = list(dict.fromkeys([*(quantized.groups if quantized else ()), *groups]))
+        shards = [group.local_shards() for group in every]
+        if quantized is None or quantized.shards != shards:
+            if quantized is not None and self._captured:
+                raise EtpStateError(
+                    f"the weights that are gathered in {format_.name} have changed after a CUDA graph was captured: "
+                    f"there were {len(quantized.groups)} groups of them, now there are {len(every)}, or a shard is in "
+                    "other memory. Run every layer under its recipe before the capture"
+                )
+            quantization = format_.quantization(shards, [group.layout for group in every])
+            quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
+        for index, group in enumerate(every):
+            if group.format == format_:
+                group.set_quantized(quantized.quantization, index)
+        numbers = route.transport.exchange(quantized.quantization.measure(), f"scales of the {label}")
+        quantized.quantization.cast(numbers)
 
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
             group.read_shards(pass_number)
-            group.observed = self.stamp, group.version
+            group.note_observed(self.stamp)

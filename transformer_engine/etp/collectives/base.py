@@ -43,6 +43,13 @@ class Transport(ABC):
             accumulate: add to the sinks; otherwise overwrite them.
         """
 
+    def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
+        """All-gather a few numbers, ``[n]``, into ``[ranks, n]``, newly allocated. Collective.
+
+        The calling stream is ordered after it; without streams, the call blocks. Needed for weights in a format.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot exchange the {len(numbers)} numbers of the {label}")
+
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
         """Wait until all ranks have reached the same collective, which the caller starts next. Collective.
 

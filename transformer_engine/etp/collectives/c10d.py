@@ -27,7 +27,7 @@ from etp.collectives.order import ORDER_LABEL, CollectiveOrder
 from etp.collectives.sibling import sibling_group
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.watchdog import Watchdog
-from etp.collectives.works import WorkLine, explained, free_bytes
+from etp.collectives.works import WorkLine, explained, free_bytes, gather_numbers
 from etp.stack import Stack
 from etp.streams import InFlight
 
@@ -61,6 +61,7 @@ class C10dTransport(Transport):
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._size = dist.get_world_size(group)
         self._fp32_accumulation = fp32_accumulation
+        self._timeout_s = timeout_s
         self._patience = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._line = WorkLine()
         ranks = dist.get_process_group_ranks(group)
@@ -123,6 +124,13 @@ class C10dTransport(Transport):
             raise explained(error, label, self._group) from error
         sent = None if on_gpu else work
         return _Reduction(self, sent, label, received, (chunks, wgrads), sinks, divisor, accumulate)
+
+    def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
+        """See :class:`etp.collectives.base.Transport`."""
+        self.record(label)
+        everyone = gather_numbers(numbers, self._group, self._line, self._timeout_s, label)
+        self.watch(label)
+        return everyone
 
     def wait(self, work: dist.Work, label: str) -> None:
         """Block until started work on the CPU is done, turning a failure into one error that names it."""

@@ -49,6 +49,7 @@ from etp.collectives.driver import CudaDriver
 from etp.collectives.sums import accumulate_parts
 from etp.collectives.symmetric import Signals, SymmetricBuffer
 from etp.collectives.watchdog import Watchdog
+from etp.collectives.works import WorkLine, gather_numbers
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import PitchedCopy, Run, Stack, pitched_copies
 from etp.streams import InFlight
@@ -143,6 +144,7 @@ class CopyEngineTransport(Transport):
         self._kept: list[SymmetricBuffer] = []
         self._ring: SymmetricBuffer | None = None
         self._reductions = 0
+        self._line = WorkLine()
 
     def nbytes(self) -> dict[str, int]:
         """Bytes of symmetric memory by purpose, none of which PyTorch's allocator reports."""
@@ -291,6 +293,12 @@ class CopyEngineTransport(Transport):
         row = place + (self._rank - (self._rank > peer)) * len(wgrads) * chunk
         sources = [run.at(peer * chunk) for run in wgrads.runs]
         return pitched_copies([Run(row, len(wgrads), chunk)], sources, chunk)
+
+    def exchange(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
+        """See :class:`etp.collectives.base.Transport`: by NCCL, once for each version of the weights."""
+        everyone = gather_numbers(numbers, self._group, self._line, None, label)
+        self.watch(label)
+        return everyone
 
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Ranks that differ wait until their timeout."""

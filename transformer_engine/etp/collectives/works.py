@@ -53,6 +53,20 @@ class WorkLine:
             self.finished.append(work)
 
 
+def gather_numbers(
+    numbers: torch.Tensor, group: dist.ProcessGroup, line: WorkLine, timeout_s: float | None, label: str
+) -> torch.Tensor:
+    """:meth:`etp.collectives.base.Transport.exchange` through ``torch.distributed``."""
+    on_gpu = numbers.device.type == "cuda"
+    everyone = numbers.new_empty(dist.get_world_size(group) * numbers.numel())
+    with reported(label, group):
+        # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+        work = dist.all_gather_into_tensor(everyone, numbers, group=group, async_op=not on_gpu)
+        if work is not None:
+            line.wait(work, timeout_s, keep=not on_gpu)
+    return everyone.view(-1, numbers.numel())
+
+
 def free_bytes(buffer: torch.Tensor) -> None:
     """Free the memory of a CPU buffer that a kept work still refers to, but that is not read again."""
     if buffer.device.type == "cpu":

@@ -1,0 +1,308 @@
+"""Bodies of the tests of weights that are gathered in FP8, against Transformer Engine's own modules; on any device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import etp
+from tests.support.launch import device, on_gpus
+from tests.support.te_site import put_on_path
+
+IN, EXPERTS = 256, 3
+# Rows of blocks that do not divide over the ranks, so that the last shard has padding.
+OUT, SPLITS = 384, [128, 96, 32]
+KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
+RECIPES = ("Float8BlockScaling", "Float8CurrentScaling")
+
+
+def prepare(shim: str) -> None:
+    """Put Transformer Engine's Python layer on CPU kernels where there is no GPU."""
+    if on_gpus():
+        return
+    put_on_path(shim)
+    import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401 - puts CPU kernels under TE's Python layer
+    import transformer_engine_torch as tex  # type: ignore[import-not-found]
+
+    def transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) -> torch.Tensor:
+        return data.t().contiguous() if out is None else out.copy_(data.t())
+
+    def split(tensor: torch.Tensor, sizes: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
+        return [q(part) for q, part in zip(quantizers, tensor.split(sizes), strict=True)]
+
+    tex.fp8_transpose, tex.split_quantize = transpose, split
+
+
+def _recipe(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    return getattr(recipe, name)()
+
+
+def _autocast(recipe: str, enabled: bool = True) -> AbstractContextManager[None]:
+    import transformer_engine.pytorch as te
+
+    return cast("AbstractContextManager[None]", te.autocast(enabled=enabled, recipe=_recipe(recipe)))
+
+
+def _build(kind: str, fuse: bool = False) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    torch.manual_seed(7)
+    sizes = (EXPERTS, IN, OUT) if kind == "GroupedLinear" else (IN, OUT)
+    module: nn.Module = getattr(te, kind)(
+        *sizes, bias=False, params_dtype=torch.bfloat16, device=str(device()), fuse_wgrad_accumulation=fuse
+    )
+    return module
+
+
+def _run(module: nn.Module, x: torch.Tensor, kind: str, recipe: str, recompute: bool = False) -> torch.Tensor:
+    arguments = (x, SPLITS) if kind == "GroupedLinear" else (x,)
+
+    def forward(*inputs: Any) -> torch.Tensor:
+        with _autocast(recipe):
+            out = module(*inputs)
+        return cast("torch.Tensor", out[0] if isinstance(out, tuple) else out)
+
+    if not recompute:
+        return forward(*arguments)
+    if not on_gpus():
+        return cast("torch.Tensor", checkpoint(forward, *arguments, use_reentrant=True))
+    import transformer_engine.pytorch as te
+
+    with _autocast(recipe):
+        out = te.checkpoint(module, *arguments, use_reentrant=True)
+    return cast("torch.Tensor", out[0] if isinstance(out, tuple) else out)
+
+
+def _inputs(step: int, peer: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + peer)
+    return torch.randn(sum(SPLITS), IN, generator=generator).to(device(), torch.bfloat16)
+
+
+def _reset(module: nn.Module, fused: set[str]) -> None:
+    for name, p in module.named_parameters():
+        p.grad = None
+        if name in fused:
+            p.main_grad = torch.zeros(p.shape, device=p.device)  # type: ignore[attr-defined]
+
+
+def _gradients(module: nn.Module, fused: set[str]) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.main_grad if name in fused else p.grad).clone()  # type: ignore[attr-defined,union-attr]
+        for name, p in module.named_parameters()
+    }
+
+
+def _draw(whole: nn.Module, sharded: nn.Module, step: int) -> None:
+    """New weights for both, among them tiles of zeros, of large and of tiny numbers."""
+    for index, (param, cut) in enumerate(zip(whole.parameters(), sharded.parameters(), strict=True)):
+        if param.dim() < 2:
+            continue
+        generator = torch.Generator().manual_seed(100 * step + index)
+        values = torch.randn(param.shape, generator=generator)
+        values[:128, :128] = 0
+        values[128:256] *= 1e4
+        values[256:, 128:] *= 1e-30
+        with torch.no_grad():
+            param.copy_(values)
+            if isinstance(cut, etp.ETPShardedParam):
+                start, stop = cut.layout.logical_range(cut.group_rank)
+                cut.local_shard()[: stop - start].copy_(values[start:stop])
+                cut.local_shard()[stop - start :].zero_()
+
+
+def modules_equal_whole(
+    rank: int, world_size: int, shim: str, recipe: str, kinds: tuple[str, ...], transport: str
+) -> int:
+    """Output and gradients of each kind of module equal those of the whole module. Returns how many were compared."""
+    prepare(shim)
+    count = 0
+    for kind, fuse, recompute in itertools.product(kinds, (False, True), (False, True)):
+        _compare(rank, world_size, kind, recipe, fuse, recompute, transport)
+        count += 1
+    return count
+
+
+def _compare(rank: int, world_size: int, kind: str, recipe: str, fuse: bool, recompute: bool, transport: str) -> None:
+    whole, sharded = _build(kind, fuse), _build(kind, fuse)
+    sharded.load_state_dict(whole.state_dict())
+    config = etp.EtpConfig(transport=transport, pad_for_alignment=128)  # type: ignore[arg-type]
+    runtime = etp.shard_module(sharded, dist.group.WORLD, config=config)
+    layouts = {n: p.layout for n, p in sharded.named_parameters() if isinstance(p, etp.ETPShardedParam)}
+    fused = set(layouts) if fuse else set()
+    for step in range(3):
+        _draw(whole, sharded, step)
+        if step == 1:
+            # Pages that an earlier step has written would hide bytes that are not written now.
+            for slot in runtime.modes.now.cache.slots():
+                slot.buffers[0].fill_(255)
+        expected: list[dict[str, torch.Tensor]] = []
+        for peer in range(world_size):
+            data = _inputs(step, peer)
+            x = data.clone().requires_grad_()
+            _reset(whole, fused)
+            y = _run(whole, x, kind, recipe, recompute)
+            y.float().square().mean().backward()
+            expected.append(_gradients(whole, fused))
+            if peer == rank:
+                mine, y_whole, dx_whole = data, y.detach(), x.grad
+        x = mine.clone().requires_grad_()
+        _reset(sharded, fused)
+        y = _run(sharded, x, kind, recipe, recompute)
+        assert torch.equal(y, y_whole), (kind, "output")
+        y.float().square().mean().backward()
+        assert torch.equal(x.grad, dx_whole), (kind, "input gradient")  # type: ignore[arg-type]
+        for name, gradient in _gradients(sharded, fused).items():
+            mean = sum((e[name].float() for e in expected[1:]), expected[0][name].float()) / world_size
+            start, stop = layouts[name].logical_range(rank) if name in layouts else (0, mean.shape[0])
+            found = gradient[: stop - start].float()
+            wanted = mean[start:stop].to(gradient.dtype).float()
+            # More ranks: their sum rounds in another order than ours; replicated gradients are summed in NCCL's.
+            bound = 0.0 if world_size <= 2 and name in layouts else 2.0**-7 * mean.abs().max().item()
+            assert ((found - wanted).abs() <= bound).all(), (kind, name)
+    assert not sharded._fp8_workspaces, "a full quantized copy was kept"
+    gathered = sum(runtime.counters.gather_bytes.values())
+    gathers = sum(runtime.counters.gathers.values())
+    (group,) = runtime.groups
+    assert gathered == gathers * len(group.shards) * group.layout.padded_rows * IN * (world_size - 1) // world_size
+
+
+def copies_equal_slices(rank: int, world_size: int, shim: str, recipe: str, transport: str) -> dict[str, bool]:
+    """Whether quantized shards equal the slices of Transformer Engine's quantized weight, bit by bit, with scales."""
+    prepare(shim)
+    answers: dict[str, bool] = {}
+    for kind in ("Linear", "GroupedLinear"):
+        whole, sharded = _build(kind), _build(kind)
+        sharded.load_state_dict(whole.state_dict())
+        config = etp.EtpConfig(transport=transport, pad_for_alignment=128)  # type: ignore[arg-type]
+        runtime = etp.shard_module(sharded, dist.group.WORLD, config=config)
+        _draw(whole, sharded, 1)
+        with _autocast(recipe), torch.no_grad():
+            _run(sharded, _inputs(0, rank), kind, recipe)
+            gathered = sharded.get_parameter("weight0" if kind == "GroupedLinear" else "weight")
+            found = gathered.materialize_group_for_forward()  # type: ignore[operator]
+        (group,) = runtime.groups
+        for weight, cut, tensor, copy in zip(whole.parameters(), group.shards, found, group.sources(), strict=True):
+            if recipe == "Float8BlockScaling":
+                import transformer_engine.pytorch as te
+                from transformer_engine.pytorch.constants import DType
+
+                quantizer = te.Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+                own = quantizer(weight.detach())
+                data, scales = own._rowwise_data, own._rowwise_scale_inv
+                mine, my_scales = tensor._rowwise_data, tensor._rowwise_scale_inv
+                across = -(-IN // 128)
+                scales, my_scales = scales[:, :across], my_scales[:, :across]
+            else:
+                from transformer_engine.pytorch.constants import DType
+                from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+                own = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, weight.device, rowwise=True, columnwise=False)(
+                    weight.detach()
+                )
+                data, scales = own._data, own._scale_inv
+                mine, my_scales = tensor._data, tensor._scale_inv
+            start, stop = cut.layout.logical_range(rank)
+            answers[f"{kind} {cut.fqn} data"] = torch.equal(mine, data)
+            answers[f"{kind} {cut.fqn} scales"] = torch.equal(my_scales.reshape(-1), scales.reshape(-1))
+            answers[f"{kind} {cut.fqn} copy"] = torch.equal(copy[: stop - start], data[start:stop])
+    return answers
+
+
+class Mixed(nn.Module):
+    """Layers in FP8 between layers that are not, as in Megatron with ``--first-last-layers-bf16``."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.table = nn.Embedding(IN, IN, dtype=torch.bfloat16, device=device())
+        self.layers = nn.ModuleList(
+            te.Linear(IN, IN, bias=False, params_dtype=torch.bfloat16, device=str(device())) for _ in range(layers)
+        )
+        self.out = nn.Linear(IN, IN, bias=False, dtype=torch.bfloat16, device=device())
+
+    def forward(self, tokens: torch.Tensor, recipes: list[str]) -> torch.Tensor:
+        """Layer i under the i-th recipe, "" for none."""
+        x = self.table(tokens)
+        for layer, recipe in zip(self.layers, recipes, strict=True):
+            with _autocast(recipe or RECIPES[0], enabled=bool(recipe)):
+                x = x + layer(x)
+        return cast("torch.Tensor", self.out(x))
+
+
+def layers_of_many_recipes(rank: int, world_size: int, shim: str, transport: str) -> list[str]:
+    """Steps of a model whose layers change their recipes between steps, against the whole model.
+
+    Returns:
+        the format of each group of weights after each step.
+    """
+    prepare(shim)
+    torch.manual_seed(3)
+    model, whole = Mixed(), Mixed()
+    whole.load_state_dict(model.state_dict())
+    config = etp.EtpConfig(transport=transport, pad_for_alignment=128)  # type: ignore[arg-type]
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    block, tensor = RECIPES[0], RECIPES[1] if on_gpus() else ""
+    every = [["", block, block, ""], ["", block, block, ""], [block, block, tensor, ""], ["", "", "", ""], [block] * 4]
+    optimizers = [torch.optim.SGD(side.parameters(), lr=0.1, foreach=False) for side in (model, whole)]
+    formats: list[str] = []
+    for step, recipes in enumerate(every):
+        losses = []
+        for side, optimizer in zip((model, whole), optimizers, strict=True):
+            optimizer.zero_grad()
+            peers = [rank] if side is model else range(world_size)
+            for peer in peers:
+                tokens = torch.randint(IN, (128,), generator=torch.Generator().manual_seed(10 * step + peer))
+                out = side(tokens.to(device()), recipes)
+                if peer == rank:
+                    losses.append(out.float().detach())
+                (out.float().square().mean() / len(peers)).backward()
+            optimizer.step()
+        if step == 0 or world_size == 1:
+            assert torch.equal(*losses), step
+        assert (losses[0] - losses[1]).abs().max() < 0.05 * losses[1].abs().max(), step
+        formats.append(" ".join(type(group.format).__name__ for group in runtime.groups))
+    return formats
+
+
+def refused(rank: int, world_size: int, shim: str) -> dict[str, str]:
+    """What is refused, by case, with its message."""
+    prepare(shim)
+    from transformer_engine.common import recipe as recipes
+
+    answers: dict[str, str] = {}
+
+    def note(case: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            answers[case] = str(error)
+
+    import transformer_engine.pytorch as te
+
+    def sharded(**options: Any) -> nn.Module:
+        module = _build("Linear")
+        etp.shard_module(module, dist.group.WORLD, config=etp.EtpConfig(**options))
+        return module
+
+    def forward(module: nn.Module, recipe: Any) -> None:
+        with te.autocast(recipe=recipe):
+            module(_inputs(0, rank))
+
+    note("alignment", partial(forward, sharded(pad_for_alignment=16), recipes.Float8BlockScaling()))
+    module = sharded(pad_for_alignment=128)
+    if on_gpus():  # it makes its buffers on a CUDA device
+        note("delayed", partial(forward, module, recipes.DelayedScaling()))
+    note("one-dimensional", partial(forward, module, recipes.Float8BlockScaling(w_block_scaling_dim=1)))
+    note("good", partial(forward, module, recipes.Float8BlockScaling()))
+    return answers

@@ -1,0 +1,60 @@
+"""Weights gathered in FP8 under Transformer Engine's own modules, without a GPU: bytes, scales, and who asks for what.
+
+The arithmetic of FP8 is that of a stand-in; tests/gpu/test_fp8.py has the real kernels. Transformer Engine's files are
+unpacked for the processes of these tests alone: see :mod:`tests.support.te_site`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.multiproc import bodies_fp8 as bodies
+from tests.support.launch import run_distributed
+from tests.support.te_site import MARKS, SHARED, unpack
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("tests/gpu/test_fp8.py runs the real kernels"), *MARKS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformer_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Transformer Engine where fresh processes find it."""
+    site = tmp_path_factory.mktemp("site")
+    unpack(site)
+    with pytest.MonkeyPatch.context() as patch:
+        # Behind everything else: of what is unpacked only Transformer Engine is wanted. Workers get this path.
+        patch.setattr(sys, "path", [*sys.path, str(site)])
+        yield
+
+
+def test_modules_equal_whole_ones() -> None:
+    arguments = (str(SHARED), "Float8BlockScaling", bodies.KINDS, "c10d")
+    assert run_distributed(bodies.modules_equal_whole, 2, args=arguments, fresh=True) == [12, 12]
+
+
+def test_quantized_shards_are_slices_of_the_quantized_weight() -> None:
+    for answers in run_distributed(
+        bodies.copies_equal_slices, 2, args=(str(SHARED), "Float8BlockScaling", "c10d"), fresh=True
+    ):
+        assert len(answers) == 3 * 4
+        assert all(answers.values()), answers
+
+
+def test_layers_in_and_out_of_fp8() -> None:
+    stored, block = "NoneType", "Float8Block"
+    for formats in run_distributed(bodies.layers_of_many_recipes, 2, args=(str(SHARED), "c10d"), fresh=True):
+        assert formats[0] == formats[1] == f"{stored} {stored} {block} {block} {stored} {stored}"
+        assert formats[3] == " ".join([stored] * 6)
+        assert formats[4] == " ".join([stored, *[block] * 4, stored])
+
+
+def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
+    for answers in run_distributed(bodies.refused, 2, args=(str(SHARED),), fresh=True):
+        assert set(answers) == {"alignment", "one-dimensional"}
+        assert answers["alignment"] == (
+            "weight is used under a recipe for block-scaled FP8, but it is cut into shards of 192 rows, which are not "
+            "multiples of 128: pass pad_for_alignment=128 in etp.EtpConfig (in Megatron, --etp-pad-for-alignment 128)"
+        )
+        assert "blocks of 1 x 128" in answers["one-dimensional"]

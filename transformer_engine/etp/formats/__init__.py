@@ -1,0 +1,18 @@
+"""Formats in which weights are gathered, one per file, behind the interface in :mod:`etp.formats.base`."""
+
+from __future__ import annotations
+
+from etp.formats.base import Quantization, WeightFormat
+from etp.formats.fp8 import scale_of, to_e4m3
+from etp.formats.fp8_block import Float8Block, quantize_blocks
+from etp.formats.fp8_tensor import Float8PerTensor
+
+__all__ = [
+    "Float8Block",
+    "Float8PerTensor",
+    "Quantization",
+    "WeightFormat",
+    "quantize_blocks",
+    "scale_of",
+    "to_e4m3",
+]

@@ -1,0 +1,84 @@
+"""What a format of gathered weights is.
+
+Without a format, a weight is gathered as it is stored. With one, each rank quantizes its shards once for each version
+of the weights, gathers move the quantized bytes, and a consumer gets a quantized tensor around them. The stored shards
+stay the truth: optimizers, checkpoints and gradients know nothing of formats.
+
+[Note: phases] Ranks must agree on a few numbers, such as scales. So a version is quantized in phases: every rank
+*measures* its shards of all weights, one collective exchanges the numbers of all weights, and every rank *casts* with
+what all ranks now know. A gather then moves bytes alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from etp.layout import ShardLayout
+from etp.stack import Stack
+
+_MATRIX = 2
+
+
+class WeightFormat(ABC):
+    """How weights are quantized. Formats that give the same bytes are equal, and hash alike."""
+
+    name: ClassVar[str]
+    """Its name in messages."""
+    row_alignment: ClassVar[int]
+    """The rows of a shard are a multiple of this, so that the shard of the quantized weight is the quantized shard."""
+    dtype: ClassVar[torch.dtype] = torch.uint8
+    """Type of the elements that gathers move, one for each element of the weight."""
+
+    @abstractmethod
+    def quantization(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> Quantization:
+        """Make the buffers for quantized copies of these shards.
+
+        Args:
+            shards: this rank's shards of each weight group, all on one device.
+            layouts: how the weights of each group are cut.
+        """
+
+    def obstacle(self, layout: ShardLayout) -> str:
+        """Why weights that are cut like this cannot be gathered in the format; empty if they can."""
+        if len(layout.shape) != _MATRIX:
+            return f"{self.name}, but has the shape {layout.shape}: only matrices can be quantized"
+        if layout.shard_rows % self.row_alignment:
+            return (
+                f"{self.name}, but it is cut into shards of {layout.shard_rows} rows, which are not multiples of "
+                f"{self.row_alignment}: pass pad_for_alignment={self.row_alignment} in etp.EtpConfig (in Megatron, "
+                f"--etp-pad-for-alignment {self.row_alignment})"
+            )
+        return ""
+
+
+class Quantization(ABC):
+    """Quantized copies of one rank's shards of some weight groups, all of one process group.
+
+    Attributes:
+        copies: for each group, the quantized shards, whose addresses never change; :meth:`cast` completes them.
+    """
+
+    copies: Sequence[Stack]
+
+    @abstractmethod
+    def measure(self) -> torch.Tensor:
+        """Read the shards; returns the numbers that this rank contributes, ``[n]`` in fp32, its own memory."""
+
+    @abstractmethod
+    def cast(self, everyone: torch.Tensor) -> None:
+        """Complete the copies, given the numbers of all ranks, ``[ranks, n]`` in the order of the process group."""
+
+    @abstractmethod
+    def assemble(self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool]) -> list[torch.Tensor]:
+        """The weights of group ``index`` as quantized tensors around the gathered bytes.
+
+        Args:
+            index: the group's place among those of the quantization.
+            gathered: the bytes of each weight, of the padded shape; not copied.
+            dtype: the type as which the weights present themselves.
+            trained: ``requires_grad`` of each weight.
+        """

@@ -1,0 +1,81 @@
+"""What the formats of FP8 share: Transformer Engine's scales, E4M3, and buffers for quantized copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from etp.formats.base import Quantization
+from etp.layout import ShardLayout
+from etp.stack import Stack
+
+if TYPE_CHECKING:
+    from etp.formats.kernels import TileTable
+
+LARGEST_E4M3 = 448.0
+"""The largest number of ``torch.float8_e4m3fn``."""
+
+_EXPONENT = 0x7F800000
+
+
+def scale_of(
+    amax: torch.Tensor, *, power_of_two: bool, epsilon: float, largest: float = torch.finfo(torch.float32).max
+) -> torch.Tensor:
+    """The factors that bring numbers into the range of E4M3, as Transformer Engine computes them.
+
+    Args:
+        amax: largest magnitudes, fp32.
+        power_of_two: round each scale down to a power of two.
+        epsilon: the least magnitude that a scale is computed for.
+        largest: the scale where it would be infinite.
+
+    Returns:
+        fp32, of the shape of ``amax``; 1 where a magnitude is 0, infinite or NaN.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    usable = (amax > 0) & (amax < torch.inf)
+    # Not "448 / amax", which PyTorch computes as 448 * (1 / amax), rounding twice.
+    scale = torch.div(torch.full_like(amax, LARGEST_E4M3), torch.where(usable, amax, 1.0))
+    scale = torch.where(scale < torch.inf, scale, largest)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return torch.where(usable, scale, 1.0)
+
+
+def to_e4m3(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``values * scale`` in E4M3, saturated, as bytes of the shape of ``values``."""
+    scaled = (values.float() * scale).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+class Float8Quantization(Quantization):
+    """Shards of some weight groups, and a byte for each of their elements.
+
+    Args:
+        shards: this rank's shards of each group, all on one device.
+        layouts: how the weights of each group are cut.
+    """
+
+    def __init__(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> None:
+        self.device = shards[0].device
+        self.copies = [Stack.allocate(len(stack), stack.shape, torch.uint8, self.device) for stack in shards]
+        self.layouts = layouts
+        self.firsts = [0, *accumulate(map(len, shards))]
+        """For each group, the number of its first weight among those of all groups."""
+        self._shards = shards
+
+    def weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each shard, and its copy."""
+        for stack, copies in zip(self._shards, self.copies, strict=True):
+            yield from zip(stack, copies, strict=True)
+
+    def tables(self, places: Sequence[int], strides: Sequence[int]) -> list[TileTable]:
+        """The tiles of all shards, a table for each type; see :class:`etp.formats.kernels.TileTable`."""
+        from etp.formats.kernels import TileTable
+
+        rows = list(zip(self.weights(), places, strides, strict=True))
+        dtypes = dict.fromkeys(weight.dtype for (weight, _), _, _ in rows)
+        return [TileTable([row for row in rows if row[0][0].dtype is dtype]) for dtype in dtypes]
