@@ -193,6 +193,6 @@ def closed_form(
         # Gradients travel in the dtype that the GEMM writes, which is that of the weights.
         found["receive ring"] = ring * _WEIGHT_BYTES
     if in_fp8 and (etp or over == 1):
-        # Peers read copies in symmetric memory; a whole weight has rows and columns.
-        found["quantized copies"] = copies * (2 if system.startswith("etp_copy_engine") or over == 1 else 1)
+        # A whole weight has rows and columns; a shard's copy is where peers read it.
+        found["quantized copies"] = copies if etp else 2 * copies
     return found

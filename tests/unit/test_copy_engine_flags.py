@@ -141,7 +141,8 @@ def machine_of(size: int) -> Iterator[tuple[Machine, list[CopyEngineTransport]]]
         patch.setattr(dist, "get_process_group_ranks", _always(list(range(size))))
         patch.setattr(copy_engine, "accumulate_parts", _always(None))
         patch.setattr(copy_engine, "Watchdog", _always(SimpleNamespace(expect_stream=_always(None))))
-        values = {"Stream": stream, "Event": event, "current_stream": stream, "is_current_stream_capturing": False}
+        patch.setattr(copy_engine, "current_stream", _always(stream))
+        values = {"Stream": stream, "Event": event, "is_current_stream_capturing": False}
         for name, value in {**values, "synchronize": None}.items():
             patch.setattr(torch.cuda, name, _always(value))
         transports = []

@@ -222,7 +222,7 @@ def pending(
             raise KeyError("a hook")
 
     wgrads = pool.lease(2, (8, 3), F32, CPU)
-    return PendingReduction(group, Ready(Event(log, lost=lost), (), None), wgrads, pool, publish)
+    return PendingReduction(group, Ready(Event(log, lost=lost), (), None, torch.device("cpu")), wgrads, pool, publish)
 
 
 def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers(world: dist.ProcessGroup) -> None:

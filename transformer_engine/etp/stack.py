@@ -9,6 +9,7 @@ first. Tensors at arbitrary addresses are runs of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, overload
@@ -75,7 +76,12 @@ class Stack(Sequence[torch.Tensor]):
     @classmethod
     def allocate(cls, count: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
         """``count`` new tensors of ``shape`` in one run, with arbitrary content."""
-        return cls(torch.empty((count, *shape), dtype=dtype, device=device).unbind(0))
+        return cls.within(torch.empty(count * math.prod(shape), dtype=dtype, device=device), count, shape)
+
+    @classmethod
+    def within(cls, memory: torch.Tensor, count: int, shape: Sequence[int]) -> Self:
+        """``count`` tensors of ``shape`` in one run, in ``memory`` of one dimension that they fill."""
+        return cls(memory.view(count, *shape).unbind(0))
 
     @property
     def is_one_block(self) -> bool:

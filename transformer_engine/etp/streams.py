@@ -9,13 +9,18 @@ the backend's threads and waiting blocks the host. :class:`Lane` hides the diffe
 not wait for events recorded before the capture. A lane therefore forks from the caller's stream at its first start in
 each mode, and events are dropped when the mode changes (:meth:`Lane.change_mode`).
 
+[Note: streams in C] ``torch.cuda.current_stream`` and ``torch.cuda.stream`` spend most of their time on finding out
+which device is meant. They are called several times at each visit, so CUDA streams are read and set through the C
+functions below them, as PyTorch's compiler does.
+
 [Note: profiler ranges] Under a profiler, work that starts on a lane is in a range named after its label. Whether a
 profiler is active is read from an attribute, because a function call at each visit would take too long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +50,31 @@ class InFlight:
         """Watch for lost peers: the event ``end``, after all of the work, should happen within the timeout."""
 
 
+def current_stream(device: torch.device, device_module: Any = torch.cuda) -> Any:
+    """The calling stream of ``device``, which has an index."""
+    if device_module is not torch.cuda:
+        return device_module.current_stream(device)
+    # See [Note: streams in C].
+    number, index, kind = torch._C._cuda_getCurrentStream(device.index)
+    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+
+
+@contextmanager
+def _running_on(stream: Any, device: torch.device, device_module: Any) -> Iterator[None]:
+    """Make ``stream`` the calling stream of ``device``."""
+    if device_module is not torch.cuda or torch._C._cuda_getDevice() != device.index:
+        with device_module.stream(stream):
+            yield
+        return
+    # See [Note: streams in C].
+    number, index, kind = torch._C._cuda_getCurrentStream(device.index)
+    torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+    try:
+        yield
+    finally:
+        torch._C._cuda_setStream(number, index, kind)
+
+
 def enqueue(work: Callable[[], None]) -> Callable[[], InFlight]:
     """Work that only enqueues, in the form that :meth:`Lane.start` takes."""
 
@@ -69,7 +99,7 @@ class Ready:
         in_flight: InFlight | None,
         events: Sequence[Any],
         device_module: Any,
-        device: torch.device | None = None,
+        device: torch.device,
     ) -> None:
         self._in_flight = in_flight
         self._events = events
@@ -83,7 +113,7 @@ class Ready:
         Repeated calls for the same stream cost nothing.
         """
         if self._events:
-            stream = stream or self._device_module.current_stream(self._device)
+            stream = stream or current_stream(self._device, self._device_module)
             if stream in self._waited:
                 return
             for event in self._events:
@@ -98,7 +128,7 @@ class Ready:
         """The current stream of the work's device, with an event after all its work so far; {} without streams."""
         if not self._events:
             return {}
-        stream, event = self._device_module.current_stream(self._device), self._device_module.Event()
+        stream, event = current_stream(self._device, self._device_module), self._device_module.Event()
         event.record(stream)
         return {stream: event}
 
@@ -135,13 +165,13 @@ class Lane:
             with profiler.record_function(RANGE.format(label)):
                 return self.start(work, waits=waits)
         if self._stream is None:
-            return Ready(work(), (), None)
+            return Ready(work(), (), None, self.device)
         if waits is None or not self._forked:
-            self._stream.wait_stream(self._device_module.current_stream(self.device))
+            self._stream.wait_stream(current_stream(self.device, self._device_module))
             self._forked = True
         for event in waits or ():
             self._stream.wait_event(event)
-        with self._device_module.stream(self._stream):
+        with _running_on(self._stream, self.device, self._device_module):
             started = work()
             started.join()
             event = self._device_module.Event()
@@ -158,16 +188,16 @@ class Lane:
     def join(self) -> None:
         """Order the caller's stream after all work started in this mode; no-op without streams."""
         if self.tail is not None:
-            self._device_module.current_stream(self.device).wait_event(self.tail)
+            current_stream(self.device, self._device_module).wait_event(self.tail)
 
     def mark(self, stream: Any = None) -> Any:
         """An event after all work enqueued on ``stream`` (None: the current one) so far; None without streams."""
         if self._stream is None:
             return None
         event = self._device_module.Event()
-        event.record(self._device_module.current_stream(self.device) if stream is None else stream)
+        event.record(current_stream(self.device, self._device_module) if stream is None else stream)
         return event
 
     def current_stream(self) -> Any:
         """The caller's stream on this lane's device, or None where there are no streams."""
-        return None if self._stream is None else self._device_module.current_stream(self.device)
+        return None if self._stream is None else current_stream(self.device, self._device_module)

@@ -143,20 +143,27 @@ class WeightVersions:
         label = f"publication of {members[0].name} and {len(members) - 1} other weight groups"
 
         def publish() -> None:
-            for format_ in formats:
-                self._quantize(format_, [member for member in members if member.format == format_], route, label)
-            route.transport.publish([member.sources() for member in members])
+            chosen = [(form, [member for member in members if member.format == form]) for form in formats]
+            quantizations = [self._quantization(form, groups, route) for form, groups in chosen]
+
+            def quantize() -> None:
+                for quantization in quantizations:
+                    # See [Note: phases] in etp/formats/base.py.
+                    quantization.cast(route.transport.exchange(quantization.measure(), f"scales of the {label}"))
+
+            route.transport.publish([member.sources() for member in members], quantize)
 
         if route.transport.publishes:
             route.order_publication()
         route.gather.start(enqueue(publish), label=label)
 
-    def _quantize(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route, label: str) -> None:
-        """Quantize the shards of all ``groups``, of one process group, on the calling stream. Collective."""
+    def _quantization(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route) -> Quantization:
+        """The buffers for quantized copies of ``groups``, of one process group, which will gather them. Collective."""
         key = groups[0].process_group, format_
         quantized = self._quantizations.get(key)
-        # A group that has left the format stays, so that what a graph refers to is not replaced.
-        every = list(dict.fromkeys([*(quantized.groups if quantized else ()), *groups]))
+        # Once there is a graph, a group that has left the format stays, so that what the graph refers to does too.
+        former = quantized.groups if quantized is not None and self._captured else ()
+        every = list(dict.fromkeys([*former, *groups]))
         shards = [group.local_shards() for group in every]
         if quantized is None or quantized.shards != shards:
             if quantized is not None and self._captured:
@@ -165,13 +172,12 @@ class WeightVersions:
                     f"there were {len(quantized.groups)} groups of them, now there are {len(every)}, or a shard is in "
                     "other memory. Run every layer under its recipe before the capture"
                 )
-            quantization = format_.quantization(shards, [group.layout for group in every])
+            memory = route.transport.published_memory(sum(len(stack) * stack.numel for stack in shards))
+            quantization = format_.quantization(shards, [group.layout for group in every], memory)
             quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
-        for index, group in enumerate(every):
-            if group.format == format_:
-                group.set_quantized(quantized.quantization, index)
-        numbers = route.transport.exchange(quantized.quantization.measure(), f"scales of the {label}")
-        quantized.quantization.cast(numbers)
+        for group in groups:
+            group.set_quantized(quantized.quantization, quantized.groups.index(group))
+        return quantized.quantization
 
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:

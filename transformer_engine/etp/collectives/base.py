@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,8 +62,24 @@ class Transport(ABC):
 
     # Published copies, and shards that peers read in place -----------------------------------------------------
 
-    def publish(self, groups: Sequence[Stack]) -> None:
-        """Publish the current shards of these groups to the peers. Collective."""
+    def publish(self, groups: Sequence[Stack], write: Callable[[], None] | None = None) -> None:
+        """Publish the current shards of these groups to the peers. Collective.
+
+        Args:
+            groups: the shards, or their quantized copies.
+            write: called once no peer reads what was published before; completes the copies.
+        """
+        del groups
+        if write is not None:
+            write()
+
+    def published_memory(self, numel: int) -> torch.Tensor | None:
+        """``[numel]`` bytes for quantized copies that peers read in place; None if they never do. Collective.
+
+        Only ``write`` of :meth:`publish` may change them.
+        """
+        del numel
+        return None
 
     @property
     def reads_in_place(self) -> bool:

@@ -36,7 +36,7 @@ never freed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -52,7 +52,7 @@ from etp.collectives.watchdog import Watchdog
 from etp.collectives.works import WorkLine, gather_numbers
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import PitchedCopy, Run, Stack, pitched_copies
-from etp.streams import InFlight
+from etp.streams import InFlight, current_stream
 
 _PLACES = 2
 # Copies are fastest between addresses that are multiples of this.
@@ -134,6 +134,7 @@ class CopyEngineTransport(Transport):
         self._local_end: torch.cuda.Event | None = None
         self._watchdog = Watchdog(timeout_s, self._driver.allow_calls_during_capture)
         self._adopted: list[SymmetricBuffer] = []
+        self._quantized: list[SymmetricBuffer] = []
         self._arena: SymmetricBuffer | None = None
         self._sizes: tuple[int, ...] = ()
         self._published: dict[Stack, _Published] = {}
@@ -150,6 +151,7 @@ class CopyEngineTransport(Transport):
         """Bytes of symmetric memory by purpose, none of which PyTorch's allocator reports."""
         return {
             "shards_in_place": sum(buffer.nbytes for buffer in self._adopted),
+            "quantized_copies": sum(buffer.nbytes for buffer in self._quantized),
             "arena": 0 if self._arena is None else self._arena.nbytes,
             "receive_ring": 0 if self._ring is None else self._ring.nbytes,
             "kept_for_graphs": sum(buffer.nbytes for buffer in self._kept),
@@ -183,15 +185,24 @@ class CopyEngineTransport(Transport):
         self._exchange(_Channel.PUBLISHED)
         self.watch("the end of peers' gathers")
 
-    def publish(self, groups: Sequence[Stack]) -> None:
+    def published_memory(self, numel: int) -> torch.Tensor:
+        """See :class:`etp.collectives.base.Transport`."""
+        buffer = SymmetricBuffer(self._group, numel, self._device)
+        self._quantized.append(buffer)
+        return buffer.view(0, numel, torch.uint8)
+
+    def publish(self, groups: Sequence[Stack], write: Callable[[], None] | None = None) -> None:
         """Publish the current shards to the peers, on the calling stream. Collective.
 
         Args:
-            groups: all shards that will be gathered, in the same order on all ranks.
+            groups: all shards that will be gathered, or their quantized copies, in the same order on all ranks.
+            write: see :class:`etp.collectives.base.Transport`.
         """
         if list(self._published) != list(groups):
             self._place(groups)
         self._exchange(_Channel.READERS_DONE)
+        if write is not None:
+            write()
         self._copy(self._updates, self._stream())
         self._exchange(_Channel.PUBLISHED)
         self.watch("the publication of weights")
@@ -204,7 +215,7 @@ class CopyEngineTransport(Transport):
         """Barrier of all ranks on the calling stream, after this rank's gathers."""
         if self._local_end is not None:
             # This rank's own chunks are read on a separate stream.
-            torch.cuda.current_stream(self._device).wait_event(self._local_end)
+            current_stream(self._device).wait_event(self._local_end)
         self._gathered, self._local_end = False, None
         self._signals.send(channel, self._stream())
         self._signals.receive(channel, self._stream())
@@ -219,6 +230,7 @@ class CopyEngineTransport(Transport):
             # Allocation synchronizes the device and all ranks, so no rank reads the former arena afterwards.
             self._arena = self._renew(self._arena, sum(sizes), "published weights")
             self._sizes = sizes
+        self._drop_unused(groups)
         self._published, self._updates, offset = {}, [], 0
         for shards, home, size in zip(groups, homes, sizes, strict=True):
             if home is not None:
@@ -228,11 +240,18 @@ class CopyEngineTransport(Transport):
                 self._updates += pitched_copies(published.on(self._rank), shards.runs, shards.nbytes)
                 offset += size
 
+    def _drop_unused(self, groups: Sequence[Stack]) -> None:
+        """Free memory for quantized copies that holds none of ``groups``, unless a graph may refer to it."""
+        used = [buffer for buffer in self._quantized if any(_holds(buffer, shards) for shards in groups)]
+        if self._captured:
+            self._kept += [buffer for buffer in self._quantized if buffer not in used]
+        self._quantized = used
+
     def _home(self, shards: Stack) -> _Published | None:
         """Where peers read these shards in place; None if they do not."""
-        for buffer in self._adopted:
-            start = buffer.local.data_ptr()
-            if all(start <= shard.data_ptr() < start + buffer.nbytes for shard in shards):
+        for buffer in (*self._adopted, *self._quantized):
+            if _holds(buffer, shards):
+                start = buffer.local.data_ptr()
                 return _Published(buffer.addresses, tuple(run.at(-start) for run in shards.runs))
         return None
 
@@ -253,7 +272,7 @@ class CopyEngineTransport(Transport):
         copies = outputs.plans.get(id(shards))
         if not isinstance(copies, _Gather) or copies.published is not published:
             copies = outputs.plans[id(shards)] = self._plan(published, outputs, shards.nbytes)
-        calling = torch.cuda.current_stream(self._device)
+        calling = current_stream(self._device)
         begin, end = torch.cuda.Event(), torch.cuda.Event()
         begin.record(calling)
         self._local.wait_event(begin)
@@ -337,7 +356,7 @@ class CopyEngineTransport(Transport):
             self.watch("the replay of a CUDA graph")
 
     def _stream(self) -> int:
-        stream: int = torch.cuda.current_stream(self._device).cuda_stream
+        stream: int = current_stream(self._device).cuda_stream
         return stream
 
     def watch(self, label: str) -> None:
@@ -362,6 +381,11 @@ def _alike(shards: Stack, offset: int) -> tuple[Run, ...]:
     if longest.stride < 0:
         return (Run(offset + (len(shards) - 1) * shards.nbytes, len(shards), -shards.nbytes),)
     return (Run(offset, len(shards), shards.nbytes),)
+
+
+def _holds(buffer: SymmetricBuffer, shards: Stack) -> bool:
+    start = buffer.local.data_ptr()
+    return all(start <= shard.data_ptr() < start + buffer.nbytes for shard in shards)
 
 
 def _aligned(nbytes: int) -> int:

@@ -34,12 +34,16 @@ class WeightFormat(ABC):
     """Type of the elements that gathers move, one for each element of the weight."""
 
     @abstractmethod
-    def quantization(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> Quantization:
+    def quantization(
+        self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None
+    ) -> Quantization:
         """Make the buffers for quantized copies of these shards.
 
         Args:
             shards: this rank's shards of each weight group, all on one device.
             layouts: how the weights of each group are cut.
+            memory: where the copies lie, of one dimension and as many elements of :attr:`dtype` as the shards; None
+                allocates it.
         """
 
     def obstacle(self, layout: ShardLayout) -> str:

@@ -57,11 +57,18 @@ class Float8Quantization(Quantization):
     Args:
         shards: this rank's shards of each group, all on one device.
         layouts: how the weights of each group are cut.
+        memory: see :meth:`etp.formats.base.WeightFormat.quantization`.
     """
 
-    def __init__(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> None:
+    def __init__(
+        self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None
+    ) -> None:
         self.device = shards[0].device
-        self.copies = [Stack.allocate(len(stack), stack.shape, torch.uint8, self.device) for stack in shards]
+        sizes = [len(stack) * stack.numel for stack in shards]
+        if memory is None:
+            memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = memory.split(sizes)
+        self.copies = [Stack.within(part, len(stack), stack.shape) for part, stack in zip(parts, shards, strict=True)]
         self.layouts = layouts
         self.firsts = [0, *accumulate(map(len, shards))]
         """For each group, the number of its first weight among those of all groups."""

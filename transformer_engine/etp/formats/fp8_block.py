@@ -43,9 +43,11 @@ class Float8Block(WeightFormat):
     power_of_two: bool = True
     epsilon: float = 0.0
 
-    def quantization(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> Quantization:
+    def quantization(
+        self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None
+    ) -> Quantization:
         """See :class:`etp.formats.base.WeightFormat`."""
-        return _BlockQuantization(self, shards, layouts)
+        return _BlockQuantization(self, shards, layouts, memory)
 
 
 def quantize_blocks(
@@ -75,8 +77,14 @@ def quantize_blocks(
 class _BlockQuantization(Float8Quantization):
     """Quantized shards, and the inverse scales of whole weights, each ``[blocks down, blocks across]``."""
 
-    def __init__(self, format_: Float8Block, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> None:
-        super().__init__(shards, layouts)
+    def __init__(
+        self,
+        format_: Float8Block,
+        shards: Sequence[Stack],
+        layouts: Sequence[ShardLayout],
+        memory: torch.Tensor | None,
+    ) -> None:
+        super().__init__(shards, layouts, memory)
         self._format = format_
         self._ranks = layouts[0].num_shards
         # Blocks of each shard, in the order of the weights.

@@ -39,16 +39,24 @@ class Float8PerTensor(WeightFormat):
     power_of_two: bool = False
     epsilon: float = 0.0
 
-    def quantization(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> Quantization:
+    def quantization(
+        self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None
+    ) -> Quantization:
         """See :class:`etp.formats.base.WeightFormat`."""
-        return _TensorQuantization(self, shards, layouts)
+        return _TensorQuantization(self, shards, layouts, memory)
 
 
 class _TensorQuantization(Float8Quantization):
     """Quantized shards, and a scale and its inverse for each weight."""
 
-    def __init__(self, format_: Float8PerTensor, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> None:
-        super().__init__(shards, layouts)
+    def __init__(
+        self,
+        format_: Float8PerTensor,
+        shards: Sequence[Stack],
+        layouts: Sequence[ShardLayout],
+        memory: torch.Tensor | None,
+    ) -> None:
+        super().__init__(shards, layouts, memory)
         self._format = format_
         count = self.firsts[-1]
         self._own = torch.zeros(count, device=self.device)

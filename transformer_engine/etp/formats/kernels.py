@@ -61,11 +61,13 @@ def _tile(matrices, owners, aligned: tl.constexpr, tile: tl.constexpr):  # type:
     across = (columns + tile - 1) // tile
     number = program - first
     down, right = number // across, number % across
-    row = down * tile + tl.arange(0, tile)[:, None]
-    column = right * tile + tl.arange(0, tile)[None, :]
-    mask = (row < rows) & (column < columns)
+    row, column = tl.arange(0, tile)[:, None], tl.arange(0, tile)[None, :]
+    mask = (row < rows - down * tile) & (column < columns - right * tile)
     place = tl.where(stride == 0, place, place + down * stride + right)
-    return source, target, row * columns + column, mask, place
+    # 64 bits for the tile's first element only: one offset for each element would take twice the registers.
+    begin = (down * columns + right) * tile
+    offsets = row * columns.to(tl.int32) + column
+    return source, target, begin, offsets, mask, place
 
 
 @triton.jit
@@ -92,11 +94,11 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
     power_of_two: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    source, target, offsets, mask, place = _tile(matrices, owners, aligned, tile)
-    values = tl.load(source.to(tl.pointer_type(dtype)) + offsets, mask=mask, other=0.0).to(tl.float32)
+    source, target, begin, offsets, mask, place = _tile(matrices, owners, aligned, tile)
+    values = tl.load(source.to(tl.pointer_type(dtype)) + begin + offsets, mask=mask, other=0.0).to(tl.float32)
     scale = _scale(tl.max(tl.abs(values)), epsilon, largest, power_of_two)
     bytes_ = (values * scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + offsets, bytes_, mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.uint8)) + begin + offsets, bytes_, mask=mask)
     tl.store(numbers + place, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
 
 
@@ -104,8 +106,8 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
 def _largest(  # type: ignore[no-untyped-def]
     matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    source, _, offsets, mask, place = _tile(matrices, owners, aligned, tile)
-    values = tl.load(source.to(tl.pointer_type(dtype)) + offsets, mask=mask, other=0.0).to(tl.float32)
+    source, _, begin, offsets, mask, place = _tile(matrices, owners, aligned, tile)
+    values = tl.load(source.to(tl.pointer_type(dtype)) + begin + offsets, mask=mask, other=0.0).to(tl.float32)
     # Of numbers that are not negative, the order of the bits is that of the values.
     tl.atomic_max((numbers + place).to(tl.pointer_type(tl.int32)), tl.max(tl.abs(values)).to(tl.int32, bitcast=True))
 
@@ -114,10 +116,10 @@ def _largest(  # type: ignore[no-untyped-def]
 def _cast(  # type: ignore[no-untyped-def]
     matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    source, target, offsets, mask, place = _tile(matrices, owners, aligned, tile)
-    values = tl.load(source.to(tl.pointer_type(dtype)) + offsets, mask=mask, other=0.0).to(tl.float32)
+    source, target, begin, offsets, mask, place = _tile(matrices, owners, aligned, tile)
+    values = tl.load(source.to(tl.pointer_type(dtype)) + begin + offsets, mask=mask, other=0.0).to(tl.float32)
     bytes_ = (values * tl.load(numbers + place)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    tl.store(target.to(tl.pointer_type(tl.uint8)) + offsets, bytes_, mask=mask)
+    tl.store(target.to(tl.pointer_type(tl.uint8)) + begin + offsets, bytes_, mask=mask)
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
