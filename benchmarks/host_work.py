@@ -58,7 +58,7 @@ def build(layers: int, *, sharded: bool) -> Callable[[], None]:
     if sharded:
         group = dist.group.WORLD
         runtime = etp.shard_module(model, group, config=etp.EtpConfig(reuse_across_forwards=True))
-        cast("dict[dist.ProcessGroup, Transport]", runtime.transports)[group] = MovesNothing()
+        runtime.routes.transports[group] = MovesNothing()
         for param in model.parameters():
             cast("Any", param).main_grad = torch.zeros(_SIDE, _SIDE)
     x = torch.randn(2, _SIDE, requires_grad=True)

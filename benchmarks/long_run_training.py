@@ -45,7 +45,9 @@ class Step:
 def _symmetric_bytes(chunks: list[Any]) -> int:
     from etp.wrap import runtimes_of
 
-    transports = {id(t): t for chunk in chunks for runtime in runtimes_of(chunk) for t in runtime.transports.values()}
+    transports = {
+        id(t): t for chunk in chunks for runtime in runtimes_of(chunk) for t in runtime.routes.transports.values()
+    }
     return sum(sum(transport.nbytes().values()) for transport in transports.values())
 
 

@@ -274,7 +274,7 @@ class Etp(WeightSharded):
 
         sizes: dict[str, int] = {}
         for runtime in runtimes_of(self.model):
-            for transport in runtime.transports.values():
+            for transport in runtime.routes.transports.values():
                 for what, nbytes in transport.nbytes().items():
                     sizes[what] = sizes.get(what, 0) + nbytes
         return sizes

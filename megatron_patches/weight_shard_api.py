@@ -258,7 +258,7 @@ class WeightShardApi:
     ) -> None:
         """Finish all communication of sharded weights; in a graph, all communication that the graph has started."""
         del chain_id, finalize_after_drain
-        capturing = [runtime for runtime in self.runtimes() if runtime.capturing]
+        capturing = [runtime for runtime in self.runtimes() if runtime.modes.capturing]
         for runtime in capturing:
             runtime.drain()
         if not capturing and not skip_rs:
@@ -332,7 +332,7 @@ def _print_chain(label: str, runtime: EtpRuntime) -> None:
     )
     if first:
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        print(f"pipeline stage {stage}, {label}: {runtime.describe_chain()}", flush=True)  # noqa: T201
+        print(f"pipeline stage {stage}, {label}: {runtime.gathers.describe_chain()}", flush=True)  # noqa: T201
 
 
 def _no_fp8(*_: Any, **__: Any) -> None:
@@ -342,7 +342,7 @@ def _no_fp8(*_: Any, **__: Any) -> None:
 def _prepare_for_layer_graphs(runtime: EtpRuntime) -> None:
     """Let Megatron capture, one by one, the layers whose weights ``runtime`` drives."""
     # Megatron calls wait_async_comms at the end of each graph.
-    runtime.drained_after_parts = True
+    runtime.modes.drained_after_parts = True
     _capture_leaves_on(torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream, runtime)
 
 

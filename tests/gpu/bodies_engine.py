@@ -119,7 +119,7 @@ def training_equals_unsharded(
     full = etp.full_state_dict(model)
     assert all(torch.equal(full[name], value) for name, value in whole.state_dict().items())
     gathers = runtime.counters.gathers
-    names = {type(t).__name__ for t in runtime.transports.values()}
+    names = {type(t).__name__ for t in runtime.routes.transports.values()}
     return {"worst": worst, "bytes": etp.resident_nbytes(model), "gathers": dict(gathers), "transports": names}
 
 
@@ -249,7 +249,7 @@ def look_ahead_equals_unsharded(rank: int, world_size: int, transport: str, pois
                 ahead += sum(group.pending for group in runtime.groups)
             if step == 0 and not poison and on_gpus():
                 assert dist.group.WORLD is not None
-                _delay_gathers(runtime.transports[dist.group.WORLD])
+                _delay_gathers(runtime.routes.transports[dist.group.WORLD])
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -266,5 +266,5 @@ def look_ahead_equals_unsharded(rank: int, world_size: int, transport: str, pois
         "ahead": ahead,
         "abandoned": len(abandoned),
         "slots": len({id(group.slot) for group in runtime.groups}),
-        "transports": {type(t).__name__ for t in runtime.transports.values()},
+        "transports": {type(t).__name__ for t in runtime.routes.transports.values()},
     }

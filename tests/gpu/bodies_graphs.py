@@ -74,7 +74,7 @@ def on_side_stream(work: Callable[[], None], times: int = WARM_UP) -> None:
 
 def poison_captured(runtime: EtpRuntime) -> None:
     """Whatever graphs gather into or compute gradients in holds no number before the replay."""
-    for slot in runtime.buffers[-1].cache.slots():
+    for slot in runtime.modes.all[-1].cache.slots():
         for buffer in slot.buffers:
             buffer.fill_(float("nan"))
 
@@ -270,7 +270,7 @@ def captured_evaluation_equals_eager(rank: int, world_size: int, transport: str,
     return {
         "worst": worst,
         "compared": compared,
-        "transports": {type(t).__name__ for t in runtime.transports.values()},
+        "transports": {type(t).__name__ for t in runtime.routes.transports.values()},
     }
 
 

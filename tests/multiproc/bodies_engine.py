@@ -312,7 +312,7 @@ def buffers_come_back(rank: int, world_size: int) -> dict[str, int]:
     model.zero_grad()
     model(x).square().mean().backward()
     assert all(torch.equal(a, layer.weight.grad) for a, layer in zip(first, model.layers, strict=True))
-    pool = runtime.wgrad_pool.nbytes()
+    pool = runtime.modes.now.pool.nbytes()
     for _ in range(3):
         y = model(x)
         handle = model.layers[0].register_full_backward_hook(fail)
@@ -339,7 +339,7 @@ def buffers_come_back(rank: int, world_size: int) -> dict[str, int]:
         "released slots": released["gather_slots"],
         "released pool": released["gradient_buffers"],
         "pool": pool,
-        "pool after failures": runtime.wgrad_pool.nbytes(),
+        "pool after failures": runtime.modes.now.pool.nbytes(),
         "refused inside": len(inside),
     }
 
@@ -363,7 +363,7 @@ def dtype_changes(rank: int, world_size: int) -> list[str]:
         assert torch.equal(out, expected)
         out.sum().backward()
         assert all(layer.weight.grad.dtype is dtype for layer in model.layers)
-        seen += [str(slot.spec.dtype) for slot in runtime.cache.slots()]
+        seen += [str(slot.spec.dtype) for slot in runtime.modes.now.cache.slots()]
     return seen
 
 
@@ -384,7 +384,7 @@ def stale_reads(rank: int, world_size: int) -> dict[str, str]:
         messages["autograd"] = str(error)
     group = model.layers[0].weight.weight_group
     try:
-        group.take(runtime._routes.of(group).gather)
+        group.take(runtime.routes.of(group).gather)
     except etp.StaleWeightError as error:
         messages["slot"] = str(error)
     out = model(x).sum()
@@ -521,4 +521,4 @@ def describes_its_chain(rank: int, world_size: int) -> str:
     """The text behind --etp-print-chains."""
     model, runtime = stack(3)
     train_once(model, rank)
-    return runtime.describe_chain()
+    return runtime.gathers.describe_chain()

@@ -143,7 +143,7 @@ def _compare(rank: int, world_size: int, kind: str, recipe: str, fuse: bool, rec
         _draw(whole, sharded, step)
         if step == 1:
             # Pages that an earlier step has written would hide bytes that are not written now.
-            for slot in runtime.cache.slots():
+            for slot in runtime.modes.now.cache.slots():
                 slot.buffers[0].fill_(255)
         expected: list[dict[str, torch.Tensor]] = []
         for peer in range(world_size):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
-from etp.graphs import GraphModes
+from etp.mode import Modes
 from tests.support.launch import device
 
 SIDE = 8
@@ -57,7 +57,7 @@ class _Replay(torch.autograd.Function):
 
 def _captured(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """The memory that replays of the layer's backward pass would fill."""
-    captured, now = patch.object(GraphModes, "current_capture", lambda *_: 1), patch("etp.reductions._captured_now")
+    captured, now = patch.object(Modes, "_current_capture", lambda *_: 1), patch.object(Modes, "captures_part")
     with captured, now:
         (memory,) = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
     return memory
@@ -76,7 +76,7 @@ def penalties_beside_captures(rank: int, world_size: int, mean: bool) -> dict[st
     model.load_state_dict(whole.state_dict())
     config = etp.EtpConfig(pad_for_alignment=1, grad_reduction=reduction)
     runtime = etp.shard_module(model, dist.group.WORLD, config=config)
-    runtime._graphs.possible = True  # on a CPU as well
+    runtime.modes.possible = True  # on a CPU as well
     layer: Any = model[0]
     weight, x = layer.weight, _input(rank)
     ran: list[int] = []

@@ -21,7 +21,6 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "collectives",
             "cache",
-            "chain",
             "streams",
             "digest",
             "copies",
@@ -31,12 +30,27 @@ LAYERS: tuple[frozenset[str], ...] = (
             "allowed",
             "shard_copy",
             "differentiate",
+            "formats",
             "optimizer_steps",
         }
     ),
-    frozenset({"group", "grads", "versions", "traffic", "routes", "shard_grad", "functional", "derived", "terms"}),
-    frozenset({"param", "replicated", "reductions", "grad_hooks", "graphs"}),
-    frozenset({"passes", "gathers", "membership", "shard_states", "optimizers"}),
+    frozenset(
+        {
+            "group",
+            "grads",
+            "mode",
+            "passes",
+            "versions",
+            "traffic",
+            "routes",
+            "shard_grad",
+            "functional",
+            "derived",
+            "terms",
+        }
+    ),
+    frozenset({"param", "replicated", "reductions", "grad_hooks"}),
+    frozenset({"gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "sites", "wrap"}),
     frozenset({"state", "checkpoint", "clip"}),

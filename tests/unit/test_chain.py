@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etp.chain import Chain, PassSequence, Timeline
+from etp.passes import Chain, PassSequence, Timeline
 
 
 class Item:

@@ -165,8 +165,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         made(self, device)
         self._device_module, self._stream = machine, Stream()
 
-    def read(self: WeightGroup, lane: Lane) -> list[torch.Tensor]:
-        weights = take(self, lane)
+    def read(self: WeightGroup, lane: Lane, *, transposed: bool = False) -> list[torch.Tensor]:
+        weights = take(self, lane, transposed=transposed)
         for weight in weights:
             machine.reads(weight, self.name)
         return weights
@@ -205,7 +205,7 @@ def sharded(device: Device, transport: type[Copies], **options: Any) -> tuple[Ne
     config = etp.EtpConfig(pad_for_alignment=1, **options)
     runtime = etp.shard_module(model, groups[0], expert_group=groups[1], config=config)
     for group in groups:
-        cast("dict[Any, Any]", runtime.transports)[group] = transport(device)
+        runtime.routes.transports[group] = transport(device)
     return model, runtime
 
 
@@ -250,7 +250,7 @@ def test_a_profile_names_the_publication_of_weights(device: Device) -> None:
         model(torch.randn(2, SIDE)).sum().backward()
     found = sorted(e.name for e in run.events() if e.name.startswith("etp: publication") and "gradient" not in e.name)
     # One for each process group, named by its first weight group.
-    groups = [[g.name for g in runtime.groups if g.process_group is one] for one in runtime.transports]
+    groups = [[g.name for g in runtime.groups if g.process_group is one] for one in runtime.routes.transports]
     assert found == sorted(f"etp: publication of {g[0]} and {len(g) - 1} other weight groups" for g in groups)
 
 
@@ -262,11 +262,11 @@ def test_a_gather_comes_after_one_on_another_lane_that_was_abandoned(device: Dev
     # The wanted ones share the first slot: the expert's weight is the third that was visited.
     dense, expert = by_name["dense.0.weight"], by_name["expert.weight0"]
     assert dense.slot is expert.slot
-    gathers = runtime._gathers
+    gathers = runtime.gathers
     for first, second in ((dense, expert), (expert, dense)):
-        gathers._issue(first, runtime._routes.of(first))
+        gathers._issue(first, first.slot, runtime.routes.of(first))
         assert first.pending
-        gathers._issue(second, runtime._routes.of(second))
+        gathers._issue(second, second.slot, runtime.routes.of(second))
         assert not first.pending
     assert device.overtaken == []
 
@@ -350,7 +350,7 @@ def test_two_compute_streams_overtake_nobody(device: Device, seed: int, once: bo
         reuse_across_forwards=order.random() < 0.5,
     )
     runtime = etp.shard_module(model, dist.group.WORLD, config=config)
-    cast("dict[Any, Any]", runtime.transports)[dist.group.WORLD] = Copies(device)
+    runtime.routes.transports[dist.group.WORLD] = Copies(device)
     for _ in range(3):
         x = torch.randn(2, SIDE)
         for _ in range(2):
@@ -374,4 +374,4 @@ def test_gathers_run_as_far_ahead_as_there_are_slots_for(world: dist.ProcessGrou
         layer.register_forward_hook(lambda *_: in_flight.append(sum(group.pending for group in runtime.groups)))
     model(torch.randn(2, 16))
     assert in_flight == [min(depth, 19 - place) for place in range(20)]
-    assert len(runtime.cache.slots()) == depth + 1
+    assert len(runtime.modes.now.cache.slots()) == depth + 1

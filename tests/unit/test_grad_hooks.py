@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from etp.cache import BufferCache
+from etp.config import EtpConfig
 from etp.grad_hooks import Chosen, GradHooks
 from etp.grads import Destinations, PendingReduction
-from etp.graphs import GraphModes
 from etp.group import Shard, WeightGroup
+from etp.mode import Modes
 from tests.support.fake_group import fake_group
 from tests.unit.test_group import shard_named
 
@@ -45,6 +46,19 @@ class Pending:
         self.group, self.belated = group, belated
 
 
+class Noting(GradHooks):
+    """Notes the gradients that autograd itself brings, and leaves them as they are."""
+
+    def __init__(self, *parts: Any, noted: list[tuple[str, torch.Tensor | None]]) -> None:
+        super().__init__(*parts)
+        self._noted = noted
+
+    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+        self._noted.append((shard.fqn, grad))
+        self.brought = None if grad is None else id(shard)
+        return grad
+
+
 class Case:
     """A group of weights whose hooks are logged, with the group's own hook."""
 
@@ -52,19 +66,14 @@ class Case:
         self.ran: list[str] = []
         self.brought: list[tuple[str, torch.Tensor | None]] = []
         self.pending: list[Pending] = []
-        self.graphs = GraphModes(lambda: BufferCache(1, 0))
-        self.hooks = GradHooks(self.graphs, cast("list[PendingReduction]", self.pending), self._beside)
+        self.modes = Modes(EtpConfig())
+        self.hooks = Noting(EtpConfig(), self.modes, cast("list[PendingReduction]", self.pending), noted=self.brought)
         self.shards = [shard_named(name) for name in names]
         for shard in self.shards:
             shard.register_post_accumulate_grad_hook(lambda param: self.ran.append(cast("Shard", param).fqn))
         self.group = WeightGroup(self.shards, world)
         self.group.reduce_hooks.append(lambda: self.ran.append("group"))
         self.hooks.watch(self.group)
-
-    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        self.brought.append((shard.fqn, grad))
-        self.hooks.brought = None if grad is None else id(shard)
-        return grad
 
     def start(self) -> None:
         """A reduction is started at a use."""
@@ -179,7 +188,7 @@ def test_in_a_part_hooks_run_behind_autograds_own_accumulation(
     case = Case(world, "a")
     (shard,) = case.shards
     with monkeypatch.context() as patch:
-        patch.setattr(case.graphs, "is_part", True)
+        patch.setattr(case.modes, "now", replace(case.modes.now, is_part=True))
         for _ in range(2):
             case.end()
     assert case.end_pass() == []

@@ -230,8 +230,7 @@ def test_a_finished_reduction_publishes_after_the_wait_and_frees_its_own_buffers
     log: list[str] = []
     reduction = pending(world, pool, log)
     assert reduction.nbytes == 2 * 8 * 3 * 4
-    assert reduction.holds(48, F32, CPU)
-    assert not reduction.holds(24, F32, CPU)
+    assert reduction.block == (48, F32, CPU, None)
     reduction.finish()
     assert log == ["joined", "published, group.reducing=True"]
     assert not reduction.group.reducing

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from etp.cache import BufferCache
-from etp.collectives.base import Transport
+from etp.collectives.base import Route, Transport
 from etp.errors import EtpStateError, StaleWeightError
 from etp.group import Shard, WeightGroup
 from etp.layout import ShardLayout
@@ -93,7 +93,8 @@ LANE = Lane(torch.device("cpu"))
 
 
 def gather(group: WeightGroup, transport: Copies, *, pass_number: int = 0, epoch: int = 0) -> None:
-    group.issue_gather(transport, LANE, pass_number=pass_number, epoch=epoch, waits=None)
+    route = Route(transport, LANE, LANE, LANE.device)
+    group.issue_gather(route, pass_number=pass_number, epoch=epoch, waits=None)
 
 
 def test_a_second_reduction_waits_for_the_end_of_the_first(world: dist.ProcessGroup) -> None:

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 import etp
-from etp.cache import BufferCache
-from etp.graphs import GraphModes
 from etp.group import WeightGroup
+from etp.mode import Modes
 from etp.passes import Passes
 from etp.reductions import Reductions
-from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
 from etp.versions import WeightVersions
 
@@ -45,12 +43,12 @@ class Model:
     def __init__(self, at_end: Callable[[], None] = lambda: None, *, reuse: bool = False) -> None:
         config = etp.EtpConfig()
         self.groups = cast("list[WeightGroup]", [Group(), Group()])
-        graphs = GraphModes(lambda: BufferCache(1, 0))
+        modes = Modes(etp.EtpConfig())
         routes = Routes(config)
-        self.reductions = Discards(config, routes, graphs)
-        replicated = ReplicatedGrads(config.grad_reduction, lambda: None, graphs, routes)
         self.weights = WeightVersions([], reuse_across_forwards=reuse)
-        self.passes = Passes(self.groups, self.reductions, replicated, self.weights, at_end=at_end)
+        self.passes = Passes(self.groups, self.weights, at_end=at_end)
+        self.reductions = Discards(config, routes, modes, self.passes)
+        self.passes.collectors = (self.reductions,)
 
     def visit(self, *which: int) -> list[int]:
         """Visit these groups. Returns the number of the pass that each visit belonged to."""
@@ -155,7 +153,7 @@ def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
         return expected[0]
 
     def iteration() -> list[list[int]]:
-        model.weights.epoch += 1
+        model.weights.announce_change()
         return [forward(), backward(), forward(), backward()]
 
     iteration()
@@ -163,7 +161,7 @@ def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
     assert iteration() == expected
     for _ in range(2):
         # Weights have changed before the first of them, and stay so for the iteration behind.
-        model.weights.epoch += 1
+        model.weights.announce_change()
         assert [forward(evaluating=True) for _ in range(3)] == [[], [], []]
         assert iteration() == expected
         assert iteration() == expected
@@ -196,7 +194,7 @@ def test_nothing_goes_on_across_the_border_of_a_capture() -> None:
     model.visit(FIRST)
     with pytest.raises(ArithmeticError):
         model.backward(FIRST, then=fail)
-    model.passes.change_mode()
+    model.passes.change_mode(Modes(etp.EtpConfig()).now)
     assert not model.passes.in_backward
     assert model.visit(FIRST, SECOND) == [2, 2]
     assert model.reductions.count == 0

@@ -86,7 +86,7 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
     model = copy.deepcopy(whole)
     runtime = etp.shard_module(model, world, config=etp.EtpConfig(pad_for_alignment=1, **options))
     transport = RunsOut()
-    cast("dict[Any, Any]", runtime.transports)[world] = transport
+    runtime.routes.transports[world] = transport
     x = torch.randn(3, SIDE)
     wanted = [loss_or_grad.detach() for loss_or_grad in _of_the_whole(whole, x)]
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_the_gradient_of_a_penalty_is_added_behind_the_reduction_into_the_same_g
     whole = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
     model = copy.deepcopy(whole)
     runtime = etp.shard_module(model, world, config=etp.EtpConfig(pad_for_alignment=1))
-    cast("dict[Any, Any]", runtime.transports)[world] = Overlaps()
+    runtime.routes.transports[world] = Overlaps()
     x = torch.randn(3, SIDE)
     for side in (whole, model):
         for _ in range(2):  # the second adds to what the first has left
@@ -154,7 +154,7 @@ def test_experts_with_main_grad_get_their_gradients_from_autograd_grad(world: di
     torch.manual_seed(0)
     model = Experts(3, SIDE, SIDE, bias=False, etp_group=world, config=etp.EtpConfig(pad_for_alignment=1))
     shards: list[Any] = list(model.parameters())
-    shards[0].driver.transports[world] = RunsOut()
+    shards[0].driver.routes.transports[world] = RunsOut()
     for shard in shards:
         shard.main_grad = torch.zeros(shard.shape)
     x = torch.randn(4, SIDE, requires_grad=True)

@@ -8,11 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etp.cache import BufferCache
-from etp.config import EtpConfig, GradReduction
-from etp.graphs import GraphModes
+from etp.config import EtpConfig
+from etp.mode import Modes
+from etp.passes import Passes
 from etp.replicated import ReplicatedGrads
 from etp.routes import Routes
+from etp.versions import WeightVersions
+
+
+def parts(routes: Routes) -> tuple[EtpConfig, Routes, Modes, Passes]:
+    """What a runtime connects it with."""
+    config = EtpConfig()
+    weights = WeightVersions([], reuse_across_forwards=False)
+    return config, routes, Modes(config), Passes([], weights, at_end=lambda: None)
 
 
 class Counting(ReplicatedGrads):
@@ -27,13 +35,15 @@ class Counting(ReplicatedGrads):
 
 def test_registering_looks_at_no_other_parameter(world: dist.ProcessGroup) -> None:
     """A model with thousands of experts has as many biases."""
-    grads = Counting(GradReduction.MEAN, lambda: None, GraphModes(lambda: BufferCache(1, 0)), Routes(EtpConfig()))
+    grads = Counting(*parts(Routes(EtpConfig())))
     params = [nn.Parameter(torch.randn(3)) for _ in range(50)]
     for index, param in enumerate(params):
         grads.register(param, world, f"bias{index}")
     assert grads.looked == len(params)
     assert all(len(param._backward_hooks or ()) == 1 for param in params)
-    grads.watch()
+    grads.begin_pass(backward=True)
+    assert grads.looked == len(params)
+    grads.begin_pass(backward=False)
     assert grads.looked == 2 * len(params)
     assert all(len(param._backward_hooks or ()) == 1 for param in params)
     grads.release()
@@ -59,7 +69,7 @@ def test_peers_are_told_every_name_before_an_all_reduce(world: dist.ProcessGroup
     params = [nn.Parameter(torch.randn(3)) for _ in range(4)]
     params[0].grad = torch.zeros(3)
     routes = Pairing(params[0].grad[0])
-    grads = ReplicatedGrads(GradReduction.MEAN, lambda: None, GraphModes(lambda: BufferCache(1, 0)), routes)
+    grads = ReplicatedGrads(*parts(routes))
     for index, param in enumerate(params):
         grads.register(param, world, f"bias{index}")
     torch.stack([params[index].sum() for index in (3, 0, 1)]).sum().backward()

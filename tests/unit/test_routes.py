@@ -13,6 +13,7 @@ from torch import nn
 import etp
 from etp import routes
 from etp.group import WeightGroup
+from etp.mode import Modes
 from etp.traffic import TrafficCounters
 from tests.unit.test_group import shard_named
 
@@ -24,7 +25,7 @@ def test_full_weights_need_no_transport(world: dist.ProcessGroup) -> None:
     runtime = etp.shard_module(linear, world, config=etp.EtpConfig(transport="copy_engine"))  # type: ignore[arg-type]
     full = etp.full_state_dict(linear)
     assert torch.equal(full["weight"], expected)
-    assert not runtime.transports
+    assert not runtime.routes.transports
     with pytest.raises(ValueError, match="weights are on cpu"):
         linear(torch.randn(2, 6))
 
@@ -61,7 +62,7 @@ def test_a_transport_serves_one_kind_of_device(world: dist.ProcessGroup, monkeyp
     assert meta[0] is meta[1]
     assert found.transports == {world: meta[0]}
     assert transports("cpu") == cpu
-    found.change_mode(capturing=True)
+    found.change_mode(replace(Modes(etp.EtpConfig()).now, capture=1))
     assert cpu[0].modes == meta[0].modes == [True]
 
 

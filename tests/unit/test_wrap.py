@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_memory_of_transports_counts_once(transport: Any, besides: int) -> None:
         WeightGroup([shard], group)
         runtime = EtpRuntime(etp.EtpConfig())
         runtime.adopt(linear)
-        cast("dict[Any, Any]", runtime.transports)[group] = transport
+        runtime.routes.transports[group] = transport
         shard.grad = torch.zeros_like(shard)
         held = etp.resident_nbytes(linear)
     own = ROWS // RANKS * COLUMNS * 4

@@ -76,7 +76,8 @@ def _check_peers_agree(total: torch.Tensor, shards: list[ETPShardedParam]) -> No
     if len(by_ranks) < 2:
         return
     for ranks, shard in by_ranks.items():
-        totals = shard.driver.gathered(total.to(shard.device, torch.float64).view(1), shard.group).view(-1)
+        own = total.to(shard.device, torch.float64).view(1)
+        totals = shard.driver.scalars.gathered(own, shard.group, "all-gather of total norms").view(-1)
         if not torch.allclose(totals, totals[0].expand_as(totals), rtol=_SAME, atol=0.0, equal_nan=True):
             raise PeerMismatchError(
                 f"clip_grad_norm_: ranks {list(ranks)} share {shard.fqn} but have total norms {totals.tolist()}, so "

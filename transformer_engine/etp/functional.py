@@ -76,7 +76,7 @@ def _accumulates(ctx: Any) -> bool:
     except RuntimeError as error:
         if not is_asked_for(error):
             raise
-        if ctx.weights[0].driver.returns_gradients(ctx.weights[0].weight_group):
+        if ctx.weights[0].driver.reductions.returns_gradients(ctx.weights[0].weight_group):
             return True
         raise EtpStateError(
             f"torch.autograd.grad cannot return the gradient of the sharded weight {ctx.weights[0].fqn}, which goes to "
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias, ctx.cast = bias is not None, cast
         # PyTorch flattens such inputs into one matrix. For others, it sums the bias's gradient in memory order.
         ctx.flattened = x.dim() <= 2 or x.is_contiguous()
-        (full,) = _cast_all(weight.driver.materialize(weight.weight_group), cast)
+        (full,) = _cast_all(weight.driver.gathers.visit(weight.weight_group), cast)
         return F.linear(x, full, bias)
 
     @staticmethod
@@ -137,12 +137,12 @@ class _Linear(torch.autograd.Function):
         flat_grad = grad.reshape(-1, grad.shape[-1])
         if needs_x:
             _require_unchanged(ctx)
-            (full,) = _cast_all(driver.materialize(group), ctx.cast)
+            (full,) = _cast_all(driver.gathers.visit(group), ctx.cast)
             grad_x = _input_gradient(x, flat_grad, full)
         if _accumulates(ctx):
-            (wgrad,) = driver.wgrad_buffers(group, x.dtype)
+            (wgrad,) = driver.reductions.buffers(group, x.dtype)
             torch.mm(flat_grad.t(), x.reshape(-1, x.shape[-1]), out=wgrad)
-            (grad_weight,) = driver.reduce_wgrads(group, [wgrad])
+            (grad_weight,) = driver.reductions.take(group, [wgrad])
         if ctx.has_bias and needs_bias:
             grad_bias = flat_grad.sum(0) if ctx.flattened else grad.sum(dim=list(range(grad.dim() - 1)))
         return grad_x, grad_weight, grad_bias, None
@@ -163,7 +163,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(indices)
         _remember(ctx, [weight], first_input=0)
         ctx.padding_idx, ctx.scale_grad_by_freq = padding_idx, scale_grad_by_freq
-        (full,) = weight.driver.materialize(weight.weight_group)
+        (full,) = weight.driver.gathers.visit(weight.weight_group)
         return F.embedding(indices, full)
 
     @staticmethod
@@ -176,7 +176,7 @@ class _Embedding(torch.autograd.Function):
             wgrad = torch.ops.aten.embedding_dense_backward(
                 grad, indices, weight.layout.rows, ctx.padding_idx, ctx.scale_grad_by_freq
             )
-            (grad_weight,) = weight.driver.reduce_wgrads(weight.weight_group, [wgrad])
+            (grad_weight,) = weight.driver.reductions.take(weight.weight_group, [wgrad])
         return grad_weight, None, None, None
 
 
@@ -190,7 +190,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         _remember(ctx, weights, first_input=1)
         ctx.m_splits, ctx.num_biases, ctx.cast = m_splits, len(biases), cast
-        fulls = _cast_all(weights[0].driver.materialize(weights[0].weight_group), cast)
+        fulls = _cast_all(weights[0].driver.gathers.visit(weights[0].weight_group), cast)
         parts = x.split(m_splits)
         out = [
             F.linear(part, full, biases[i] if biases else None)
@@ -209,13 +209,13 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weights: list[torch.Tensor | None] = [None] * len(weights)
         if ctx.needs_input_grad[0]:
             _require_unchanged(ctx)
-            fulls = _cast_all(driver.materialize(group), ctx.cast)
+            fulls = _cast_all(driver.gathers.visit(group), ctx.cast)
             grad_x = torch.cat([g.mm(full) for g, full in zip(grads, fulls, strict=True)])
         if _accumulates(ctx):
-            wgrads = driver.wgrad_buffers(group, x.dtype)
+            wgrads = driver.reductions.buffers(group, x.dtype)
             for g, part, wgrad in zip(grads, parts, wgrads, strict=True):
                 torch.mm(g.t(), part, out=wgrad)
-            grad_weights = driver.reduce_wgrads(group, wgrads)
+            grad_weights = driver.reductions.take(group, wgrads)
         grad_biases = [g.sum(0) for g in grads] if ctx.num_biases else []
         return grad_x, None, None, None, *grad_weights, *grad_biases
 

@@ -9,17 +9,20 @@ nothing that could differ between ranks, so all ranks skip the same gathers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from etp.cache import Slot
-from etp.chain import Timeline
+from etp.collectives.base import Route
 from etp.config import EtpConfig
 from etp.errors import EtpStateError
-from etp.graphs import GraphModes
+from etp.formats.base import WeightFormat
+from etp.grad_hooks import GradHooks
 from etp.group import WeightGroup
-from etp.passes import Passes
-from etp.routes import Route, Routes
+from etp.mode import Mode, Modes
+from etp.passes import Passes, Timeline
+from etp.routes import Routes
 from etp.stack import Stack
 from etp.versions import WeightVersions
 
@@ -34,42 +37,43 @@ class Gathers:
     Args:
         config: options of the runtime.
         routes: transports and lanes.
-        graphs: whether work is being captured into a CUDA graph, and the slots that gathers land in.
+        modes: whether work is being captured into a CUDA graph, and the slots that gathers land in.
         weights: versions of the shards.
         passes: which pass visits belong to.
-
-    Attributes:
-        drained_after_parts: whether everything started in a captured part is finished at its end. Forward passes of
-            captured parts prefetch only then.
+        hooks: told of each trained group that is visited.
+        groups: the runtime's own list of groups, shared so that later additions are seen.
     """
 
     def __init__(
         self,
         config: EtpConfig,
         routes: Routes,
-        graphs: GraphModes,
+        modes: Modes,
         weights: WeightVersions,
         passes: Passes,
+        hooks: GradHooks,
+        groups: Sequence[WeightGroup],
     ) -> None:
-        self.drained_after_parts = False
         self._config = config
         self._routes = routes
-        self._graphs = graphs
+        self._modes = modes
+        self._groups = groups
         self._weights = weights
         self._passes = passes
+        self._hooks = hooks
         self._in_use: WeightGroup | None = None
         self._largest_group = 0
 
     # One visit -----------------------------------------------------------------------------------------------
 
     def visit(
-        self, group: WeightGroup, timeline: Timeline[WeightGroup], *, transposed: bool = False
+        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
     ) -> list[torch.Tensor]:
         """Return ``group``'s full weights, and start to gather what comes next. Collective over its ranks.
 
         Args:
             group: the group whose weights a layer needs.
-            timeline: the timeline of the current pass; see :meth:`etp.passes.Passes.enter`.
+            format_: what the layer needs them in; None for as they are stored.
             transposed: in a format, whether the layer reads columns.
 
         Returns:
@@ -79,47 +83,69 @@ class Gathers:
             EtpStateError: if a part of the model is captured and nothing outside it would publish its weights.
             StaleWeightError: if a shard changed since the forward pass and the transport would not see the change.
         """
+        if self._modes.possible:
+            self._modes.update()
+        if format_ is not group.format or not group.format_is_known:
+            group.use_format(format_)
+        timeline = self._passes.enter(group)
         timeline.visit(group)
+        if group not in self._hooks.watched:
+            self._hooks.watch(group)
         group.read_shards(self._passes.number)
-        slot = group.attach(self._graphs.buffers.cache)
-        route = self._routes.of(group)
+        slot = group.attach(self._modes.now.cache)
+        route = group.route or self._routes.of(group)
         if self._in_use is not None:
             self._in_use.read_until_here(route.gather)
-        in_backward, is_part = self._passes.in_backward, self._graphs.is_part
-        if not is_part:
+        in_backward, is_part = self._passes.in_backward, self._modes.now.is_part
+        if is_part:
+            self._require_observer(group)
+        elif group.is_published or not (in_backward or route.device in self._weights.final):
             self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
-        else:
-            self._require_observer(group, route)
         # See [Note: reuse].
         gathered_in = None if in_backward or self._weights.trusted else self._passes.number
         if not group.holds(self._weights.epoch, gathered_in=gathered_in):
-            self._issue(group, route)
+            self._issue(group, slot, route)
         weights = group.take(route.gather, transposed=transposed)
         self._in_use = group
         # A gather that might still be unused at the end of a graph would have to be joined there.
-        if not is_part or (timeline.knows_pass and (in_backward or self.drained_after_parts)):
+        if not is_part or (timeline.knows_pass and (in_backward or self._modes.drained_after_parts)):
             self._prefetch(slot, timeline, gathered_in)
         return weights
 
-    def _require_observer(self, group: WeightGroup, route: Route) -> None:
-        if self._weights.is_published(group, route) and not self._passes.has_root:
+    def _require_observer(self, group: WeightGroup) -> None:
+        if group.is_published and not self._passes.has_root:
             raise EtpStateError(
                 f"{group.name} is captured into a CUDA graph, and nothing outside of the graph would tell it when the "
                 "weight changes: pass the module whose forward replays the graph to etp.shard_module, or use the c10d "
                 "transport"
             )
 
-    def _issue(self, group: WeightGroup, route: Route) -> None:
+    def _issue(self, group: WeightGroup, slot: Slot, route: Route) -> None:
         """Start to gather ``group``, after the gather that its slot may still be receiving."""
-        group.abandon_gather()
-        former = group.slot.owner
-        if former is not None and former.pending:
-            former.abandon_gather()
+        for former in (group, slot.owner):
+            if former is not None and former.pending:
+                former.abandon_gather()
         self._largest_group = max(self._largest_group, group.nbytes)
-        waits = self._weights.gather_waits(group, route)
-        group.issue_gather(
-            route.transport, route.gather, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits
-        )
+        waits = self._waits(group, slot, route)
+        group.issue_gather(route, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits)
+
+    def _waits(self, group: WeightGroup, slot: Slot, route: Route) -> list[Any] | None:
+        """Events that a gather into the slot must wait for; see :meth:`etp.streams.Lane.start`."""
+        published = group.is_published
+        if not published:
+            for hook in group.before_gather:
+                hook()
+        if not slot.reads:
+            # New memory, which compute enqueued so far may have used before the allocator recycled it.
+            return None
+        reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
+        if published:
+            # The publication is earlier on the same lane.
+            return reads
+        final = self._weights.final.get(route.device)
+        if final is None or group.before_gather or not group.is_observed(self._weights.stamp):
+            return None
+        return [final, *reads]
 
     # Ahead of visits -----------------------------------------------------------------------------------------
 
@@ -129,8 +155,8 @@ class Gathers:
         if budget == 0:
             return
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
-        needed_earlier = {in_use}
-        cache = self._graphs.buffers.cache
+        needed_earlier, stamp = {in_use}, self._weights.stamp
+        cache = self._modes.now.cache
         for group in self._ahead(timeline):
             if in_flight >= budget:
                 return
@@ -138,10 +164,12 @@ class Gathers:
                 group.read_shards(number)
             slot = group.attach(cache)
             if not group.holds(epoch, gathered_in=gathered_in):
-                route = self._routes.of(group)
-                if slot in needed_earlier or not (self._graphs.is_part or self._weights.is_observed(group, route)):
+                route = group.route or self._routes.of(group)
+                if slot in needed_earlier:
                     return
-                self._issue(group, route)
+                if not (self._modes.now.is_part or not group.is_published or group.is_observed(stamp)):
+                    return
+                self._issue(group, slot, route)
             if group.pending:
                 in_flight += group.nbytes
             needed_earlier.add(slot)
@@ -159,8 +187,8 @@ class Gathers:
 
         In a capture only after a backward pass: any forward pass may be the graph's last, and leave gathers unfinished.
         """
-        may_be_last = self._graphs.capture is not None and not self._passes.in_backward
-        return not may_be_last and not self._graphs.is_part and timeline.knows_pass
+        may_be_last = self._modes.now.capture is not None and not self._passes.in_backward
+        return not may_be_last and not self._modes.now.is_part and timeline.knows_pass
 
     # Outside of passes ---------------------------------------------------------------------------------------
 
@@ -176,29 +204,30 @@ class Gathers:
         transport.all_gather(Stack([full]), Stack([local]), f"all-gather of {shard.fqn} (full tensor)").join()
         return full[: layout.rows] if layout.pad_rows == 0 else full[: layout.rows].clone()
 
-    def change_mode(self, groups: Sequence[WeightGroup]) -> None:
-        """Void everything gathered so far: a CUDA graph capture begins, with the device idle, or has ended."""
-        for group in groups:
+    def change_mode(self, mode: Mode) -> None:
+        """Void everything gathered so far; see :class:`etp.mode.Changing`."""
+        del mode
+        for group in self._groups:
             group.change_mode()
         self._in_use = None
 
-    def finish(self, groups: Sequence[WeightGroup]) -> None:
+    def finish(self) -> None:
         """Finish prefetches whose visits have not happened. The gathered weights stay in their slots."""
-        for group in groups:
+        for group in self._groups:
             group.abandon_gather()
 
-    def release(self, groups: Sequence[WeightGroup]) -> None:
+    def release(self) -> None:
         """Finish gathers in flight and free the slots of the current mode (inside or outside of a capture)."""
-        self.finish(groups)
+        self.finish()
         self._in_use = None
-        self._graphs.buffers.cache.clear()
+        self._modes.now.cache.clear()
 
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
-        chain = self._passes.chain
-        order = chain.forward.learned or chain.forward.visits
+        forward = self._passes.chain.forward
+        order = forward.learned or forward.visits
         lines = [f"chain of {len(order)} weight groups, prefetch depth {self._config.prefetch_depth}"]
-        slots = {id(slot): number for number, slot in enumerate(self._graphs.buffers.cache.slots())}
+        slots = {id(slot): number for number, slot in enumerate(self._modes.now.cache.slots())}
         for group in order:
             shapes = " ".join(str(list(shard.layout.shape)) for shard in group.shards[:1])
             # None right after a capture has begun or ended.

@@ -1,22 +1,35 @@
-"""Runs the hooks that wait for a shard's gradient: once per backward pass, on the complete gradient.
+"""What autograd says of shards in a backward pass: which get a gradient, what it brings itself, when uses have ended.
 
 [Note: once a backward] A weight can be used several times in one backward pass. Only autograd knows whether another use
 is still to come: it visits the shard's own node once all uses in its graph have been differentiated, even if they all
 returned None. Hooks wait for that visit, so that they run once and see the whole gradient, as an unsharded parameter's
 hooks do. If a reduction ends before the visit, its hooks are *owed*: they run when the pass ends.
+
+[Note: gradients beside uses] A loss may contain a term of the weights themselves, such as a penalty. Each rank
+differentiates the term by its own shard, and autograd delivers this gradient to the shard's node, without a reduction.
+It is ordered after any reduction that adds to the same memory. If gradients are summed over the ranks, the term's
+gradient must count once per rank, because each rank has the term in its loss; ``etp/terms.py`` scales it. That module
+cannot see inside a user's ``torch.autograd.Function`` of a shard, so a gradient that it has not scaled is scaled here.
+If the shard has ``main_grad``, the gradient is added to it here: Megatron takes what autograd leaves in ``grad`` for
+part of what the reduction has added, and drops it. If Transformer Engine fuses the accumulation, autograd has added
+TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from etp.config import EtpConfig, GradReduction
+from etp.differentiate import is_asked_for
 from etp.grads import Destinations, PendingReduction
-from etp.graphs import GraphModes
 from etp.group import Shard, WeightGroup
+from etp.mode import Modes
 
 Chosen = tuple[bool, ...] | None
 """Which of a group's shards ``backward(inputs=...)`` names; None if it names all that are trained."""
@@ -26,10 +39,9 @@ class GradHooks:
     """Runs the hooks of one runtime's weight groups and shards.
 
     Args:
-        graphs: whether work is being captured into a CUDA graph.
+        config: options of the runtime.
+        modes: whether work is being captured into a CUDA graph.
         pending: the runtime's own queue of reductions in flight, shared so that later ones are seen.
-        beside: called once all uses of a shard in a graph are differentiated, with the shard and the gradient that
-            autograd itself brings, or None. Returns a replacement, or None to keep that gradient.
 
     Attributes:
         watched: the watched groups, each with the shard whose autograd node reports its last use.
@@ -39,15 +51,10 @@ class GradHooks:
         brought: ``id`` of the shard whose gradient autograd itself brings and accumulates next; None if there is none.
     """
 
-    def __init__(
-        self,
-        graphs: GraphModes,
-        pending: Collection[PendingReduction],
-        beside: Callable[[Shard, torch.Tensor | None], torch.Tensor | None],
-    ) -> None:
-        self._graphs = graphs
+    def __init__(self, config: EtpConfig, modes: Modes, pending: Collection[PendingReduction]) -> None:
+        self._config = config
+        self._modes = modes
         self._pending = pending
-        self._beside = beside
         self.watched: dict[WeightGroup, Shard] = {}
         self.used_further: set[WeightGroup] = set()
         self.owed: dict[int, WeightGroup | Shard] = {}
@@ -95,6 +102,41 @@ class GradHooks:
         self.used_further.discard(group)
         return own
 
+    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Adjust the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
+
+        Args:
+            shard: the shard; all its uses in the graph are differentiated.
+            grad: what autograd itself brings, or None.
+
+        Returns:
+            the gradient for autograd to add, in new memory: a replay would overwrite what a graphed callable returns.
+            None leaves ``grad`` as it is: a placeholder, or returned by the capture of a part and not computed yet.
+        """
+        self.brought = None if grad is None else id(shard)
+        is_placeholder = shard._placeholder_due
+        if is_placeholder:
+            shard.take_placeholder()
+        if grad is None or is_placeholder or self._modes.captures_part(grad):
+            return None
+        for pending in self._pending:
+            if any(shard is other for other in pending.group.shards):
+                pending.order()
+        own = grad * self._times(shard)
+        main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
+        if main_grad is not None:
+            main_grad.add_(own)
+            own.zero_()
+        return own
+
+    def _times(self, shard: Any) -> int:
+        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already."""
+        counted, shard.term_counted = shard.term_counted, False
+        if counted or self._config.grad_reduction is GradReduction.MEAN:
+            return 1
+        reduced = id(shard) in self.behind_autograd or bool(returned_by_autograd(shard))
+        return 1 if reduced else shard.layout.num_shards
+
     # Complete gradients --------------------------------------------------------------------------------------
 
     def complete(
@@ -113,7 +155,7 @@ class GradHooks:
         for shard in trained:
             if hasattr(shard, "grad_added_to_main_grad"):
                 shard.grad_added_to_main_grad = True
-        if self._graphs.is_part:
+        if self._modes.now.is_part:
             # Only a replay computes the gradient.
             for shard in trained:
                 if getattr(shard, "main_grad", None) is None:
@@ -153,3 +195,50 @@ class GradHooks:
                 self.owed[id(shard)] = shard
 
         self.behind_autograd[id(shard)] = shard.watch_accumulation(accumulated)
+
+
+def chosen_shards(group: WeightGroup) -> Chosen:
+    """The shards of the group that get a gradient from the operation being differentiated.
+
+    A shard that is not an input of this operation counts as named, because autograd does not know of its use. So does
+    an input of ``torch.autograd.grad``, as in Megatron's graphs, although its gradient goes to ``main_grad``.
+    """
+    operation = torch._C._current_autograd_node()
+    edges = () if operation is None else operation.next_functions
+    nodes = {id(getattr(node, "variable", None)): node for node, _ in edges if node is not None}
+    trained, known = group.trained(), [nodes.get(id(shard)) for shard in group.shards]
+    try:
+        named = [node is None or torch._C._will_engine_execute_node(node) for node in known]
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        named = [_is_named(node) for node in known]
+    chosen = map(operator.and_, trained, named)
+    return None if (found := tuple(chosen)) == trained else found
+
+
+def _is_named(node: Any) -> bool:
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        return True
+
+
+def returned_by_autograd(shard: Shard) -> bool | None:
+    """Whether the current graph task is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
+
+    Never for a shard with ``main_grad``, because its gradient goes there. None if the task leaves the shard out.
+    """
+    # Through __torch_function__, these reads would cost more than the reduction.
+    with torch._C.DisableTorchFunctionSubclass():
+        if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
+            return None
+        node = torch.autograd.graph.get_gradient_edge(shard).node
+    try:
+        return False if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError as error:
+        if not is_asked_for(error):
+            raise
+        return True

@@ -35,6 +35,10 @@ _ADDRESS = methodcaller("data_ptr")
 _IS_CONTIGUOUS = methodcaller("is_contiguous")
 
 
+BlockKind = tuple[int, torch.dtype, torch.device, Any]
+"""Elements, dtype, device and stream of a block of the pool."""
+
+
 class _Block:
     """A flat block of the pool, and its views as stacks."""
 
@@ -59,7 +63,7 @@ class WgradPool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device, Any], list[_Block]] = defaultdict(list)
+        self._free: dict[BlockKind, list[_Block]] = defaultdict(list)
         self._lent: dict[int, _Block] = {}
 
     def lease(
@@ -143,18 +147,13 @@ class PendingReduction:
         self._publish = publish
         self.belated = False
         """Whether another pass has begun since it was started."""
-        self.nbytes = len(wgrads.tensors) * wgrads.nbytes
+        count = len(wgrads.tensors)
+        self.nbytes = count * wgrads.nbytes
         """Bytes of the gradients that it keeps alive until it is finished."""
-
-    def holds(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any = None) -> bool:
-        """Whether finishing it returns to the pool a block of ``numel`` elements that ``stream`` may use."""
-        wgrads = self._wgrads
-        return (
-            wgrads is not None
-            and self._home == stream
-            and (len(wgrads) * wgrads.numel, wgrads.dtype, wgrads.device) == (numel, dtype, device)
-            and self._pool.owns(wgrads[0])
-        )
+        self.block: BlockKind | None = None
+        """The kind of the block that finishing it returns to the pool; None if the gradients are not leased."""
+        if pool.owns(wgrads.tensors[0]):
+            self.block = count * wgrads.numel, wgrads.dtype, wgrads.device, home
 
     def order(self) -> None:
         """Order the current stream after the sum, so that it can add to the same memory; publish nothing yet."""
@@ -180,8 +179,8 @@ class PendingReduction:
         self.group.end_reduction()
         self.ready.wait(self._home)
         wgrads, self._wgrads = self._wgrads, None
-        if wgrads is not None and self._pool.owns(wgrads[0]):
-            self._pool.restore(wgrads[0])
+        if wgrads is not None and self.block is not None:
+            self._pool.restore(wgrads.tensors[0])
 
 
 def padded_wgrads(wgrads: Sequence[torch.Tensor], layout: ShardLayout, pool: WgradPool, stream: Any = None) -> Stack:
@@ -217,11 +216,13 @@ class Destinations:
         sinks: a tensor of the shard's shape for each.
         accumulate: whether the gradients are added to the sinks; otherwise they overwrite them.
         fresh: shards whose sink is a new tensor, which becomes their ``grad``, or is added to it, by :meth:`publish`.
+        lasting: whether all sinks are the shards' ``main_grad``, which outlive the iteration.
     """
 
     sinks: Stack
     accumulate: bool
     fresh: Sequence[tuple[Shard, torch.Tensor]] = ()
+    lasting: bool = False
 
     @classmethod
     def of(cls, shards: Sequence[Shard], former: Self | None = None) -> Self:
@@ -233,7 +234,8 @@ class Destinations:
         """
         # Otherwise each attribute of a Tensor subclass would cost a Python call.
         with torch._C.DisableTorchFunctionSubclass():
-            found = [shard.grad if (main := getattr(shard, "main_grad", None)) is None else main for shard in shards]
+            mains = [getattr(shard, "main_grad", None) for shard in shards]
+            found = [shard.grad if main is None else main for shard, main in zip(shards, mains, strict=True)]
             known = [
                 target.as_subclass(torch.Tensor) if isinstance(target, ShardGrad) else target
                 for target in found
@@ -242,7 +244,9 @@ class Destinations:
         if len(known) == len(shards):
             if former is not None and list(map(_ADDRESS, known)) == list(map(_ADDRESS, former.sinks.tensors)):
                 return former
-            return cls(Stack(known), accumulate=True)
+            # A list: a generator would cost a Python call per shard.
+            lasting = all([main is not None for main in mains])  # noqa: C419
+            return cls(Stack(known), accumulate=True, lasting=lasting)
         local = shards[0].local_shard()
         if not known:
             made = new_gradients(len(shards), local)

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache, BufferSpec, Slot
-from etp.collectives.base import Transport
+from etp.collectives.base import Route
 from etp.errors import EtpStateError
 from etp.formats.base import Quantization, WeightFormat
 from etp.layout import ShardLayout
 from etp.refusals import OneOfMany
+from etp.scalars import GroupScalars
 from etp.shard_copy import Cut
 from etp.stack import Stack
 from etp.streams import Lane, Ready
@@ -58,10 +59,44 @@ class _SetLater[T]:
         raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
 
 
-class ShardDriver(Protocol):
-    """Decides when the collectives of groups run (:class:`etp.runtime.EtpRuntime`).
+class GathersWeights(Protocol):
+    """:class:`etp.gathers.Gathers`, as consumers of weights call it."""
 
-    A protocol, because the runtime imports the shards and groups that it drives.
+    def visit(
+        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
+    ) -> list[torch.Tensor]:
+        """The full weights, for use now, as they are stored or in a format, by rows or by columns. Collective."""
+
+    def full(self, group: WeightGroup, index: int) -> torch.Tensor:
+        """One full weight, newly allocated. Collective over the group's ranks."""
+
+
+class ReducesGradients(Protocol):
+    """:class:`etp.reductions.Reductions`, as consumers of weights, and the shards' gradients, call it."""
+
+    def buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+        """A buffer for each of the group's full gradients."""
+
+    def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """One of these buffers, for a consumer that requests them one at a time."""
+
+    def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
+
+    def returns_gradients(self, group: WeightGroup) -> bool | None:
+        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
+
+    def require_complete(self, group: WeightGroup) -> None:
+        """Raise EtpStateError unless the group's gradients are complete."""
+
+    def forget_sums(self, group: WeightGroup) -> None:
+        """Called when a gradient of this group was set to zero."""
+
+
+class ShardDriver(Protocol):
+    """The parts of the runtime (:class:`etp.runtime.EtpRuntime`) that shards and their consumers call.
+
+    A protocol, because these parts import the shards and groups that they drive.
 
     Attributes:
         in_forward: whether the model's forward pass is under way.
@@ -71,42 +106,21 @@ class ShardDriver(Protocol):
     in_forward: bool
     sums_gradients: bool
 
-    def materialize(
-        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
-    ) -> list[torch.Tensor]:
-        """The group's full weights, for use right now, in a format (rows, or columns) or as they are stored."""
+    @property
+    def gathers(self) -> GathersWeights:
+        """Gathers the weights."""
 
-    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-        """A buffer for each of the group's full gradients."""
+    @property
+    def reductions(self) -> ReducesGradients:
+        """Reduces their gradients."""
 
-    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of these buffers, for a consumer that requests them one at a time."""
+    @property
+    def scalars(self) -> GroupScalars:
+        """Combines numbers over the ranks."""
 
-    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
-
-    def returns_gradients(self, group: WeightGroup) -> bool:
-        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
-
-    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One full weight, newly allocated."""
-
-    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-        """All-gather ``own``, ``[n]``, into ``[ranks, n]``. Collective."""
-
-    def gradient_norms(
-        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
-    ) -> list[torch.Tensor]:
-        """Norms of distributed tensors; see :meth:`etp.scalars.GroupScalars.norms`. Collective."""
-
-    def spread_overflow(self, found: torch.Tensor) -> None:
-        """Set the flag on all ranks that share a shard group with a rank that set it. Collective."""
-
-    def require_complete(self, group: WeightGroup) -> None:
-        """Raise EtpStateError unless the group's gradients are complete."""
-
-    def gradient_zeroed(self, group: WeightGroup) -> None:
-        """Called when a gradient of this group was set to zero."""
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Every process group over which it shards weights, in the same order on all ranks."""
 
 
 class Shard(OneOfMany, torch.nn.Parameter):
@@ -317,6 +331,10 @@ class WeightGroup:
         """Number of the pass in which the latest gather was started."""
         self.used_more_than_once = False
         """Whether some forward pass used it more than once, so that one backward pass has several gradients for it."""
+        self.route: Route | None = None
+        """How it communicates (:meth:`etp.routes.Routes.of`); None until that is known for its device."""
+        self.observed: tuple[Any, ...] | None = None
+        """What was observed last (:meth:`note_observed`); None if nothing."""
         self.before_gather: list[Callable[[], None]] = []
         """Called before the shards are read, e.g. to finish an asynchronous update of them."""
         self.reduce_hooks: list[Callable[[], None]] = []
@@ -444,6 +462,19 @@ class WeightGroup:
         if self._local is not None and self._addresses != addresses:
             self._local = None
 
+    @property
+    def is_published(self) -> bool:
+        """Whether gathers read published copies rather than the shards themselves; its route must be known."""
+        return self.format is not None or (self.route is not None and self.route.transport.publishes)
+
+    def note_observed(self, stamp: tuple[int, int]) -> None:
+        """Record an observation of the shards as :meth:`read_shards` has found them; see ``etp/versions.py``."""
+        self.observed = stamp, self.format, self.version
+
+    def is_observed(self, stamp: tuple[int, int]) -> bool:
+        """Whether the shards were observed as they are now, with an observation of this stamp."""
+        return self.observed == (stamp, self.format, self.version)
+
     def local_shards(self) -> Stack:
         """This rank's shards as plain tensors; the same object until one of them is bound to other storage."""
         if self._local is None:
@@ -465,6 +496,7 @@ class WeightGroup:
             self.__dict__.pop("nbytes", None)
             if former is not None and former != self.spec:
                 self.detach()
+                self.route = None
         if self._cache is not cache or self._slot is None:
             self.abandon_gather()
             if cache not in self._slots:
@@ -505,14 +537,11 @@ class WeightGroup:
             and self._gathered_version == (epoch, *self.version)
         )
 
-    def issue_gather(
-        self, transport: Transport, lane: Lane, *, pass_number: int, epoch: int, waits: Sequence[Any] | None
-    ) -> None:
+    def issue_gather(self, route: Route, *, pass_number: int, epoch: int, waits: Sequence[Any] | None) -> None:
         """Start gathering into the slot, which voids its previous content.
 
         Args:
-            transport: moves the shards.
-            lane: where the gather runs.
+            route: moves the shards.
             pass_number: the runtime's count of passes.
             epoch: the runtime's count of announced weight changes.
             waits: see :meth:`etp.streams.Lane.start`.
@@ -528,8 +557,8 @@ class WeightGroup:
             self._generation = slot.claim(self)
             self._gathered_version = (epoch, *self.version)
             self.issued_in_pass = pass_number
-            gather = partial(transport.all_gather, slot.buffers, self.sources(), self.gather_label)
-            self._ready = lane.start(gather, waits=waits, label=self.gather_label)
+            gather = partial(route.transport.all_gather, slot.buffers, self.sources(), self.gather_label)
+            self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes
         except BaseException:

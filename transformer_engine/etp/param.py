@@ -101,7 +101,7 @@ class ETPShardedParam(Shard):
 
     def materialize(self) -> list[torch.Tensor]:
         """The full weights of this parameter's group, valid until the next weight of the same shape is gathered."""
-        return self.driver.materialize(self.weight_group)
+        return self.driver.gathers.visit(self.weight_group)
 
     def reduce_wgrads(self, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Start reducing the group's full gradients (logical shapes); the sum arrives in ``grad`` or ``main_grad``.
@@ -109,11 +109,11 @@ class ETPShardedParam(Shard):
         Returns:
             what to pass to autograd for each shard of the group: None, except under ``torch.autograd.grad``.
         """
-        return self.driver.reduce_wgrads(self.weight_group, wgrads)
+        return self.driver.reductions.take(self.weight_group, wgrads)
 
     def full_tensor(self) -> torch.Tensor:
         """The full weight, of logical shape, newly allocated. Collective over the shard group."""
-        return self.driver.gather_full(self.weight_group, self._group_index)
+        return self.driver.gathers.full(self.weight_group, self._group_index)
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> NoReturn:
         """Refused: autograd never sees a sharded weight's gradient.
@@ -143,19 +143,19 @@ class ETPShardedParam(Shard):
                 "shard by a plain tensor: use torch.utils.checkpoint with use_reentrant=True, or Megatron's "
                 "recomputation, instead of use_reentrant=False, and no offloading of activations by such hooks"
             )
-        return self.driver.materialize(self.weight_group, self._format)
+        return self.driver.gathers.visit(self.weight_group, self._format)
 
     def materialize_group_for_backward(self) -> list[torch.Tensor]:
         """See ``transformer_engine.pytorch.distributed_weight.DistributedWeight``."""
-        return self.driver.materialize(self.weight_group, self._format, transposed=True)
+        return self.driver.gathers.visit(self.weight_group, self._format, transposed=True)
 
     def finalize_group_grads(
         self, wgrads: torch.Tensor | Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None] | torch.Tensor | None:
         """Reduce the full gradients into the shards. Usually returns None for autograd; see :meth:`reduce_wgrads`."""
         if isinstance(wgrads, torch.Tensor):
-            return self.driver.reduce_wgrads(self.weight_group, [wgrads])[0]
-        return self.driver.reduce_wgrads(self.weight_group, wgrads)
+            return self.driver.reductions.take(self.weight_group, [wgrads])[0]
+        return self.driver.reductions.take(self.weight_group, wgrads)
 
     def grad_buffer(self) -> torch.Tensor:
         """A buffer of the full weight's shape for the weight-gradient GEMM, which fuses the accumulation into it.
@@ -165,7 +165,7 @@ class ETPShardedParam(Shard):
         self._placeholder_due = True
         main_grad: torch.Tensor | None = getattr(self, "main_grad", None)
         dtype = self.dtype if main_grad is None else main_grad.dtype
-        return self.driver.wgrad_buffer(self.weight_group, self._group_index, dtype)
+        return self.driver.reductions.buffer(self.weight_group, self._group_index, dtype)
 
     # Python protocols ---------------------------------------------------------------------------------------
 

@@ -1,35 +1,158 @@
-"""Tracks which forward or backward pass a runtime is in, and cleans up after a pass that failed.
+"""Tracks which forward or backward pass a runtime is in, and learns the order of visits, to predict the next ones.
 
 A *forward pass* begins when the *root* (the adopted module) is called, at the first forward visit after a backward
 visit or, without a root, when the pass's first group is visited again. A *backward pass* begins at the first visit
 inside an autograd graph task and ends with that task; activation recompute happens inside it. A backward pass whose
 task ended in an exception is *abandoned*: gradients not yet added to ``grad`` are dropped before the next pass begins.
+
+[Note: chain] A chain has two timelines: one for forward passes, one for backward passes. The backward one holds
+the visits of recomputation and of gradients in the order in which they happen, so activation recompute needs no
+special case. A timeline is the list of visits of the latest pass plus a cursor; the entries after the cursor are
+probably visited next, and therefore worth gathering now. Orders are stored by their first visit, so that a pass over
+part of the model is not mistaken for a pass over all of it. A wrong prediction costs a gather, never a wrong number:
+a group that was not prefetched is gathered when it is visited. All ranks of a shard group must visit in the same
+order, as with any collective.
+
+[Note: iterations] Where weights are known not to change until a change is announced, the passes between two
+announcements are an *iteration*. The sequence of their kinds is learned as well (:class:`PassSequence`), so that the
+end of one microbatch's backward pass can gather what the next microbatch's forward pass begins with.
 """
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from etp.chain import Chain, PassSequence, Timeline
 from etp.group import WeightGroup
-from etp.reductions import Reductions
-from etp.replicated import ReplicatedGrads
+from etp.mode import Mode
 from etp.versions import WeightVersions
 
-logger = logging.getLogger(__name__)
+# Passes of an iteration that are recorded.
+_MOST_PASSES = 4096
 
 # Average number of visits per group after which a forward pass that does not end is treated as several passes.
 _MOST_VISITS = 64
 
 
+class Timeline[T]:
+    """Visits of one kind of pass.
+
+    Attributes:
+        learned: the order that predictions come from; empty before the first complete pass.
+        visits: what the current pass has visited so far, in order.
+        visited: the same, as a set; items compare by identity.
+    """
+
+    def __init__(self) -> None:
+        self.learned: Sequence[T] = ()
+        self.visits: list[T] = []
+        self.visited: set[T] = set()
+        self._orders: dict[T, Sequence[T]] = {}
+        self._cursor = -1
+
+    def begin(self, guess: Sequence[T] = ()) -> None:
+        """Start a pass. The previous pass becomes the prediction; before the first pass, ``guess`` does."""
+        if self.visits:
+            self.learned = self._orders[self.visits[0]] = self.visits
+        elif not self.learned:
+            self.learned = guess
+        self.visits, self.visited = [], set()
+        self._cursor = -1
+
+    @property
+    def knows_pass(self) -> bool:
+        """Whether an earlier pass began like the one under way."""
+        return bool(self.visits) and self.visits[0] in self._orders
+
+    def visit(self, item: T) -> None:
+        """Record a visit and move the cursor to it: the next occurrence ahead, else the first one in the order."""
+        if not self.visits:
+            self.learned = self._orders.get(item, self.learned)
+        self.visits.append(item)
+        self.visited.add(item)
+        following = self._cursor + 1
+        if following < len(self.learned) and self.learned[following] is item:
+            self._cursor = following
+            return
+        for position in (*range(following, len(self.learned)), *range(min(following, len(self.learned)))):
+            if self.learned[position] is item:
+                self._cursor = position
+                return
+
+    def upcoming(self, count: int) -> Sequence[T]:
+        """Up to ``count`` predicted next visits of the pass, nearest first."""
+        following = self._cursor + 1
+        return self.learned[following : following + count]
+
+    def beginning(self, count: int) -> Sequence[T]:
+        """Up to ``count`` predicted first visits of the next pass."""
+        return (self.learned or self.visits)[:count]
+
+
+class PassSequence[K]:
+    """The kinds of the passes of an iteration, learned from the previous iteration."""
+
+    def __init__(self) -> None:
+        self._former: list[K] = []
+        self._current: list[K] = []
+
+    def begin_iteration(self) -> None:
+        """The next pass is the first of an iteration."""
+        if self._current:
+            self._former, self._current = self._current, []
+
+    def begin(self, kind: K) -> None:
+        """Record that a pass begins."""
+        # Without an announced change, as in a long evaluation, an iteration never ends: bound the record.
+        if len(self._current) < _MOST_PASSES:
+            self._current.append(kind)
+
+    @property
+    def next(self) -> K | None:
+        """The kind of pass that came next at this point of the previous iteration.
+
+        None if that iteration ended at this point, or if its pass before this point was of another kind.
+        """
+        done = len(self._current)
+        if not 0 < done < len(self._former) or self._former[done - 1] is not self._current[-1]:
+            return None
+        return self._former[done]
+
+
+class Chain[T]:
+    """Both timelines of one model (or one virtual pipeline stage)."""
+
+    def __init__(self) -> None:
+        self.forward: Timeline[T] = Timeline()
+        self.backward: Timeline[T] = Timeline()
+
+    def begin_forward(self) -> None:
+        """Start a forward pass."""
+        self.forward.begin()
+
+    def begin_backward(self) -> None:
+        """Start a backward pass; the first one is expected to reverse the forward pass."""
+        forward = self.forward.visits or self.forward.learned
+        self.backward.begin(guess=forward[::-1])
+
+
 class _BackwardToken:
     """Lives as long as autograd's graph task, whose callback holds the only reference."""
+
+
+class CollectsGradients(Protocol):
+    """A part of the runtime that collects gradients in backward passes."""
+
+    def begin_pass(self, *, backward: bool) -> None:
+        """Called when a pass begins, before its first visit."""
+
+    def discard(self) -> None:
+        """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
 
 
 class Passes:
@@ -37,14 +160,12 @@ class Passes:
 
     Args:
         groups: the runtime's own list of groups, shared so that later additions are seen.
-        reductions: gradients of sharded weights; notified when a pass begins and when a backward pass ends.
-        replicated: gradients of other parameters; hooks are updated at each forward pass.
         weights: versions of the shards; notified when a forward pass begins.
-        at_end: called at the end of a backward pass, after the reductions of its local sums have started. If it
-            raises, the pass counts as abandoned.
+        at_end: called at the end of a backward pass. If it raises, the pass counts as abandoned.
 
     Attributes:
         chain: the order of visits, in forward and in backward passes.
+        collectors: who collects gradients.
         number: unique number of the latest pass.
         in_backward: whether the latest pass is a backward pass, in progress or finished.
     """
@@ -52,18 +173,15 @@ class Passes:
     def __init__(
         self,
         groups: Sequence[WeightGroup],
-        reductions: Reductions,
-        replicated: ReplicatedGrads,
         weights: WeightVersions,
         *,
         at_end: Callable[[], None],
     ) -> None:
         self.chain: Chain[WeightGroup] = Chain()
+        self.collectors: Sequence[CollectsGradients] = ()
         self.number = 0
         self.in_backward = False
         self._groups = groups
-        self._reductions = reductions
-        self._replicated = replicated
         self._weights = weights
         self._at_end = at_end
         self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
@@ -126,10 +244,10 @@ class Passes:
         self.drop_abandoned()
         self.in_backward = False
         self.number += 1
-        self._reductions.begin_pass()
+        for collector in self.collectors:
+            collector.begin_pass(backward=False)
         self._weights.begin_forward()
         self.chain.begin_forward()
-        self._replicated.watch()
         if self._epoch != self._weights.epoch:
             self._epoch = self._weights.epoch
             self._sequence.begin_iteration()
@@ -149,7 +267,8 @@ class Passes:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, token))
         self.in_backward = True
         self.number += 1
-        self._reductions.begin_pass()
+        for collector in self.collectors:
+            collector.begin_pass(backward=True)
         self.chain.begin_backward()
         self._in_sequence = True
         self._sequence.begin(self.chain.backward)
@@ -157,7 +276,7 @@ class Passes:
     def expected(self, count: int) -> Sequence[WeightGroup]:
         """Up to ``count`` first visits of the pass after the current one; empty if they cannot be predicted.
 
-        See [Note: iterations] in ``etp/chain.py``. Predicts only if weights are trusted to stay the same across passes,
+        See [Note: iterations]. Predicts only if weights are trusted to stay the same across passes,
         and not during an evaluation, which is not part of an iteration.
         """
         following = self._sequence.next if self._in_sequence and self._weights.trusted else None
@@ -173,20 +292,19 @@ class Passes:
         # The end callback resets the reference; a dead one means that the task died in an exception.
         if self._token is None or self._token() is not None:
             return
-        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self._reductions))
-        self._reductions.discard()
-        self._replicated.discard()
+        for collector in self.collectors:
+            collector.discard()
         self._token = None
 
     def _end_backward(self, token: _BackwardToken) -> None:
         del token
-        self._reductions.end_backward()
         self._at_end()
         # Last: if a hook raised above, the pass counts as abandoned and the rest of its gradients are dropped.
         self._token = None
 
-    def change_mode(self) -> None:
-        """Start a new pass at the next visit: a CUDA graph capture begins, with the device idle, or has ended."""
+    def change_mode(self, mode: Mode) -> None:
+        """Start a new pass at the next visit; see :class:`etp.mode.Changing`."""
+        del mode
         self._token = None
         self.in_backward = False
         self.number += 1

@@ -6,20 +6,12 @@ If one forward pass uses a weight several times (tied weights), the gradients ar
 in graphed callables: ``torch.cuda.make_graphed_callables`` captures under ``torch.autograd.grad``, Transformer Engine's
 version reads ``grad``, and both replay inside an autograd function that returns what was captured. The capture records
 the memory that the reduction fills. A replay returns this memory, autograd accumulates it, and then hooks run.
-
-[Note: gradients beside uses] A loss may contain a term of the weights themselves, such as a penalty. Each rank
-differentiates the term by its own shard, and autograd delivers this gradient to the shard's node, without a reduction.
-It is ordered after any reduction that adds to the same memory. If gradients are summed over the ranks, the term's
-gradient must count once per rank, because each rank has the term in its loss; ``etp/terms.py`` scales it. That module
-cannot see inside a user's ``torch.autograd.Function`` of a shard, so a gradient that it has not scaled is scaled here.
-If the shard has ``main_grad``, the gradient is added to it here: Megatron takes what autograd leaves in ``grad`` for
-part of what the reduction has added, and drops it. If Transformer Engine fuses the accumulation, autograd has added
-TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -29,17 +21,20 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from etp.collectives.base import Route
 from etp.config import EtpConfig, GradReduction
-from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.grad_hooks import Chosen, GradHooks
-from etp.grads import Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
-from etp.graphs import GraphModes
+from etp.grad_hooks import Chosen, GradHooks, chosen_shards, returned_by_autograd
+from etp.grads import BlockKind, Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
 from etp.group import Shard, WeightGroup
-from etp.routes import Route, Routes
+from etp.mode import Mode, Modes
+from etp.passes import Passes
+from etp.routes import Routes
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
+
+logger = logging.getLogger(__name__)
 
 
 class Reductions:
@@ -48,12 +43,13 @@ class Reductions:
     Args:
         config: options of the runtime.
         routes: transports and lanes.
-        graphs: whether work is being captured into a CUDA graph, and the buffers for full gradients.
+        modes: whether work is being captured into a CUDA graph, and the buffers for full gradients.
+        passes: which pass a gradient belongs to.
     """
 
-    def __init__(self, config: EtpConfig, routes: Routes, graphs: GraphModes) -> None:
-        self.pool = graphs.buffers.pool
-        self._graphs = graphs
+    def __init__(self, config: EtpConfig, routes: Routes, modes: Modes, passes: Passes) -> None:
+        self._modes = modes
+        self._passes = passes
         self._config = config
         self._routes = routes
         self._pending: deque[PendingReduction] = deque()
@@ -68,14 +64,14 @@ class Reductions:
         self._destinations: dict[WeightGroup, Destinations] = {}
         """Destinations of each group's latest reduction, for groups with ``main_grad``."""
         self._largest = 0
-        self.hooks = GradHooks(graphs, self._pending, self._beside)
+        self.hooks = GradHooks(config, modes, self._pending)
 
     def __len__(self) -> int:
         """Number of reductions in flight."""
         return len(self._pending)
 
     def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.group.ShardDriver`."""
+        """See :class:`etp.group.ReducesGradients`."""
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
                 f"the gradient of {group.name} is not complete yet, so neither is its norm; call "
@@ -87,18 +83,27 @@ class Reductions:
         """Whether every gradient has been reduced into its shards."""
         return not self._pending and not self._local_sums
 
-    def change_mode(self) -> None:
-        """Forget what was in flight: a CUDA graph capture begins, with the device idle, or has ended."""
+    def change_mode(self, mode: Mode) -> None:
+        """Forget what was in flight; see :class:`etp.mode.Changing`.
+
+        Raises:
+            EtpStateError: if a capture begins while gradients are on their way.
+        """
+        if mode.capture is not None and not self.idle:
+            raise EtpStateError(
+                f"a CUDA graph is being captured while {len(self)} gradients are on their way, or others only added "
+                "up; call etp.wait_async_comms(module) before the capture"
+            )
         self._pending.clear()
         self._in_flight = 0
         self._finished.clear()
         self._leased.clear()
         self._local_sums.clear()
         self.hooks.forget()
-        self.pool = self._graphs.buffers.pool
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, *, backward: bool) -> None:
         """Mark the reductions in flight as belonging to an earlier pass, because a new one begins."""
+        del backward
         for pending in self._pending:
             pending.belated = True
         self.hooks.owed.clear()
@@ -107,17 +112,22 @@ class Reductions:
 
     def buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
         """A buffer for each full gradient of the group, of the weights' logical shape; arbitrary content."""
-        layout, device, stream = group.layout, group.spec.device, self._routes.of(group).reduce.current_stream()
-        count = len(group.shards)
+        if self._modes.possible:
+            self._modes.update()
+        layout, route, pool = group.layout, group.route or self._routes.of(group), self._modes.now.pool
+        count, stream = len(group.shards), route.reduce.current_stream()
         if self._pending:
-            self._recycle(count * layout.padded_rows * layout.row_numel, dtype, device, stream)
-        whole = self.pool.lease(count, layout.padded_shape, dtype, device, stream).tensors
+            kind = (count * layout.padded_rows * layout.row_numel, dtype, route.device, stream)
+            if not pool.has_free(*kind):
+                self._recycle(kind)
+        whole = pool.lease(count, layout.padded_shape, dtype, route.device, stream).tensors
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
         """One of the group's buffers, for a consumer that requests them one at a time, and all before it fills any."""
         if len(group.shards) == 1:
             return self.buffers(group, dtype)[0]
+        self._modes.update()
         buffers, handed_out = self._leased.get(group, ([], set()))
         if not buffers or index in handed_out or buffers[0].dtype != dtype:
             buffers, handed_out = self._leased[group] = self.buffers(group, dtype), set()
@@ -137,8 +147,11 @@ class Reductions:
         Raises:
             EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
         """
+        if self._modes.possible:
+            self._modes.update()
+        self._passes.enter_backward()
         self._leased.pop(group, None)
-        if self._graphs.is_part and self._config.reduce_once_per_iteration:
+        if self._modes.now.is_part and self._config.reduce_once_per_iteration:
             raise EtpStateError(
                 f"{group.name} is captured in a part of the model, with reduce_once_per_iteration: what its graph adds "
                 "up is not seen outside. Capture whole iterations, or reduce each microbatch"
@@ -146,17 +159,17 @@ class Reductions:
         returned = self.returns_gradients(group)
         if returned:
             return self._add_returned(group, wgrads)
-        if self._graphs.is_part and not _has_main_grads(group) and not te_is_capturing():
+        if self._modes.now.is_part and not _has_main_grads(group) and not te_is_capturing():
             raise EtpStateError(
                 f"a backward pass into .grad of {group.name} is captured without the forward pass of the module that "
                 "was sharded: its replays would leave out hooks and replicated parameters. Capture the whole step, or "
                 "use make_graphed_callables"
             )
-        chosen = None if returned is False and len(group.shards) == 1 else _chosen(group)
+        chosen = None if returned is False and len(group.shards) == 1 else chosen_shards(group)
         if chosen is None or any(chosen):
             self._add(group, wgrads, chosen)
-        elif self.pool.owns(wgrads[0]):
-            self.pool.restore(wgrads[0])
+        elif self._modes.now.pool.owns(wgrads[0]):
+            self._modes.now.pool.restore(wgrads[0])
         return [None] * len(group.shards)
 
     def returns_gradients(self, group: WeightGroup) -> bool | None:
@@ -167,16 +180,16 @@ class Reductions:
         if _has_main_grads(group):
             return False
         for shard in group.shards:
-            returned = _returned_by_autograd(shard)
+            returned = returned_by_autograd(shard)
             if returned is not None:
                 # A graph task either returns all gradients or accumulates all.
                 return returned
         return None
 
     def _add(self, group: WeightGroup, wgrads: Sequence[torch.Tensor], chosen: Chosen) -> None:
-        route = self._routes.of(group)
+        route = group.route or self._routes.of(group)
         stream = route.reduce.current_stream()
-        padded = padded_wgrads(wgrads, group.layout, self.pool, stream)
+        padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         if self._config.reduce_once_per_iteration or group.used_more_than_once:
             # A weight with several uses (tied embeddings) is reduced once, at the end of the backward pass.
             self._add_locally(group, padded, chosen)
@@ -194,15 +207,15 @@ class Reductions:
         """
         route = self._routes.of(group)
         stream = route.reduce.current_stream()
-        padded = padded_wgrads(wgrads, group.layout, self.pool, stream)
+        padded = padded_wgrads(wgrads, group.layout, self._modes.now.pool, stream)
         is_trained = group.trained()
         trained = list(itertools.compress(group.shards, is_trained))
         returned = new_gradients(len(trained), trained[0].local_shard())
         self._start(group, route, padded, stream, returned=Destinations(returned, accumulate=False))
-        if not self._graphs.is_part or group.used_more_than_once:
+        if not self._modes.now.is_part or group.used_more_than_once:
             # Autograd reads the gradient right away, except in a capture of a single use, which only passes it on.
             self._finish_pending()
-        if self._graphs.is_part:
+        if self._modes.now.is_part:
             for shard in trained:
                 self.hooks.run_behind_autograd(shard)
         filled = iter(returned)
@@ -227,7 +240,6 @@ class Reductions:
             wgrads = Stack(list(itertools.compress(padded, is_trained)))
         into = returned or self._destinations_of(group, trained)
         divisor = group.size if self._config.grad_reduction is GradReduction.MEAN else 1
-        let_follow(route.reduce.current_stream(), home)
         ready = route.reduce.start(
             partial(
                 route.transport.reduce_scatter,
@@ -242,7 +254,7 @@ class Reductions:
         # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
         publish = _nothing_to_publish if returned else partial(self.hooks.complete, group, trained, into, chosen)
-        started = PendingReduction(group, ready, padded, self.pool, publish, home)
+        started = PendingReduction(group, ready, padded, self._modes.now.pool, publish, home)
         self._pending.append(started)
         self._in_flight += started.nbytes
         # See [Note: deferred accumulation] in etp/grads.py.
@@ -252,56 +264,17 @@ class Reductions:
 
     def _destinations_of(self, group: WeightGroup, trained: Sequence[Shard]) -> Destinations:
         into = Destinations.of(trained, self._destinations.get(group))
-        if _has_main_grads(group) and not into.fresh:
+        if into.lasting:
             # Only for main_grad, which lasts: zero_grad() could not free a ``grad`` that is referenced here.
             self._destinations[group] = into
         return into
 
-    def _recycle(self, numel: int, dtype: torch.dtype, device: torch.device, stream: Any) -> None:
-        """Finish older reductions to reuse a block of this size, rather than allocate another; never the newest."""
-        if self.pool.has_free(numel, dtype, device, stream):
-            return
-        older = list(self._pending)[:-1]
-        oldest_holder = next((i for i, p in enumerate(older) if p.holds(numel, dtype, device, stream)), -1)
-        for _ in range(oldest_holder + 1):
-            self._finish_oldest()
-
-    # Gradients beside uses -----------------------------------------------------------------------------------
-
-    def _beside(self, shard: Shard, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Adjust the gradient that autograd itself brings to ``shard``; see [Note: gradients beside uses].
-
-        Args:
-            shard: the shard; all its uses in the graph are differentiated.
-            grad: what autograd itself brings, or None.
-
-        Returns:
-            the gradient for autograd to add, in new memory: a replay would overwrite what a graphed callable returns.
-            None leaves ``grad`` as it is: a placeholder, or returned by the capture of a part and not computed yet.
-        """
-        self.hooks.brought = None if grad is None else id(shard)
-        is_placeholder = shard._placeholder_due
-        if is_placeholder:
-            shard.take_placeholder()
-        if grad is None or is_placeholder or (self._graphs.is_part and _captured_now(grad)):
-            return None
-        for pending in self._pending:
-            if any(shard is other for other in pending.group.shards):
-                pending.order()
-        own = grad * self._times(shard)
-        main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
-        if main_grad is not None:
-            main_grad.add_(own)
-            own.zero_()
-        return own
-
-    def _times(self, shard: Any) -> int:
-        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already."""
-        counted, shard.term_counted = shard.term_counted, False
-        if counted or self._config.grad_reduction is GradReduction.MEAN:
-            return 1
-        reduced = id(shard) in self.hooks.behind_autograd or bool(_returned_by_autograd(shard))
-        return 1 if reduced else shard.layout.num_shards
+    def _recycle(self, kind: BlockKind) -> None:
+        """Finish older reductions to reuse a block of this kind, rather than allocate another; never the newest."""
+        holders = [index for index, pending in enumerate(self._pending) if pending.block == kind]
+        if holders and holders[0] < len(self._pending) - 1:
+            for _ in range(holders[0] + 1):
+                self._finish_oldest()
 
     def release(self, groups: Sequence[WeightGroup]) -> None:
         """Stop watching these groups."""
@@ -346,8 +319,8 @@ class Reductions:
             let_follow(stream, home)
             torch._foreach_add_(totals.tensors, padded.tensors)
             let_follow(home, stream)
-        if self.pool.owns(padded[0]):
-            self.pool.restore(padded[0])
+        if self._modes.now.pool.owns(padded[0]):
+            self._modes.now.pool.restore(padded[0])
 
     def _expect_gradients(self, group: WeightGroup, chosen: Chosen) -> None:
         """If gradients are reduced only at the iteration's end, set them to zeros, to detect a ``zero_grad()``."""
@@ -371,7 +344,9 @@ class Reductions:
         sums, self._local_sums = self._local_sums, {}
         for group, (totals, home, chosen) in sums.items():
             if not self._was_dropped(group, chosen):
-                self._start(group, self._routes.of(group), totals, home, chosen=chosen)
+                route = self._routes.of(group)
+                let_follow(route.reduce.current_stream(), home)
+                self._start(group, route, totals, home, chosen=chosen)
 
     # Ends ----------------------------------------------------------------------------------------------------
 
@@ -386,7 +361,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         pending = self._popped()
-        self._finished[self._routes.of(pending.group)] = pending.ready
+        self._finished[pending.group.route or self._routes.of(pending.group)] = pending.ready
         if profiler._is_profiler_enabled:
             with profiler.record_function(RANGE.format(f"publication of {pending.group.name}'s gradient")):
                 pending.finish()
@@ -400,9 +375,10 @@ class Reductions:
 
     def discard(self) -> None:
         """Drop the gradients of a backward pass that ended in an exception: they are incomplete."""
+        logger.info("a backward pass was abandoned; dropping %d reductions under way", len(self))
         while self._pending:
             self._popped().discard()
-        self.pool.write_off()
+        self._modes.now.pool.write_off()
         self._leased.clear()
         self._local_sums.clear()
         self.hooks.forget()
@@ -413,57 +389,6 @@ def _has_main_grads(group: WeightGroup) -> bool:
     return any([getattr(shard, "main_grad", None) is not None for shard in group.shards])  # noqa: C419
 
 
-def _chosen(group: WeightGroup) -> Chosen:
-    """The shards of the group that get a gradient from the operation being differentiated.
-
-    A shard that is not an input of this operation counts as named, because autograd does not know of its use. So does
-    an input of ``torch.autograd.grad``, as in Megatron's graphs, although its gradient goes to ``main_grad``.
-    """
-    operation = torch._C._current_autograd_node()
-    edges = () if operation is None else operation.next_functions
-    nodes = {id(getattr(node, "variable", None)): node for node, _ in edges if node is not None}
-    trained, known = group.trained(), [nodes.get(id(shard)) for shard in group.shards]
-    try:
-        named = [node is None or torch._C._will_engine_execute_node(node) for node in known]
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        named = [_is_named(node) for node in known]
-    chosen = map(operator.and_, trained, named)
-    return None if (found := tuple(chosen)) == trained else found
-
-
-def _is_named(node: Any) -> bool:
-    try:
-        return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        return True
-
-
-def _returned_by_autograd(shard: Shard) -> bool | None:
-    """Whether the current graph task is a ``torch.autograd.grad`` that returns the gradient of ``shard``.
-
-    Never for a shard with ``main_grad``, because its gradient goes there. None if the task leaves the shard out.
-    """
-    # Through __torch_function__, these reads would cost more than the reduction.
-    with torch._C.DisableTorchFunctionSubclass():
-        if not shard.requires_grad or getattr(shard, "main_grad", None) is not None:
-            return None
-        node = torch.autograd.graph.get_gradient_edge(shard).node
-    try:
-        return False if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError as error:
-        if not is_asked_for(error):
-            raise
-        return True
-
-
 def _nothing_to_publish(run_hooks: bool) -> None:
     """Do nothing: autograd delivers the gradient."""
     del run_hooks
-
-
-def _captured_now(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -11,7 +11,7 @@ runs once the gradient is accumulated, its gradient is combined right away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,9 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from etp.collectives.sums import divide
 from etp.collectives.works import WorkLine, free_bytes, reported
-from etp.config import GradReduction
+from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
-from etp.graphs import GraphModes
+from etp.mode import Modes
+from etp.passes import Passes
 from etp.routes import Routes
 
 
@@ -31,31 +32,18 @@ class ReplicatedGrads:
     """Collects gradients of replicated parameters in a backward pass and reduces them at its end.
 
     Args:
-        reduction: mean or sum over the shard group.
-        on_collect: called at each collected gradient, inside the backward pass.
-        graphs: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
-            which delivers them again at every replay.
+        config: options of the runtime.
         routes: records, pairs and watches each all-reduce.
-        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
-        fp32_accumulation: sum in fp32 rather than in the gradients' dtype.
+        modes: whether a part of the model is being captured; the gradients of its backward pass are left to autograd,
+            which delivers them again at every replay.
+        passes: told that a backward pass is under way, at each collected gradient.
     """
 
-    def __init__(
-        self,
-        reduction: GradReduction,
-        on_collect: Callable[[], None],
-        graphs: GraphModes,
-        routes: Routes,
-        *,
-        timeout_s: float | None = None,
-        fp32_accumulation: bool = True,
-    ) -> None:
-        self._reduction = reduction
-        self._fp32_accumulation = fp32_accumulation
-        self._on_collect = on_collect
-        self._graphs = graphs
+    def __init__(self, config: EtpConfig, routes: Routes, modes: Modes, passes: Passes) -> None:
+        self._config = config
         self._routes = routes
-        self._timeout_s = timeout_s
+        self._modes = modes
+        self._passes = passes
         self._names: dict[nn.Parameter, str] = {}
         self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -73,9 +61,9 @@ class ReplicatedGrads:
         self._names.setdefault(param, name)
         self._hook(param)
 
-    def watch(self) -> None:
+    def begin_pass(self, *, backward: bool) -> None:
         """Hook the registered parameters that are trained now, after other hooks: a frozen one cannot have a hook."""
-        for param in self._groups:
+        for param in () if backward else self._groups:
             self._hook(param)
 
     def _hook(self, param: nn.Parameter) -> None:
@@ -98,7 +86,7 @@ class ReplicatedGrads:
         self._names.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        if self._graphs.is_part:
+        if self._modes.now.is_part:
             return grad
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -113,7 +101,7 @@ class ReplicatedGrads:
         if not _accumulates(param):
             # torch.autograd.grad returns it, and must return the same on all ranks, as it does for shards.
             return self._reduced(param, grad)
-        self._on_collect()
+        self._passes.enter_backward()
         if param._post_accumulate_grad_hooks or not self._is_last(param):
             # A hook uses the gradient next (an optimizer fused into backward, for example).
             return self._reduced(param, grad)
@@ -158,7 +146,7 @@ class ReplicatedGrads:
 
     def _wide(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` are summed."""
-        return torch.promote_types(dtype, torch.float32) if self._fp32_accumulation else dtype
+        return torch.promote_types(dtype, torch.float32) if self._config.fp32_accumulation else dtype
 
     def discard(self) -> None:
         """Drop what an abandoned backward pass collected."""
@@ -170,9 +158,9 @@ class ReplicatedGrads:
         self._routes.pair(group, flat.device, label, names)
         with reported(label, group):
             work = dist.all_reduce(flat, group=group, async_op=True)
-            self._line.wait(work, self._timeout_s, keep=flat.device.type == "cpu")
+            self._line.wait(work, self._config.timeout_s, keep=flat.device.type == "cpu")
         self._routes.watch(group, label)
-        if self._reduction is GradReduction.MEAN:
+        if self._config.grad_reduction is GradReduction.MEAN:
             divide(flat, dist.get_world_size(group))
 
 

@@ -5,42 +5,22 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from etp.collectives import direct_transport, select_transport
-from etp.collectives.base import Transport
+from etp.collectives.base import Route, Transport
 from etp.collectives.order import ORDER_LABEL
 from etp.collectives.works import reported
 from etp.config import EtpConfig
 from etp.group import WeightGroup
+from etp.mode import Mode
+from etp.optimizer_steps import after_optimizer_steps
 from etp.streams import Lane, enqueue
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """How the groups of one process group on one device communicate.
-
-    Attributes:
-        transport: moves their shards.
-        gather: where gathers run.
-        reduce: where reductions run.
-        device: where their weights are.
-    """
-
-    transport: Transport
-    gather: Lane
-    reduce: Lane
-    device: torch.device
-
-    def order_publication(self) -> None:
-        """Order gathers after all reductions so far; see [Note: flags] of the copy-engine transport."""
-        self.gather.follow(self.reduce)
 
 
 class Routes:
@@ -58,16 +38,14 @@ class Routes:
         self._routes: dict[tuple[dist.ProcessGroup, torch.device], Route] = {}
         self._names: dict[dist.ProcessGroup, str] = {}
         """The name that the ranks of each process group have agreed on for this runtime."""
-        # For the hot path: the keys above are slow to hash.
-        self._of_group: dict[WeightGroup, Route] = {}
+        after_optimizer_steps(self, Routes.watch_replays)
 
     def of(self, group: WeightGroup) -> Route:
         """The route of ``group``. Collective over its process group at the first call for that process group."""
-        route = self._of_group.get(group)
         device = group.spec.device
-        if route is None or route.device != device:
-            route = self._of_group[group] = self._routed(group, device)
-        return route
+        if group.route is None or group.route.device != device:
+            group.route = self._routed(group, device)
+        return group.route
 
     def _routed(self, group: WeightGroup, device: torch.device) -> Route:
         route = self._routes.get((group.process_group, device))
@@ -109,21 +87,24 @@ class Routes:
         former.transports.clear()
         former._routes.clear()
 
-    def forget(self, group: WeightGroup) -> None:
-        """Forget ``group``, because another runtime drives it from now on."""
-        self._of_group.pop(group, None)
-
     def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """See :class:`etp.collectives.base.Transport`. Collective over ``group``'s process group."""
+        """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.
+
+        The owner of shards in this memory must call :meth:`etp.EtpRuntime.wait` before changing them. Collective over
+        the process group.
+
+        Returns:
+            ``[numel]`` elements of ``dtype``, zero.
+        """
         return self.of(group).transport.symmetric_memory(numel, dtype)
 
-    def change_mode(self, *, capturing: bool) -> None:
-        """Change modes: a CUDA graph capture begins, with the device idle, or has ended."""
+    def change_mode(self, mode: Mode) -> None:
+        """Drop events; see :class:`etp.mode.Changing`."""
         for route in self._routes.values():
             route.gather.change_mode()
             route.reduce.change_mode()
         for transport in self._routed_transports():
-            transport.change_mode(capturing=capturing)
+            transport.change_mode(capturing=mode.capture is not None)
 
     def watch_replays(self) -> None:
         """Watch that all graph replays so far in which ranks wait for each other end within the timeout."""

@@ -1,15 +1,16 @@
-"""The runtime, which owns the state shared by one model's sharded weights and decides the order of their collectives.
+"""The runtime, which makes and connects the parts that drive one model's sharded weights, and ends what they began.
 
-A runtime drives the groups of one model, or of one virtual pipeline stage. It connects its parts, each with one
-responsibility: passes (``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``),
-and the change of mode when a CUDA graph capture begins or ends (``etp/graphs.py``).
+A runtime drives the groups of one model, or of one virtual pipeline stage. Each part has one responsibility: passes
+(``etp/passes.py``), gathers (``etp/gathers.py``), gradient reductions (``etp/reductions.py``), gradients of other
+parameters (``etp/replicated.py``), and whether work is eager or captured into a CUDA graph (``etp/mode.py``). Shards
+call the parts themselves.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from etp.cache import BufferCache
-from etp.chain import Chain
-from etp.collectives.base import Transport
 from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError, PeerMismatchError
-from etp.formats.base import WeightFormat
 from etp.gathers import Gathers
-from etp.grads import WgradPool
-from etp.graphs import Buffers, GraphModes
-from etp.group import ShardDriver, WeightGroup
-from etp.optimizer_steps import after_optimizer_steps
+from etp.group import WeightGroup
+from etp.mode import Modes
 from etp.param import ETPShardedParam
 from etp.passes import Passes, inside_backward
 from etp.reductions import Reductions
@@ -39,7 +34,7 @@ from etp.traffic import TrafficCounters
 from etp.versions import WeightVersions
 
 
-class EtpRuntime(ShardDriver):
+class EtpRuntime:
     """Drives the sharded weights of one model. Made by :func:`etp.shard_module`.
 
     Args:
@@ -50,6 +45,15 @@ class EtpRuntime(ShardDriver):
 
     Attributes:
         in_forward: whether the adopted module's forward pass is under way.
+        groups: the weight groups that it drives.
+        counters: counts of collectives and of the bytes that they moved.
+        routes: the transport of each process group.
+        modes: whether work is eager or captured, with the gather slots and gradient buffers of each mode.
+        passes: the current pass, and the learned order of visits.
+        gathers: gathers weights.
+        reductions: reduces the gradients of shards.
+        replicated: combines the gradients of replicated parameters.
+        scalars: combines numbers over the ranks.
         sums_gradients: whether gradients are summed over the ranks rather than averaged.
     """
 
@@ -59,54 +63,26 @@ class EtpRuntime(ShardDriver):
         self.in_forward = False
         self.sums_gradients = self.config.grad_reduction is GradReduction.SUM
         self.groups: list[WeightGroup] = []
-        self._routes = Routes(self.config)
-        self._graphs = GraphModes(lambda: BufferCache(self.config.prefetch_depth + 1, self.config.resident_bytes))
-        self.replicated = ReplicatedGrads(
-            self.config.grad_reduction,
-            on_collect=lambda: self._passes.enter_backward(),  # noqa: PLW0108  # the passes are made below
-            graphs=self._graphs,
-            routes=self._routes,
-            timeout_s=self.config.timeout_s,
-            fp32_accumulation=self.config.fp32_accumulation,
-        )
         self.counters = TrafficCounters(self.groups)
-        self._reductions = Reductions(self.config, self._routes, self._graphs)
-        self._scalars = GroupScalars(self.config.timeout_s, self._routes.watch)
+        self.routes = Routes(self.config)
+        self.modes = Modes(self.config, self.groups)
         self._weights = WeightVersions(self.groups, reuse_across_forwards=self.config.reuse_across_forwards)
-        self._passes = Passes(
-            self.groups, self._reductions, self.replicated, self._weights, at_end=self._finish_backward
+        self.passes = Passes(self.groups, self._weights, at_end=self._finish_backward)
+        self.reductions = Reductions(self.config, self.routes, self.modes, self.passes)
+        self.replicated = ReplicatedGrads(self.config, self.routes, self.modes, self.passes)
+        self.gathers = Gathers(
+            self.config, self.routes, self.modes, self._weights, self.passes, self.reductions.hooks, self.groups
         )
-        self._gathers = Gathers(self.config, self._routes, self._graphs, self._weights, self._passes)
+        self.scalars = GroupScalars(self.config.timeout_s, self.routes.watch)
+        self.passes.collectors = (self.reductions, self.replicated)
+        self.modes.parts = (self.reductions, self.gathers, self.routes, self._weights, self.passes)
         self._hooks: list[RemovableHandle] = []
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._sees_optimizer_steps = False
-        if self.config.reuse_across_forwards:
-            self._watch_optimizer_steps()
 
     @property
-    def chain(self) -> Chain[WeightGroup]:
-        """The order in which passes visit the groups."""
-        return self._passes.chain
-
-    @property
-    def cache(self) -> BufferCache:
-        """The gather slots of the current mode (inside or outside of a CUDA graph)."""
-        return self._graphs.buffers.cache
-
-    @property
-    def wgrad_pool(self) -> WgradPool:
-        """The pool of buffers for full gradients of the current mode."""
-        return self._reductions.pool
-
-    @property
-    def buffers(self) -> Sequence[Buffers]:
-        """The gather slots and gradient buffers of both modes."""
-        return self._graphs.all_buffers
-
-    @property
-    def transports(self) -> Mapping[dist.ProcessGroup, Transport]:
-        """The transport of each process group that has been used so far."""
-        return self._routes.transports
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Every process group over which it shards weights, in the same order on all ranks."""
+        return list(dict.fromkeys(group.process_group for group in self.groups))
 
     # Adoption ------------------------------------------------------------------------------------------------
 
@@ -122,7 +98,7 @@ class EtpRuntime(ShardDriver):
         for former in self._formers(shards):
             former.release(groups)
             if not former.groups:
-                self._routes.take_over(former._routes)
+                self.routes.take_over(former.routes)
         for name, param in shards.items():
             param.attach(self, f"{prefix}{name}")
         for group in groups:
@@ -131,11 +107,11 @@ class EtpRuntime(ShardDriver):
         self._hooks.append(module.register_forward_hook(self._after_root_forward))
         self._hooks.append(module.register_forward_hook(self._leave_root_forward, always_call=True))
         self._hooks += guard_states(module)
-        self._passes.set_root(module)
+        self.passes.set_root(module)
 
     def agree_on_name(self, process_group: dist.ProcessGroup, module: nn.Module) -> None:
         """Agree on a name, so that ranks that use different modules with equal names are detected. Collective."""
-        self._routes.agree_on_name(process_group, type(module).__name__)
+        self.routes.agree_on_name(process_group, type(module).__name__)
 
     def require_adoptable(self, module: nn.Module) -> None:
         """Raise what :meth:`adopt` would raise, before anything is changed."""
@@ -145,8 +121,8 @@ class EtpRuntime(ShardDriver):
 
     def _formers(self, shards: Mapping[str, ETPShardedParam]) -> list[EtpRuntime]:
         """The other runtimes that drive these shards, each once."""
-        drivers = {id(param.driver): param.driver for param in shards.values() if param.has_driver}
-        return [driver for driver in drivers.values() if driver is not self and isinstance(driver, EtpRuntime)]
+        driven = (param for param in shards.values() if param.has_driver)
+        return [runtime for runtime in runtimes_driving(driven) if runtime is not self]
 
     def keep(self, hook: RemovableHandle) -> None:
         """Remove ``hook`` when another runtime adopts this one's groups."""
@@ -170,12 +146,12 @@ class EtpRuntime(ShardDriver):
         for group in self.groups:
             if id(group) in leaving:
                 group.detach()
-                self._routes.forget(group)
+                group.route = None
                 self._weights.forget(group)
                 group.reset_counts()
         self.groups[:] = kept
-        self._passes.forget_orders()
-        self._reductions.release(groups)
+        self.passes.forget_orders()
+        self.reductions.release(groups)
         if not kept:
             self.replicated.release()
             while self._hooks:
@@ -185,12 +161,12 @@ class EtpRuntime(ShardDriver):
         """Raise EtpStateError if :meth:`release` cannot release these groups now; returns the groups that stay."""
         leaving = {id(group) for group in groups}
         kept = [group for group in self.groups if id(group) not in leaving]
-        if kept and self._passes.had_root:
+        if kept and self.passes.had_root:
             raise EtpStateError(
                 f"a runtime cannot be split: it also drives {kept[0].name}; pass etp.shard_module the module that has "
                 "all its weights"
             )
-        if self._passes.backward_is_under_way:
+        if self.passes.backward_is_under_way:
             raise EtpStateError("weights change their runtime inside a backward pass; shard modules between steps")
         return kept
 
@@ -200,13 +176,13 @@ class EtpRuntime(ShardDriver):
         self.in_forward = True
         if inside_backward():
             return
-        self._sync_mode()
-        if self._graphs.is_part:
+        self.modes.update()
+        if self.modes.now.is_part:
             # Weights change between two replays of this capture, so it must publish them itself, once.
-            self._graphs.is_whole()
+            self.modes.begin_step()
             self.mark_weights_changed()
-        self._passes.begin_forward()
-        if self._graphs.has_parts and self._graphs.capture is None:
+        self.passes.begin_forward()
+        if self.modes.now.replays_parts:
             self.publish_weights()
 
     def _require_usable(self) -> None:
@@ -237,57 +213,15 @@ class EtpRuntime(ShardDriver):
         del module, args, output
         if inside_backward():
             return
-        if self._graphs.capture is not None:
+        if self.modes.now.capture is not None:
             # The graph may end here, and a pass that deviated from the learned order may have left a gather in flight.
-            self._gathers.finish(self.groups)
-        elif not self._passes.may_have_backward():
+            self.gathers.finish()
+        elif not self.passes.may_have_backward():
             self._compare_orders()
 
     def _leave_root_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args, output
         self.in_forward = False
-
-    # CUDA graphs: see [Note: graphs] in etp/graphs.py -------------------------------------------------------
-
-    @property
-    def capturing(self) -> bool:
-        """Whether sharded weights are being captured into a CUDA graph."""
-        self._sync_mode()
-        return self._graphs.capture is not None
-
-    def _sync_mode(self) -> None:
-        """Change modes if a capture has begun or ended since the last call."""
-        if not self.groups:
-            return
-        capture = self._graphs.current_capture(self.groups[0].spec.device)
-        if capture == self._graphs.capture:
-            return
-        if self._graphs.capture is not None:
-            self._leave_capture()
-        if capture is not None:
-            self._enter_capture(capture)
-
-    def _enter_capture(self, capture: int) -> None:
-        if not self._reductions.idle:
-            raise EtpStateError(
-                f"a CUDA graph is being captured while {len(self._reductions)} gradients are on their way, or others "
-                "only added up; call etp.wait_async_comms(module) before the capture"
-            )
-        self._graphs.enter(capture)
-        self._change_mode(replayed_unseen=False)
-        self._watch_optimizer_steps()
-
-    def _leave_capture(self) -> None:
-        was_whole = self._graphs.leave()
-        self._change_mode(replayed_unseen=was_whole)
-
-    def _change_mode(self, *, replayed_unseen: bool) -> None:
-        capturing = self._graphs.capture is not None
-        self._gathers.change_mode(self.groups)
-        self._reductions.change_mode()
-        self._routes.change_mode(capturing=capturing)
-        self._weights.change_mode(capturing=capturing, replayed_unseen=replayed_unseen)
-        self._passes.change_mode()
 
     def publish_weights(self) -> None:
         """Make the current weights visible to captured parts of the model that the current stream replays next.
@@ -298,114 +232,29 @@ class EtpRuntime(ShardDriver):
         Raises:
             EtpStateError: inside a capture.
         """
-        if self.capturing:
+        if self.modes.capturing:
             raise EtpStateError("publish_weights inside a capture; call it before the graph is replayed")
         # One group stands for all of its process group: one in a format, which is published with every transport.
         ordered = sorted(self.groups, key=lambda group: group.format is not None)
         for group in {group.process_group: group for group in ordered}.values():
-            route = self._routes.of(group)
-            group.read_shards(self._passes.number)
-            self._weights.observe(group, route, self._passes.number, in_backward=False)
+            route = self.routes.of(group)
+            group.read_shards(self.passes.number)
+            self._weights.observe(group, route, self.passes.number, in_backward=False)
             route.gather.join()
 
     def drain(self) -> None:
         """Finish all reductions and gathers in flight, inside or outside of a capture."""
-        self._sync_mode()
-        self._reductions.finish()
-        self._gathers.finish(self.groups)
-
-    @property
-    def drained_after_parts(self) -> bool:
-        """Whether :meth:`drain` is called at the end of each captured part; only then do forward passes prefetch."""
-        return self._gathers.drained_after_parts
-
-    @drained_after_parts.setter
-    def drained_after_parts(self, drained: bool) -> None:
-        self._gathers.drained_after_parts = drained
-
-    def _watch_optimizer_steps(self) -> None:
-        # Every step announces a change of weights, because PyTorch does not count writes of fused optimizers.
-        if not self._sees_optimizer_steps:
-            self._sees_optimizer_steps = True
-            after_optimizer_steps(self, EtpRuntime._optimizer_stepped)
-
-    def _optimizer_stepped(self) -> None:
-        self.mark_weights_changed()
-        self.watch_replays()
+        self.modes.update()
+        self.reductions.finish()
+        self.gathers.finish()
 
     # Weights -------------------------------------------------------------------------------------------------
 
     def mark_weights_changed(self) -> None:
         """Announce a change of weights that PyTorch does not count, such as one by ``torch.distributed``."""
-        self._weights.epoch += 1
-
-    def materialize(
-        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
-    ) -> list[torch.Tensor]:
-        """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
-        if self._graphs.possible:
-            self._sync_mode()
-        if format_ is not group.format or not group.format_is_known:
-            group.use_format(format_)
-        timeline = self._passes.enter(group)
-        if group not in self._reductions.hooks.watched:
-            self._reductions.hooks.watch(group)
-        return self._gathers.visit(group, timeline, transposed=transposed)
-
-    def gather_full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """See :class:`etp.group.ShardDriver`. Collective over the group's ranks."""
-        return self._gathers.full(group, index)
+        self._weights.announce_change()
 
     # Gradients -----------------------------------------------------------------------------------------------
-
-    def wgrad_buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-        """See :class:`etp.group.ShardDriver`. Of the weights' logical shape; arbitrary content."""
-        if self._graphs.possible:
-            self._sync_mode()
-        return self._reductions.buffers(group, dtype)
-
-    def wgrad_buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`etp.group.ShardDriver`. Of the weight's logical shape; arbitrary content."""
-        self._sync_mode()
-        return self._reductions.buffer(group, index, dtype)
-
-    def reduce_wgrads(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """See :class:`etp.group.ShardDriver`. Collective over the group's ranks, now or in :meth:`wait`.
-
-        Raises:
-            EtpStateError: if a part of the model is captured and its replays would lose gradients or skip hooks.
-        """
-        if self._graphs.possible:
-            self._sync_mode()
-        self._passes.enter_backward()
-        return self._reductions.take(group, wgrads)
-
-    def returns_gradients(self, group: WeightGroup) -> bool:
-        """See :class:`etp.group.ShardDriver`, and [Note: returned gradients] in ``etp/reductions.py``."""
-        return bool(self._reductions.returns_gradients(group))
-
-    def gradient_norms(
-        self, parts: Sequence[torch.Tensor], process_group: dist.ProcessGroup, norm_type: float
-    ) -> list[torch.Tensor]:
-        """See :class:`etp.group.ShardDriver`. Collective over the process group."""
-        return self._scalars.norms(parts, process_group, norm_type)
-
-    def gathered(self, own: torch.Tensor, process_group: dist.ProcessGroup) -> torch.Tensor:
-        """See :class:`etp.group.ShardDriver`. Collective over the process group."""
-        return self._scalars.gathered(own, process_group, "all-gather of total norms")
-
-    def spread_overflow(self, found: torch.Tensor) -> None:
-        """See :class:`etp.group.ShardDriver`. Collective over all process groups of this runtime."""
-        # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone.
-        self._scalars.spread(found, list(dict.fromkeys(group.process_group for group in self.groups)))
-
-    def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.group.ShardDriver`."""
-        self._reductions.require_complete(group)
-
-    def gradient_zeroed(self, group: WeightGroup) -> None:
-        """See :class:`etp.group.ShardDriver`."""
-        self._reductions.forget_sums(group)
 
     def _finish_reductions(self, *, compare: bool) -> None:
         """Finish all reductions in flight: every gradient is complete, and hooks of shards have run.
@@ -413,7 +262,7 @@ class EtpRuntime(ShardDriver):
         Args:
             compare: whether the ranks compare the order of their collectives.
         """
-        self._reductions.finish()
+        self.reductions.finish()
         self.replicated.announce()
         if compare:
             # First: if orders differ, these parameters would be added to others on other ranks.
@@ -421,53 +270,39 @@ class EtpRuntime(ShardDriver):
         self.replicated.reduce()
 
     def _finish_backward(self) -> None:
+        self.reductions.end_backward()
         if self.finish_with_backward:
             self._finish_reductions(compare=True)
-        if self._graphs.is_part or (self._graphs.capture is not None and self.finish_with_backward):
+        if self.modes.now.is_part or (self.modes.now.capture is not None and self.finish_with_backward):
             # The graph may end here. Otherwise it ends after a call of wait(), and the next microbatch can hide the
             # last reduction.
             self.drain()
 
     def wait(self) -> None:
         """Finish all communication; with ``reduce_once_per_iteration``, first reduce the microbatches' local sums."""
-        self._sync_mode()
-        self._passes.drop_abandoned()
-        self._reductions.reduce_local_sums()
+        self.modes.update()
+        self.passes.drop_abandoned()
+        self.reductions.reduce_local_sums()
         self._finish_reductions(compare=not self.finish_with_backward)
-        if self._graphs.capture is not None:
+        if self.modes.now.capture is not None:
             self.drain()
-        self._routes.finish_reading()
+        self.routes.finish_reading()
 
     def _compare_orders(self) -> None:
         # Every replay has the captured order, which is not recorded.
-        if self._graphs.capture is not None:
+        if self.modes.now.capture is not None:
             return
         try:
-            self._routes.compare_orders()
+            self.routes.compare_orders()
         except PeerMismatchError:
             # The slots hold wrong weights. Ranks that have learned different orders, or reserved slots in different
             # orders, would prefetch and reuse differently from now on.
             for group in self.groups:
                 group.detach()
-            self._passes.forget_orders()
+            self.passes.forget_orders()
             raise
 
-    def watch_replays(self) -> None:
-        """End the process if a replay enqueued on the current stream waits for a peer longer than the timeout."""
-        self._routes.watch_replays()
-
-    def symmetric_memory(self, group: WeightGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for shards that the transport of ``group``'s process group reads in place; None if it does not.
-
-        The owner of shards in this memory must call :meth:`wait` before changing them. Collective over the process
-        group.
-
-        Returns:
-            ``[numel]`` elements of ``dtype``, zero.
-        """
-        return self._routes.symmetric_memory(group, numel, dtype)
-
-    # Memory and description ----------------------------------------------------------------------------------
+    # Memory --------------------------------------------------------------------------------------------------
 
     def release_buffers(self) -> None:
         """Free gather slots and idle gradient buffers, for example before generation; they are reallocated on demand.
@@ -477,15 +312,21 @@ class EtpRuntime(ShardDriver):
         Raises:
             EtpStateError: while a backward pass is in progress.
         """
-        if self._passes.backward_is_under_way:
+        if self.passes.backward_is_under_way:
             raise EtpStateError("release_buffers inside a backward pass; call it between steps")
         self.wait()
-        self._gathers.release(self.groups)
-        self.wgrad_pool.clear()
+        self.gathers.release()
+        self.modes.now.pool.clear()
 
-    def describe_chain(self) -> str:
-        """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
-        return self._gathers.describe_chain()
+
+def runtimes_driving(shards: Iterable[ETPShardedParam]) -> list[EtpRuntime]:
+    """The runtimes that drive these shards, each once.
+
+    Raises:
+        EtpStateError: for a shard that has none.
+    """
+    drivers = {id(shard.driver): shard.driver for shard in shards}
+    return [driver for driver in drivers.values() if isinstance(driver, EtpRuntime)]
 
 
 def _shards(module: nn.Module) -> dict[str, ETPShardedParam]:

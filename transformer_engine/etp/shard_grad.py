@@ -124,13 +124,13 @@ def _foreach_norm(
     buckets: dict[tuple[int, dist.ProcessGroup, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, ShardGrad):
-            tensor.owner.driver.require_complete(tensor.owner.weight_group)
+            tensor.owner.driver.reductions.require_complete(tensor.owner.weight_group)
             key = (id(tensor.owner.driver), tensor.owner.group, tensor.device)
             buckets.setdefault(key, []).append(index)
     for (_, process_group, _), indices in buckets.items():
         grads = [grad for grad in (tensors[index] for index in indices) if isinstance(grad, ShardGrad)]
         driver = grads[0].owner.driver
-        whole = driver.gradient_norms([grad.local_part() for grad in grads], process_group, float(ord))
+        whole = driver.scalars.norms([grad.local_part() for grad in grads], process_group, float(ord))
         norms.update(
             (index, norm.to(dtype or tensors[index].dtype)) for index, norm in zip(indices, whole, strict=True)
         )
@@ -161,11 +161,12 @@ def _check_and_unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, i
     """``torch._amp_foreach_non_finite_check_and_unscale_``: the same ``found_inf`` on all ranks of the shard groups."""
     owners = [grad.owner for grad in grads if isinstance(grad, ShardGrad)]
     for owner in owners:
-        owner.driver.require_complete(owner.weight_group)
+        owner.driver.reductions.require_complete(owner.weight_group)
     with torch._C.DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+    # Over all groups, whichever weights overflowed: experts in their own group must not skip a step alone.
     for driver in {id(owner.driver): owner.driver for owner in owners}.values():
-        driver.spread_overflow(found_inf)
+        driver.scalars.spread(found_inf, driver.process_groups)
 
 
 def _zero(grad: torch.Tensor) -> torch.Tensor:
@@ -178,7 +179,7 @@ def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
         torch._foreach_zero_(list(grads))
     for grad in grads:
         if isinstance(grad, ShardGrad) and grad.owner.has_driver:
-            grad.owner.driver.gradient_zeroed(grad.owner.weight_group)
+            grad.owner.driver.reductions.forget_sums(grad.owner.weight_group)
 
 
 _WHOLE_GRADIENT_FUNCTIONS: dict[Any, Callable[..., Any]] = {

@@ -51,7 +51,8 @@ def call_with_counted(
 
     def replaced(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(map(replaced, value))
+            # Not of its own class: a named tuple is made from several arguments.
+            return (list if isinstance(value, list) else tuple)(map(replaced, value))
         if not isinstance(value, torch.Tensor) or not value.requires_grad or (count := times(value)) == 1:
             return value
         alias: torch.Tensor = _Counted.apply(value, count)

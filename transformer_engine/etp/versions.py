@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from etp.collectives.base import Route
 from etp.errors import EtpStateError, StaleWeightError
 from etp.formats.base import Quantization, WeightFormat
 from etp.group import WeightGroup
-from etp.routes import Route
+from etp.mode import Mode
+from etp.optimizer_steps import after_optimizer_steps
 from etp.stack import Stack
 from etp.streams import enqueue
 
@@ -50,47 +52,50 @@ class WeightVersions:
         """Number of announced changes."""
         self._groups = groups
         self._reuse = reuse_across_forwards
-        self._replayed_unseen = False
         self._forward = 0
-        self._observed: dict[WeightGroup, tuple[Any, ...]] = {}
-        self._final: dict[torch.device, Any] = {}
+        self.final: dict[torch.device, Any] = {}
+        """For each device, an event of this forward pass after which the observed shards are final."""
         self._quantizations: dict[tuple[dist.ProcessGroup, WeightFormat], _Quantized] = {}
         self._captured = False
         """Whether there has been a capture, which may refer to quantized copies."""
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
+        self.stamp: tuple[int, int]
+        """Of observations that count; see :meth:`etp.group.WeightGroup.is_observed`."""
+        self._renew_stamp()
+        if reuse_across_forwards:
+            self.watch_optimizers()
 
-    def change_mode(self, *, capturing: bool, replayed_unseen: bool) -> None:
-        """Change modes: a CUDA graph capture begins or has ended.
+    def _renew_stamp(self) -> None:
+        self.stamp = self.epoch, 0 if self.trusted else self._forward
 
-        Args:
-            capturing: True if it begins.
-            replayed_unseen: whether whole training steps will be replayed, whose changes of weights go unnoticed.
-        """
-        self._replayed_unseen |= replayed_unseen
-        self._captured |= capturing
-        self.trusted = self._reuse and (capturing or not self._replayed_unseen)
-        self._final.clear()
+    def announce_change(self) -> None:
+        """Count a change of weights that PyTorch may not count."""
+        self.epoch += 1
+        self._renew_stamp()
+
+    def watch_optimizers(self) -> None:
+        """Count every optimizer step as a change from now on, because PyTorch does not count writes of fused ones."""
+        after_optimizer_steps(self, WeightVersions.announce_change)
+
+    def change_mode(self, mode: Mode) -> None:
+        """Forget events, and decide anew what can be assumed; see :class:`etp.mode.Changing`."""
+        self.trusted = self._reuse and not mode.replays_steps
+        self._renew_stamp()
+        self.final.clear()
+        if mode.capture is not None:
+            self._captured = True
+            self.watch_optimizers()
 
     def begin_forward(self) -> None:
         """Begin a forward pass: shards may have changed since the last one."""
         self._forward += 1
-        self._final.clear()
-
-    def _version(self, group: WeightGroup) -> tuple[Any, ...]:
-        return (self.epoch, 0 if self.trusted else self._forward, group.format, *group.version)
-
-    def is_published(self, group: WeightGroup, route: Route) -> bool:
-        """Whether gathers of ``group`` read published copies rather than the shards themselves."""
-        return route.transport.publishes or group.format is not None
-
-    def is_observed(self, group: WeightGroup, route: Route) -> bool:
-        """Whether ``group`` may be gathered ahead of its visit."""
-        return not self.is_published(group, route) or self._observed.get(group) == self._version(group)
+        self._renew_stamp()
+        self.final.clear()
 
     def forget(self, group: WeightGroup) -> None:
         """Forget ``group``, because another runtime drives it from now on."""
-        self._observed.pop(group, None)
+        group.observed = None
         for key in [key for key, quantized in self._quantizations.items() if group in quantized.groups]:
             del self._quantizations[key]
 
@@ -106,15 +111,15 @@ class WeightVersions:
         Raises:
             StaleWeightError: if the shard changed since the forward pass, with a transport that would not see it.
         """
-        device, publishes = route.device, self.is_published(group, route)
-        if not in_backward and device not in self._final:
-            self._final[device] = route.gather.mark()
+        device = route.device
+        if not in_backward and device not in self.final:
+            self.final[device] = route.gather.mark()
             if not route.transport.publishes:
                 on_device = [group for group in self._groups if group.spec.device == device]
                 self._note([group for group in on_device if group.format is None], pass_number)
-        if not publishes or self._observed.get(group) == self._version(group):
+        if not group.is_published or group.is_observed(self.stamp):
             return
-        if in_backward and group in self._observed:
+        if in_backward and group.observed is not None:
             raise StaleWeightError(
                 f"{group.name} changed between its forward and its backward pass, and its peers were not told; change "
                 "weights after the backward pass"
@@ -177,23 +182,4 @@ class WeightVersions:
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
         for group in groups:
             group.read_shards(pass_number)
-            self._observed[group] = self._version(group)
-
-    def gather_waits(self, group: WeightGroup, route: Route) -> list[Any] | None:
-        """Events that a gather into the group's slot must wait for; see :meth:`etp.streams.Lane.start`."""
-        slot = group.slot
-        published = self.is_published(group, route)
-        if not published:
-            for hook in group.before_gather:
-                hook()
-        if not slot.reads:
-            # New memory, which compute enqueued so far may have used before the allocator recycled it.
-            return None
-        reads = [event or route.gather.mark(stream) for stream, event in slot.reads.items()]
-        if published:
-            # The publication is earlier on the same lane.
-            return reads
-        final = self._final.get(route.device)
-        if final is None or group.before_gather or self._observed.get(group) != self._version(group):
-            return None
-        return [final, *reads]
+            group.note_observed(self.stamp)

@@ -17,7 +17,7 @@ from etp.layout import ShardLayout
 from etp.modules import check_uses
 from etp.optimizers import remember_shard, shard_in_place_of
 from etp.param import ETPShardedParam
-from etp.runtime import EtpRuntime
+from etp.runtime import EtpRuntime, runtimes_driving
 from etp.sites import (
     Replicated,
     Site,
@@ -337,11 +337,7 @@ def _register_replicated(
 
 def runtimes_of(module: nn.Module) -> list[EtpRuntime]:
     """The runtimes that drive sharded weights under ``module``, each once."""
-    found: dict[int, EtpRuntime] = {}
-    for param in module.parameters():
-        if isinstance(param, ETPShardedParam) and isinstance(param.driver, EtpRuntime):
-            found[id(param.driver)] = param.driver
-    return list(found.values())
+    return runtimes_driving(param for param in module.parameters() if isinstance(param, ETPShardedParam))
 
 
 def wait_async_comms(module: nn.Module) -> None:
@@ -369,9 +365,9 @@ def resident_nbytes(module: nn.Module) -> dict[str, int]:
             grad = param.grad if getattr(param, "main_grad", None) is None else param.main_grad  # type: ignore[attr-defined]
             totals["gradients"] += 0 if grad is None else _nbytes(grad)
     for runtime in runtimes_of(module):
-        totals["gather_slots"] += sum(buffers.cache.nbytes() for buffers in runtime.buffers)
-        totals["gradient_buffers"] += sum(buffers.pool.nbytes() for buffers in runtime.buffers)
-        for transport in runtime.transports.values():
+        totals["gather_slots"] += sum(mode.cache.nbytes() for mode in runtime.modes.all)
+        totals["gradient_buffers"] += sum(mode.pool.nbytes() for mode in runtime.modes.all)
+        for transport in runtime.routes.transports.values():
             totals["transports"] += sum(n for what, n in transport.nbytes().items() if what != "shards_in_place")
     return totals
 

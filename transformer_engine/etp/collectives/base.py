@@ -1,16 +1,17 @@
-"""The interface of the transports that move the engine's bytes."""
+"""The interface of the transports that move the engine's bytes, and the route that a weight group takes."""
 # ruff: noqa: B027  # optional methods do nothing
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from etp.stack import Stack
-from etp.streams import InFlight
+from etp.streams import InFlight, Lane
 
 
 class Transport(ABC):
@@ -128,3 +129,24 @@ class Transport(ABC):
 
     def watch_replays(self) -> None:
         """Watch that work enqueued so far on the calling stream, graph replays included, ends within the timeout."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """How the groups of one process group on one device communicate.
+
+    Attributes:
+        transport: moves their shards.
+        gather: where gathers run.
+        reduce: where reductions run.
+        device: where their weights are.
+    """
+
+    transport: Transport
+    gather: Lane
+    reduce: Lane
+    device: torch.device
+
+    def order_publication(self) -> None:
+        """Order gathers after all reductions so far; see [Note: flags] of the copy-engine transport."""
+        self.gather.follow(self.reduce)

@@ -14,6 +14,7 @@ more slowly than the last.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class C10dTransport(Transport):
         self._size = dist.get_world_size(group)
         self._fp32_accumulation = fp32_accumulation
         self._timeout_s = timeout_s
+        self._patience = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._line = WorkLine()
         ranks = dist.get_process_group_ranks(group)
         self._who = f"on rank {dist.get_rank()} (shard group: ranks {ranks})"
@@ -78,8 +80,9 @@ class C10dTransport(Transport):
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        if self._order is not None:
-            self._order.record(label)
+        order = self._order
+        if order is not None and order.recording:
+            order.names.append(label)
         on_gpu = outputs.device.type == "cuda"
         try:
             if len(outputs.tensors) == 1:
@@ -101,11 +104,12 @@ class C10dTransport(Transport):
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""
-        if self._order is not None:
-            self._order.record(label)
+        order = self._order
+        if order is not None and order.recording:
+            order.names.append(label)
         on_gpu = wgrads.device.type == "cuda"
         # [ranks, gradients, shard]: what goes to one rank is one message, however many gradients there are.
-        chunks = wgrads.block().view(len(wgrads), self._size, -1).transpose(0, 1).contiguous()
+        chunks = wgrads.block().view(len(wgrads.tensors), self._size, -1).transpose(0, 1).contiguous()
         if self._fp32_accumulation:
             received = torch.empty_like(chunks)
             collective: Any = dist.all_to_all_single
@@ -129,11 +133,15 @@ class C10dTransport(Transport):
         return everyone
 
     def wait(self, work: dist.Work, label: str) -> None:
-        """Block until started work is done, turning a failure into one error that names it."""
+        """Block until started work on the CPU is done, turning a failure into one error that names it."""
         try:
-            self._line.wait(work, self._timeout_s, keep=True)
+            if self._patience is None:
+                work.wait()
+            else:
+                work.wait(self._patience)
         except RuntimeError as error:
             raise explained(error, label, self._group) from error
+        self._line.finished.append(work)
 
     def expect(self, end: Any, label: str) -> None:
         """End the process if ``end``, an event after the collective ``label``, does not happen within the timeout."""
@@ -245,5 +253,5 @@ class _Reduction(_Collective):
         accumulate_parts(received, self._sinks, self._divisor, accumulate=self._accumulate)
         free_bytes(received)
         chunks, wgrads = sent
-        if chunks.data_ptr() != wgrads[0].data_ptr():
+        if chunks.data_ptr() != wgrads.tensors[0].data_ptr():
             free_bytes(chunks)

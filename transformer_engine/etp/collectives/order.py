@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 ORDER_LABEL = "exchange of the order of collectives"
 """Name of the exchange in messages."""
 
-# Names kept for the message: enough for any usual pass, and a bound if no pass ever ends.
+# Collectives that are compared, the latest ones: more than any pass has, and a bound if no pass ever ends.
+_MOST_COLLECTIVES = 2**20
+# Of these, the names kept for the message.
 _MOST_NAMES = 4096
 _WORDS = 2
 # Timeout for names, which go through the process group's store: ranks reach this point at different times.
@@ -71,15 +73,14 @@ class CollectiveOrder:
         self._device = device
         self._timeout_s = timeout_s
         self._line = WorkLine()
-        self._digest = hashlib.sha256()
-        self._names: deque[str] = deque(maxlen=_MOST_NAMES)
-        self._count = 0
+        self.names: deque[str] = deque(maxlen=_MOST_COLLECTIVES)
+        """The collectives since the last exchange; see :meth:`record`."""
         self._answer: _Answer | None = None
 
     @property
     def has_news(self) -> bool:
         """Whether there were collectives since the last exchange; the same on all ranks that run the same ones."""
-        return self._count > 0
+        return bool(self.names)
 
     @property
     def is_answered(self) -> bool:
@@ -87,11 +88,9 @@ class CollectiveOrder:
         return self._answer is not None and self._answer.arrived is None
 
     def record(self, name: str) -> None:
-        """Record that a collective starts now."""
+        """Record that a collective starts now. Where each one counts, do what this does without the call."""
         if self.recording:
-            self._digest.update(name.encode() + b"\n")
-            self._names.append(name)
-            self._count += 1
+            self.names.append(name)
 
     def exchange(self, whose: str = "") -> None:
         """Exchange the digest of what was recorded, on the calling stream, and begin a new one. Collective.
@@ -100,12 +99,11 @@ class CollectiveOrder:
             whose: tells these collectives from others of the same names, such as those of another model.
         """
         if whose:
-            self._digest.update(whose.encode())
-            self._names.append(f"end of a pass of {whose}")
-            self._count += 1
-        word = int.from_bytes(self._digest.digest()[:8], "little", signed=True)
+            self.names.append(f"end of a pass of {whose}")
+        names, count = "\n".join(self.names), len(self.names)
+        word = int.from_bytes(hashlib.sha256(names.encode()).digest()[:8], "little", signed=True)
         on_gpu = self._device.type == "cuda"
-        own = torch.tensor([word, self._count], dtype=torch.int64, pin_memory=on_gpu)
+        own = torch.tensor([word, count], dtype=torch.int64, pin_memory=on_gpu)
         own = own.to(self._device, non_blocking=True)
         everyone = own.new_empty(len(self._ranks) * _WORDS)
         with reported(ORDER_LABEL, self._group):
@@ -121,9 +119,9 @@ class CollectiveOrder:
         else:
             free_bytes(own)
             free_bytes(everyone)
-        self._answer = _Answer(words.view(-1, _WORDS), arrived, tuple(self._names), self._count)
-        self._digest, self._count = hashlib.sha256(), 0
-        self._names.clear()
+        latest = tuple(islice(self.names, max(count - _MOST_NAMES, 0), None))
+        self._answer = _Answer(words.view(-1, _WORDS), arrived, latest, count)
+        self.names.clear()
 
     def verify(self) -> None:
         """Wait for the answer to the last exchange, if there was one, and check it.

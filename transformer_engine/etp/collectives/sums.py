@@ -35,15 +35,16 @@ def accumulate_parts(
 
         kernels.accumulate_parts(parts, sinks, divisor, own, rank, accumulate=accumulate)
         return
-    rows = list(parts.view(-1, len(sinks), sinks.numel))
+    count = len(sinks.tensors)
+    rows = list(parts.view(-1, count, sinks.numel))
     if own is not None:
-        rows.insert(rank, own.block().view(len(sinks), -1, sinks.numel)[:, rank])
+        rows.insert(rank, own.block().view(count, -1, sinks.numel)[:, rank])
     total = rows[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
     for row in rows[1:]:
         total.add_(row)
     if divisor != 1:
         divide(total, divisor)
-    totals = total.view(len(sinks), *sinks.shape).unbind(0)
+    totals = total.view(count, *sinks.shape).unbind(0)
     if accumulate:
         torch._foreach_add_(sinks.tensors, totals)
     else:

@@ -33,7 +33,8 @@ class WorkLine:
     """
 
     def __init__(self) -> None:
-        self._finished: deque[dist.Work] = deque(maxlen=_KEPT)
+        self.finished: deque[dist.Work] = deque(maxlen=_KEPT)
+        """The latest finished works; whoever waits for one otherwise than by :meth:`wait` appends it."""
 
     def wait(self, work: dist.Work, timeout_s: float | None, *, keep: bool) -> None:
         """Block until ``work`` is done (with streams: order the current stream after it).
@@ -49,7 +50,7 @@ class WorkLine:
         else:
             work.wait(timedelta(seconds=timeout_s))
         if keep:
-            self._finished.append(work)
+            self.finished.append(work)
 
 
 def gather_numbers(

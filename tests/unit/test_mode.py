@@ -13,7 +13,7 @@ from torch import nn
 
 import etp
 from etp.cache import BufferCache, BufferSpec
-from etp.graphs import GraphModes
+from etp.mode import Modes
 from etp.runtime import EtpRuntime
 from tests.unit.test_reductions import Overlaps
 
@@ -26,9 +26,9 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A stack; while it holds a number, work counts as captured by the graph of that number."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     numbers: list[int] = []
-    monkeypatch.setattr(GraphModes, "current_capture", lambda *_: numbers[-1] if numbers else None)
+    monkeypatch.setattr(Modes, "_current_capture", lambda *_: numbers[-1] if numbers else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("etp.reductions._captured_now", lambda _: bool(numbers))
+    monkeypatch.setattr(Modes, "captures_part", lambda modes, _: modes.now.is_part and bool(numbers))
     yield numbers
     dist.destroy_process_group()
 
@@ -74,16 +74,16 @@ def addresses(cache: BufferCache) -> set[int]:
 def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]) -> None:
     model, runtime = sharded()
     expected = train(model)
-    warm = addresses(runtime.cache)
+    warm = addresses(runtime.modes.now.cache)
     bytes_before = etp.resident_nbytes(model)["gather_slots"]
     with capturing(capture, 7):
         assert torch.equal(train(model), expected)
-        assert runtime.capturing
-        assert addresses(runtime.cache) == warm
-    assert not runtime.capturing
+        assert runtime.modes.capturing
+        assert addresses(runtime.modes.now.cache) == warm
+    assert not runtime.modes.capturing
     assert etp.resident_nbytes(model)["gather_slots"] == bytes_before
     assert torch.equal(train(model), expected)
-    eager, captured = runtime.buffers
+    eager, captured = runtime.modes.all
     assert addresses(captured.cache) == warm
     assert addresses(eager.cache)
     assert not addresses(eager.cache) & warm
@@ -92,7 +92,7 @@ def test_the_first_capture_takes_over_what_the_warm_up_filled(capture: list[int]
 def test_a_penalty_is_captured_behind_the_reduction_into_the_same_gradient(capture: list[int]) -> None:
     model, runtime = sharded(pad_for_alignment=1)
     plain = [cast("Any", param).local_shard().clone().requires_grad_() for param in model.parameters()]
-    cast("dict[Any, Any]", runtime.transports)[dist.group.WORLD] = Overlaps()
+    runtime.routes.transports[dist.group.WORLD] = Overlaps()
     x = torch.ones(2, SIDE)
     with capturing(capture, 1):
         for _ in range(2):  # the second adds to what the first has left
@@ -107,19 +107,19 @@ def test_a_penalty_is_captured_behind_the_reduction_into_the_same_gradient(captu
 
 def test_the_chain_is_described_at_any_time(capture: list[int]) -> None:
     model, runtime = sharded()
-    assert runtime.describe_chain() == "chain of 0 weight groups, prefetch depth 1"
+    assert runtime.gathers.describe_chain() == "chain of 0 weight groups, prefetch depth 1"
     train(model)
 
     def slots() -> list[str]:
-        return [line.split(", ")[-2] for line in runtime.describe_chain().splitlines()[1:]]
+        return [line.split(", ")[-2] for line in runtime.gathers.describe_chain().splitlines()[1:]]
 
     assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
     with capturing(capture, 1):
-        assert runtime.capturing
+        assert runtime.modes.capturing
         assert slots() == ["no slot"] * 4
         train(model)
         assert slots() == ["slot 0", "slot 1", "slot 0", "slot 1"]
-    assert not runtime.capturing
+    assert not runtime.modes.capturing
     assert slots() == ["no slot"] * 4
 
 
@@ -218,10 +218,10 @@ def test_microbatches_of_a_captured_step_overlap(capture: list[int]) -> None:
             loss = model(x).square().sum()
             loss.backward()
             found.append(loss.detach())
-            under_way.append((pending(runtime), not runtime._reductions.idle))
+            under_way.append((pending(runtime), not runtime.reductions.idle))
         etp.wait_async_comms(model)
         assert pending(runtime) == []
-        assert runtime._reductions.idle
+        assert runtime.reductions.idle
         return [*found, *(p.grad.clone() for p in model.parameters() if p.grad is not None)], under_way
 
     eager = [iteration() for _ in range(3)][-1]
@@ -246,7 +246,7 @@ def test_a_captured_backward_pass_that_may_end_the_graph_leaves_nothing_under_wa
         for _ in range(2):
             train(model)
             assert pending(runtime) == []
-            assert runtime._reductions.idle
+            assert runtime.reductions.idle
 
 
 def test_a_backward_pass_ends_with_the_weights_that_the_next_forward_begins_with(capture: list[int]) -> None:
@@ -270,15 +270,15 @@ def test_captured_slots_survive_whatever_frees_the_others(capture: list[int]) ->
     train(model)
     with capturing(capture, 1):
         train(model)
-    captured = runtime.buffers[1].cache
+    captured = runtime.modes.all[1].cache
     before = addresses(captured)
     train(model)
     runtime.release_buffers()
-    assert not addresses(runtime.cache)
+    assert not addresses(runtime.modes.now.cache)
     assert addresses(captured) == before
     with capturing(capture, 2):
         train(model)
-        assert addresses(runtime.cache) == before
+        assert addresses(runtime.modes.now.cache) == before
 
 
 def test_a_capture_with_gradients_under_way_is_refused(capture: list[int]) -> None:
