@@ -163,7 +163,7 @@ def whole_step_equals_eager(
     )
     on_side_stream(eager.run)
     graphed.capture()
-    slots = [{b.data_ptr() for slot in part.cache.slots() for b in slot.buffers} for part in runtimes[1].buffers]
+    slots = [{b.data_ptr() for slot in part.cache.slots() for b in slot.buffers} for part in runtimes[1].modes.all]
     assert not slots[0] & slots[1], "eager and captured work share a slot"
     for step in range(20):
         if step == 10:
@@ -183,9 +183,9 @@ def whole_step_equals_eager(
     _same(models[1], models[0], "end", grads=False)
     return {
         "losses": losses[0].tolist(),
-        "captured": runtimes[1].buffers[-1].cache.nbytes(),
-        "eager": runtimes[0].buffers[0].cache.nbytes(),
-        "transports": {type(t).__name__ for t in runtimes[1].transports.values()},
+        "captured": runtimes[1].modes.all[-1].cache.nbytes(),
+        "eager": runtimes[0].modes.all[0].cache.nbytes(),
+        "transports": {type(t).__name__ for t in runtimes[1].routes.transports.values()},
     }
 
 

@@ -30,7 +30,7 @@ def prepare(shim: str) -> None:
         return
     put_on_path(shim)
     import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401 - puts CPU kernels under TE's Python layer
-    import transformer_engine_torch as tex  # type: ignore[import-not-found]
+    import transformer_engine_torch as tex
 
     def transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) -> torch.Tensor:
         return data.t().contiguous() if out is None else out.copy_(data.t())

@@ -82,6 +82,13 @@ class Float8Quantization(Quantization):
     def transposed(self, index: int, gathered: Stack) -> Sequence[torch.Tensor]:
         """The transpose of each weight of group ``index``, ``[columns, rows]`` without padding, in one launch."""
         rows = self.layouts[index].rows
+        if self.device.type == "cuda" and len(gathered) == 1:
+            from transformer_engine_torch import fp8_transpose
+
+            from transformer_engine.pytorch.constants import DType
+
+            # Its launch takes the host a fifth of the time of one by Triton.
+            return [fp8_transpose(gathered[0][:rows], DType.kFloat8E4M3, out=None)]
         if self.device.type == "cuda":
             from etp.formats import kernels
 

@@ -1,0 +1,116 @@
+"""Bodies of the tests of a format that this file defines, in plain layers: what the engine does for any format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import etp
+from etp.formats import Quantization, WeightFormat
+from etp.layout import ShardLayout
+from etp.stack import Stack
+from tests.support.launch import device
+
+ROWS, COLUMNS, LAYERS = 52, 24, 3
+
+
+@dataclass(frozen=True)
+class Bytes(WeightFormat):
+    """A byte for each element, and one scale for each weight, on which the ranks agree."""
+
+    name: ClassVar[str] = "bytes"
+    row_alignment: ClassVar[int] = 4
+
+    def quantization(
+        self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None
+    ) -> Quantization:
+        """See :class:`etp.formats.WeightFormat`."""
+        assert memory is None, "c10d has none"
+        return _Bytes(shards, layouts)
+
+
+class _Bytes(Quantization):
+    def __init__(self, shards: Sequence[Stack], layouts: Sequence[ShardLayout]) -> None:
+        self.copies = [Stack.allocate(len(stack), stack.shape, torch.uint8, stack.device) for stack in shards]
+        self._shards, self._layouts = shards, layouts
+        self._amax = torch.zeros(len(shards))
+
+    def measure(self) -> torch.Tensor:
+        return torch.stack([stack.block().abs().max() for stack in self._shards])
+
+    def cast(self, everyone: torch.Tensor) -> None:
+        self._amax = everyone.amax(dim=0)
+        for stack, copies, amax in zip(self._shards, self.copies, self._amax, strict=True):
+            for weight, copy in zip(stack, copies, strict=True):
+                copy.copy_(_to_bytes(weight, amax))
+
+    def assemble(
+        self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
+    ) -> list[torch.Tensor]:
+        assert not transposed
+        assert list(trained) == [True] * len(gathered)
+        rows = self._layouts[index].rows
+        return [_from_bytes(weight[:rows], self._amax[index]).to(dtype) for weight in gathered]
+
+
+def _to_bytes(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    return (weight / amax * 127).round().to(torch.int8).view(torch.uint8)
+
+
+def _from_bytes(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    return weight.view(torch.int8).float() * amax / 127
+
+
+class Layer(nn.Linear):
+    """A linear layer that asks for its weight in a format, as Transformer Engine's layers do."""
+
+    format_: WeightFormat | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` times the weight as it was gathered."""
+        weight = cast("etp.ETPShardedParam", self.weight)
+        (full,) = weight.driver.gathers.visit(weight.weight_group, self.format_)
+        return x @ full.t()[:, :COLUMNS]
+
+
+def gathered_in_a_format(rank: int, world_size: int, depth: int, reuse: bool) -> tuple[list[bool], int, int]:
+    """Passes with new weights each time; the middle layer is gathered as it is stored in every other pass.
+
+    Returns:
+        whether each output is that of weights that were quantized as a whole; the bytes received, and those expected.
+    """
+    torch.manual_seed(5)
+    model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS))).to(device())
+    config = etp.EtpConfig(pad_for_alignment=4, prefetch_depth=depth, reuse_across_forwards=reuse, transport="c10d")
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    right, expected = [], 0
+    for step in range(6):
+        weights = []
+        for index, layer in enumerate(model):
+            assert isinstance(layer, Layer)
+            layer.format_ = None if index == 1 and step % 2 else Bytes()
+            shard = cast("etp.ETPShardedParam", layer.weight)
+            whole = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(10 * step + index))
+            start, stop = shard.layout.logical_range(rank)
+            with torch.no_grad():
+                shard.local_shard()[: stop - start].copy_(whole[start:stop])
+            amax = whole.abs().max()
+            weights.append(_from_bytes(_to_bytes(whole, amax), amax) if layer.format_ else whole)
+            item = 1 if layer.format_ else 4
+            expected += item * shard.layout.padded_rows * COLUMNS * (world_size - 1) // world_size
+        for slot in runtime.modes.now.cache.slots():
+            for buffer in slot.buffers:
+                buffer.view(torch.uint8).fill_(77)
+        x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(step))
+        found, wanted = x, x
+        with torch.no_grad():
+            found = model(found)
+            for weight in weights:
+                wanted = wanted @ weight.t()[:, :COLUMNS]
+        right.append(torch.equal(found, wanted))
+    return right, sum(runtime.counters.gather_bytes.values()), expected

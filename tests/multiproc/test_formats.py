@@ -1,0 +1,19 @@
+"""The engine gathers weights in any format: quantized once a version, agreed on, in slots of the format's bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc import bodies_formats as bodies
+from tests.support.launch import run_distributed
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("tests/gpu/test_fp8.py has the formats of GPUs")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("depth", "reuse"), [(0, False), (1, False), (2, True)])
+def test_weights_are_those_of_the_format(ranks: int, depth: int, reuse: bool) -> None:
+    for right, received, expected in run_distributed(bodies.gathered_in_a_format, ranks, args=(depth, reuse)):
+        assert right == [True] * 6
+        if depth == 0:
+            assert received == expected
