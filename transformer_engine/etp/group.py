@@ -446,10 +446,13 @@ class WeightGroup:
         """
         if self.format is None:
             return self.local_shards()
+        quantization, index = self._copies()
+        return quantization.copies[index]
+
+    def _copies(self) -> tuple[Quantization, int]:
         if self._quantized is None:
             raise EtpStateError(f"{self.name} is gathered before its shards were quantized")
-        quantization, index = self._quantized
-        return quantization.copies[index]
+        return self._quantized
 
     def read_shards(self, pass_number: int) -> None:
         """Update :attr:`version`, and drop :meth:`local_shards` if the storage of a shard has changed."""
@@ -598,9 +601,9 @@ class WeightGroup:
             # The gather was ordered after all readers of the previous content.
             slot.reads.clear()
         slot.reads[reader] = None
-        if self.format is None or self._quantized is None:
+        if self.format is None:
             return slot.weights(self.layout.rows, self.trained())
-        quantization, index = self._quantized
+        quantization, index = self._copies()
         return quantization.assemble(
             index, slot.buffers, self.local_shards().dtype, self.trained(), transposed=transposed
         )

@@ -31,7 +31,7 @@ from etp.streams import enqueue
 
 @dataclass(frozen=True)
 class _Quantized:
-    """The quantized copies of the groups that have ever had a format, and the shards that they are of."""
+    """The quantized copies of the groups that have a format, or had it when a graph was captured, and their shards."""
 
     groups: list[WeightGroup]
     shards: list[Stack]
@@ -56,8 +56,8 @@ class WeightVersions:
         self.final: dict[torch.device, Any] = {}
         """For each device, an event of this forward pass after which the observed shards are final."""
         self._quantizations: dict[tuple[dist.ProcessGroup, WeightFormat], _Quantized] = {}
-        self._captured = False
-        """Whether there has been a capture, which may refer to quantized copies."""
+        self._capturing = self._captured = False
+        """Whether there is, or has been, a capture, which may refer to quantized copies."""
         self.trusted = reuse_across_forwards
         """Whether weights can be assumed unchanged unless a change was counted or announced."""
         self.stamp: tuple[int, int]
@@ -83,7 +83,8 @@ class WeightVersions:
         self.trusted = self._reuse and not mode.replays_steps
         self._renew_stamp()
         self.final.clear()
-        if mode.capture is not None:
+        self._capturing = mode.capture is not None
+        if self._capturing:
             self._captured = True
             self.watch_optimizers()
 
@@ -166,17 +167,19 @@ class WeightVersions:
         every = list(dict.fromkeys([*former, *groups]))
         shards = [group.local_shards() for group in every]
         if quantized is None or quantized.shards != shards:
-            if quantized is not None and self._captured:
+            if self._capturing or (self._captured and quantized is not None):
+                count = 0 if quantized is None else len(quantized.groups)
                 raise EtpStateError(
-                    f"the weights that are gathered in {format_.name} have changed after a CUDA graph was captured: "
-                    f"there were {len(quantized.groups)} groups of them, now there are {len(every)}, or a shard is in "
-                    "other memory. Run every layer under its recipe before the capture"
+                    f"the weights that are gathered in {format_.name} have changed since a capture of a CUDA graph "
+                    f"began: there were {count} groups of them, now there are {len(every)}, or a shard is in other "
+                    "memory. Run every layer under its recipe before the capture"
                 )
             memory = route.transport.published_memory(sum(len(stack) * stack.numel for stack in shards))
             quantization = format_.quantization(shards, [group.layout for group in every], memory)
             quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
-        for group in groups:
-            group.set_quantized(quantized.quantization, quantized.groups.index(group))
+        for index, group in enumerate(quantized.groups):
+            if group.format == format_:
+                group.set_quantized(quantized.quantization, index)
         return quantized.quantization
 
     def _note(self, groups: Sequence[WeightGroup], pass_number: int) -> None:
