@@ -67,7 +67,7 @@ class Registry:
         held = [part.held for part in parts if part.held is not None]
         holders = [Holder(one.rank, one.host, one.layout) for one in held]
         for holder in holders:
-            check_layout(holder.layout, holder.rank)
+            check_layout(holder.layout, f"source rank {holder.rank}")
         self._index = OverlapIndex(holders)
         first = held[0]
         tensors = agree(first.tensors, holders)

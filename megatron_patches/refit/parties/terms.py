@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,9 +55,6 @@ def terms_of(
         options: of all parties.
         transport: the one that all parties have agreed on.
     """
-    total: dict[Link, int] = defaultdict(int)
-    for item in plan.transfers:
-        total[item.source, item.destination] += item.nbytes
     # If some storages are on the host and others on GPUs, no transport can move all of them unpacked.
     alike = len({offer.memory for offer in offers}) == 1
     directly = alike and may_go_directly(options.memory, transport, offers[0].memory)
@@ -67,7 +63,7 @@ def terms_of(
     for link in links:
         source, destination = offers[link[0]], offers[options.sources + link[1]]
         terms[link] = Terms(
-            packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(total[link])),
+            packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(plan.nbytes_by_link[link])),
             reach=Reach(min(source.reach, destination.reach)) if directly else Reach.NONE,
             hidden=frozenset(source.hidden),
             direct_bytes=options.direct_bytes,

@@ -1,4 +1,7 @@
-"""What a party holds or wants, in compact form: boxes of tensors whose names form a grid are one template."""
+"""What a party holds or wants, in compact form: boxes of tensors whose names form a grid are one template.
+
+Whatever is true of a template is checked once for all of its tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import ge, le
 from typing import NamedTuple
 
 import msgspec
@@ -18,13 +22,19 @@ from megatron_patches.refit.planning.grids import (
     Axes,
     Linear,
     Numbers,
+    corner,
     extremes,
     fits,
     fold,
     is_within,
     join_name,
+    numbers_of,
+    restrict,
+    single,
+    size_of,
     split_name,
     value_at,
+    values_over,
 )
 
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
@@ -59,33 +69,94 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """The box, with the pattern as the tensor's name."""
         return Box(self.tensor, self.start, self.stop)
 
+    @property
+    def volume(self) -> int:
+        """Elements of all boxes."""
+        return size_of(self.axes) * self.box.volume
+
+    def box_of(self, numbers: Numbers) -> Box:
+        """The box of one tensor."""
+        return Box(join_name(self.tensor, numbers), self.start, self.stop)
+
+    def of_each(self) -> Iterator[Region]:
+        """The region of each tensor alone."""
+        for numbers in numbers_of(self.axes):
+            yield Region(self.tensor, single(numbers), self.start, self.stop)
+
+    def contains(self, other: Region) -> bool:
+        """Whether every box of ``other`` lies in a box of this region."""
+        return (
+            self.tensor == other.tensor
+            and len(self.start) == len(other.start)
+            and all(map(le, self.start, other.start))
+            and all(map(ge, self.stop, other.stop))
+            and is_within(other.axes, self.axes)
+        )
+
+
+class Views(msgspec.Struct, frozen=True, array_like=True):
+    """Where a party has the boxes of a region: their views, whose shape is the box's.
+
+    Attributes:
+        storage: pattern of the storages' names.
+        numbers: for each hole of that pattern, its number as a function of the place in the region's grid.
+        offset: of the view, also as a function of the place.
+        strides: of the view.
+    """
+
+    storage: str
+    numbers: tuple[Linear, ...]
+    offset: Linear
+    strides: tuple[int, ...]
+
+    def at(self, region: Region, numbers: Numbers) -> View:
+        """The view of one box of the region."""
+        name = join_name(self.storage, [value_at(one, region.axes, numbers) for one in self.numbers])
+        return View(name, value_at(self.offset, region.axes, numbers), region.box.shape, self.strides)
+
+    def over(self, region: Region) -> Iterator[View]:
+        """The views of all boxes of the region, in the order of :func:`numbers_of`."""
+        shape = region.box.shape
+        for name, offset in zip(self.names(region.axes), values_over(self.offset, region.axes), strict=True):
+            yield View(name, offset, shape, self.strides)
+
+    def names(self, axes: Axes) -> list[str]:
+        """Names of the storages of all boxes of a grid, in the order of :func:`numbers_of`."""
+        used = max((dim for one in self.numbers for dim, slope in enumerate(one) if slope and dim), default=0)
+        columns = [values_over(one[: used + 1], axes[:used]) for one in self.numbers]
+        rows = zip(*columns, strict=True) if columns else [()]
+        repeated = size_of(axes[used:])  # boxes of one storage follow each other
+        return [name for row in rows for name in [join_name(self.storage, row)] * repeated]
+
+    def part(self, whole: Region, part: Region) -> Views:
+        """The views of a part of the region ``whole``."""
+        ahead = sum(
+            [(low - base) * step for low, base, step in zip(part.start, whole.start, self.strides, strict=True)]
+        )
+        offset = restrict(self.offset, whole.axes, part.axes)
+        numbers = tuple([restrict(one, whole.axes, part.axes) for one in self.numbers])
+        return Views(self.storage, numbers, (offset[0] + ahead, *offset[1:]), self.strides)
+
+    def is_sound(self, region: Region) -> bool:
+        """Whether these are views of the boxes of a region."""
+        functions = all(len(one) == len(region.axes) + 1 for one in (self.offset, *self.numbers))
+        return functions and fits(self.storage, len(self.numbers)) and len(self.strides) == len(region.start)
+
 
 class Template(msgspec.Struct, frozen=True, array_like=True):
-    """Where a party has the boxes of a region.
+    """Boxes that a party holds or wants.
 
     Attributes:
         number: of the template in its layout.
         region: the boxes.
-        storage: pattern of the storages' names.
-        numbers: for each hole of that pattern, its number as a function of the place in the region's grid.
-        offset: of the box's view, also as a function of the place.
-        strides: of the box's view.
+        views: where they lie.
         kind: number of the storages' kind in the layout.
     """
 
     number: int
     region: Region
-    storage: str
-    numbers: tuple[Linear, ...]
-    offset: Linear
-    strides: tuple[int, ...]
+    views: Views
     kind: int
-
-    def view_at(self, numbers: Numbers) -> View:
-        """The view of the box of one tensor."""
-        axes = self.region.axes
-        name = join_name(self.storage, [value_at(one, axes, numbers) for one in self.numbers])
-        return View(name, value_at(self.offset, axes, numbers), self.region.box.shape, self.strides)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -116,16 +187,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The kind of the storages that hold a template's boxes."""
         return self.kinds[template.kind]
 
-    def views_of(self, box: Box) -> Iterator[tuple[View, Kind]]:
-        """Every place at which the party has all of ``box``."""
-        pattern, numbers = split_name(box.tensor)
-        single = tuple((number, 1, 1) for number in numbers)
-        for template in self.by_tensor.get(pattern, ()):
-            region = template.region
-            if is_within(single, region.axes):
-                whole = Box(box.tensor, region.start, region.stop)
-                if whole.contains(box):
-                    yield template.view_at(numbers).cut(whole, box), self.kind(template)
+    def home_of(self, part: Region, views: Views) -> Template | None:
+        """The template that has ``part`` at ``views``, or None."""
+        for template in self.by_tensor.get(part.tensor, ()):
+            if template.region.contains(part) and template.views.part(template.region, part) == views:
+                return template
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +207,19 @@ class Holder:
 
     rank: int
     host: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """A destination.
+
+    Attributes:
+        manifest: what it wants.
+        layout: the same in compact form.
+    """
+
+    manifest: Manifest
     layout: Layout
 
 
@@ -172,9 +252,8 @@ def layout_of(manifest: Manifest) -> Layout:
     for (key, _), same in rows.items():
         for axes, (offset, *functions) in fold(same):
             region = Region(key.tensor, axes, key.start, key.stop)
-            templates.append(
-                Template(len(templates), region, key.storage, tuple(functions), offset, key.strides, key.kind)
-            )
+            views = Views(key.storage, tuple(functions), offset, key.strides)
+            templates.append(Template(len(templates), region, views, key.kind))
     return Layout(tuple(templates), tuple(kinds))
 
 
@@ -193,25 +272,34 @@ def holder_of(manifest: Manifest) -> Holder:
     return Holder(manifest.rank, manifest.host, layout_of(manifest))
 
 
-def check_layout(layout: Layout, rank: int) -> None:
-    """Checks a source's layout: views are within their storages, and reach no padding.
+def receiver_of(manifest: Manifest) -> Receiver:
+    """A destination, from its manifest."""
+    return Receiver(manifest, layout_of(manifest))
+
+
+def check_layout(layout: Layout, party: str) -> None:
+    """Checks a party's layout: views are within their storages, and reach no padding.
+
+    Args:
+        layout: the layout.
+        party: whose it is, such as ``source rank 3``.
 
     Raises:
-        ProofError: naming rank, tensor and storage.
+        ProofError: naming party, tensor and storage.
     """
     for template in layout.templates:
-        region = template.region
-        if not _is_sound(template, len(layout.kinds)):
-            raise ProofError(f"source rank {rank} describes {region.tensor} in {template.storage} by no template")
+        region, views = template.region, template.views
+        if not (_is_region(region) and views.is_sound(region) and 0 <= template.kind < len(layout.kinds)):
+            raise ProofError(f"{party} describes {region.tensor} in {views.storage} by no template")
         kind = layout.kind(template)
-        low, high = View("", 0, region.box.shape, template.strides).span
-        least, most = extremes(template.offset, region.axes)
+        low, high = View("", 0, region.box.shape, views.strides).span
+        least, most = extremes(views.offset, region.axes)
         if least + low < 0 or most + high > kind.logical_numel or kind.logical_numel > kind.numel:
-            first = tuple(begin for begin, _, _ in region.axes)
-            box = Box(join_name(region.tensor, first), region.start, region.stop)
+            numbers = corner(views.offset, region.axes, largest=least + low >= 0)
+            view = views.at(region, numbers)
             raise ProofError(
-                f"source rank {rank}: {box} spans elements {least + low} to {most + high} of "
-                f"{template.view_at(first).storage}, of which {kind.logical_numel} of {kind.numel} are not padding"
+                f"{party}: {region.box_of(numbers)} spans elements {view.span[0]} to {view.span[1]} of {view.storage}, "
+                f"of which {kind.logical_numel} of {kind.numel} are not padding"
             )
 
 
@@ -231,11 +319,3 @@ def _is_region(region: Region) -> bool:
     )
     grid = all(step >= 1 and count >= 1 for _, step, count in region.axes)
     return corners and grid and fits(region.tensor, len(region.axes))
-
-
-def _is_sound(template: Template, kinds: int) -> bool:
-    region = template.region
-    functions = all(len(one) == len(region.axes) + 1 for one in (template.offset, *template.numbers))
-    names = fits(template.storage, len(template.numbers))
-    strided = len(template.strides) == len(region.start)
-    return _is_region(region) and functions and names and strided and 0 <= template.kind < kinds

@@ -22,7 +22,7 @@ from megatron_patches.refit.parties.messages import (
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, plan_for
 from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
-from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, holder_of, layout_of
+from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, Views, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.overlaps import OverlapIndex
 from megatron_patches.refit.planning.requests import Request
@@ -56,7 +56,8 @@ def test_a_destination_is_told_exactly_what_overlaps_and_plans_the_same(seed: in
     holders = [holder_of(manifest) for manifest in case.sources]
     index = OverlapIndex(holders)
     for wanted in case.destinations:
-        regions = [template.region for template in layout_of(wanted).templates]
+        receiver = receiver_of(wanted)
+        regions = [template.region for template in receiver.layout.templates]
         layouts, told = index.overlapping(regions)
         assert len(set(layouts)) == len(layouts)
         assert {number for _, _, number in told} == set(range(len(layouts)))
@@ -69,8 +70,9 @@ def test_a_destination_is_told_exactly_what_overlaps_and_plans_the_same(seed: in
             ]
             assert list(parts.get(holder.rank, ())) == near
         heard = [Holder(rank, host, layouts[number]) for rank, host, number in told]
-        assert plan_for(case.tensors, SourceIndex(heard), wanted, DEFAULT_OPTIONS) == plan_for(
-            case.tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS
+        grids = fold_tensors(case.tensors)
+        assert plan_for(grids, SourceIndex(heard), receiver, DEFAULT_OPTIONS) == plan_for(
+            grids, SourceIndex(holders), receiver, DEFAULT_OPTIONS
         )
 
 
@@ -79,7 +81,7 @@ def test_sources_that_differ_only_in_what_is_not_wanted_are_one_layout() -> None
         dense = Region("layers.{}.w", ((0, 1, 4),), (0, 0), (4, 6))
         own = Region("layers.{}.experts.{}.w", ((0, 1, 4), (expert, 1, 1)), (0, 0), (4, 6))
         templates = tuple(
-            Template(n, region, f"s{n}", (), (0,) * 3, (6, 1), 0) for n, region in enumerate((dense, own))
+            Template(n, region, Views(f"s{n}", (), (0,) * 3, (6, 1)), 0) for n, region in enumerate((dense, own))
         )
         return Holder(rank, f"host{rank}", Layout(templates, ()))
 
@@ -122,7 +124,7 @@ def test_what_is_no_region_is_refused_by_name(region: Region) -> None:
 
 
 def test_requests_reach_their_source_as_they_were_sent() -> None:
-    request = Request(0, ((0, 1, 2),), (0,), (4,), "s", (), (0, 4), (1,), "bfloat16")
+    request = Request(0, ((0, 1, 2),), (0,), (4,), Views("s", (), (0, 4), (1,)), "bfloat16")
     parts = [Asked[list[Request]]({}, "", 0), Asked({0: [request]}, "ab", 8)]
     (first, last) = registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts]) or []
     orders = msgspec.msgpack.decode(first, type=Orders[list[Request]])

@@ -30,9 +30,10 @@ from megatron_patches.refit.planning.layouts import (
     check_layout,
     holder_of,
     layout_of,
+    receiver_of,
 )
 from megatron_patches.refit.planning.local import SourceIndex, even_shares, plan_destination
-from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, transfers_of
+from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import fold_tensors, unfold_tensors
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case, random_options
@@ -79,13 +80,10 @@ def test_what_is_within_a_grid() -> None:
 def placements_of(layout: Layout) -> Iterator[Placement]:
     """Every box of a layout and where it lies."""
     for template in layout.templates:
-        region, shape = template.region, template.region.box.shape
-        inside = [list(values_over(one, region.axes)) for one in template.numbers]
-        offsets = values_over(template.offset, region.axes)
-        for index, (numbers, offset) in enumerate(zip(numbers_of(region.axes), offsets, strict=True)):
-            name = join_name(template.storage, [values[index] for values in inside])
-            box = Box(join_name(region.tensor, numbers), region.start, region.stop)
-            yield Placement(box, View(name, offset, shape, template.strides))
+        region = template.region
+        for numbers, view in zip(numbers_of(region.axes), template.views.over(region), strict=True):
+            assert template.views.at(region, numbers) == view
+            yield Placement(region.box_of(numbers), view)
 
 
 @settings(RANDOM, max_examples=examples(500))
@@ -94,7 +92,7 @@ def test_a_layout_says_what_its_manifest_does(seed: int) -> None:
     case = random_case(seed)
     for manifest in [*case.sources, *case.destinations]:
         layout = layout_of(manifest)
-        check_layout(layout, manifest.rank)
+        check_layout(layout, f"rank {manifest.rank}")
         again = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)
         assert again == layout
         assert sorted(placements_of(again), key=repr) == sorted(manifest.placements, key=repr)
@@ -109,12 +107,12 @@ def test_both_ends_make_the_same_of_requests(seed: int) -> None:
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
         tensors = {placement.box.tensor for placement in wanted.placements}
-        plan, asked = plan_for(case.tensors, SourceIndex(holders), wanted, options)
+        plan, asked = plan_for(fold_tensors(case.tensors), SourceIndex(holders), receiver_of(wanted), options)
         assert {item.box.tensor for item in plan.transfers} == tensors
         for holder in holders:
             requests = msgspec.msgpack.decode(msgspec.msgpack.encode(asked.get(holder.rank, [])), type=list[Request])
             check_requests(requests, holder.layout, holder.rank, wanted.rank)
-            sent = transfers_of(requests, holder.layout, holder.rank, wanted.rank)
+            sent = list(moves_of(requests, holder.layout, holder.rank, wanted.rank))
             assert sent == list(plan.by_link.get((holder.rank, wanted.rank), []))
 
 
@@ -157,6 +155,7 @@ SPECS = [
     for layer in range(12)
     for number in range(16)
 ]
+GRIDS = fold_tensors(SPECS)
 
 
 def test_a_layout_of_any_number_of_experts_is_a_few_hundred_bytes() -> None:
@@ -171,9 +170,8 @@ def test_a_destination_asks_each_source_for_a_grid() -> None:
         for stage in range(2)
         for part in range(4)
     ]
-    plan, asked = plan_for(
-        SPECS, SourceIndex(holders), experts(0, range(12), range(16), columns=(2, 5)), DEFAULT_OPTIONS
-    )
+    wanted = receiver_of(experts(0, range(12), range(16), columns=(2, 5)))
+    plan, asked = plan_for(GRIDS, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
     assert sorted(asked) == list(range(8))
     assert all(len(requests) == 1 for requests in asked.values())
     assert len(plan.transfers) == 12 * 16
@@ -218,16 +216,20 @@ def test_replicas_of_the_own_host_are_preferred_and_shared() -> None:
 )
 def test_a_source_refuses_what_it_does_not_hold(change: dict[str, object], message: str) -> None:
     holder = holder_of(experts(1, range(2), range(4)))
-    wanted = experts(3, range(2), range(4))
-    (request,) = plan_for(SPECS, SourceIndex([holder]), wanted, DEFAULT_OPTIONS)[1][1]
+    wanted = receiver_of(experts(3, range(2), range(4)))
+    (request,) = plan_for(GRIDS, SourceIndex([holder]), wanted, DEFAULT_OPTIONS)[1][1]
     check_requests([request], holder.layout, 1, 3)
+    of_write = change.keys() & {"offset", "storage", "strides"}
+    changed = {"write": msgspec.structs.replace(request.write, **change)} if of_write else change
     with pytest.raises(PlanMismatchError, match=message):
-        check_requests([msgspec.structs.replace(request, **change)], holder.layout, 1, 3)
+        check_requests([msgspec.structs.replace(request, **changed)], holder.layout, 1, 3)
 
 
 def test_a_source_refuses_to_send_the_same_without_end() -> None:
     holder = holder_of(experts(1, range(2), range(4)))
-    (request,) = plan_for(SPECS, SourceIndex([holder]), experts(3, range(2), range(4)), DEFAULT_OPTIONS)[1][1]
+    (request,) = plan_for(GRIDS, SourceIndex([holder]), receiver_of(experts(3, range(2), range(4))), DEFAULT_OPTIONS)[
+        1
+    ][1]
     check_requests([request] * MOST_COPIES, holder.layout, 1, 3)
     with pytest.raises(PlanMismatchError, match=r"destination rank 3 asks source rank 1 .* more than 16 times"):
         check_requests([request] * (MOST_COPIES + 1), holder.layout, 1, 3)
@@ -237,14 +239,15 @@ def test_a_layout_that_describes_no_memory_is_refused() -> None:
     layout = layout_of(experts(1, range(2), range(4)))
     (template,) = layout.templates
     for changed in (
-        msgspec.structs.replace(template, offset=(0, 0, 1)),
-        msgspec.structs.replace(template, offset=(0,)),
-        msgspec.structs.replace(template, strides=(6,)),
+        *(
+            msgspec.structs.replace(template, views=msgspec.structs.replace(template.views, **change))
+            for change in ({"offset": (0, 0, 1)}, {"offset": (0,)}, {"strides": (6,)})
+        ),
         msgspec.structs.replace(template, kind=3),
         msgspec.structs.replace(template, region=msgspec.structs.replace(template.region, start=(4, 0))),
     ):
         with pytest.raises(ProofError, match="source rank 1"):
-            check_layout(Layout((changed,), layout.kinds), 1)
+            check_layout(Layout((changed,), layout.kinds), "source rank 1")
 
 
 def test_the_order_of_sources_does_not_matter() -> None:
@@ -252,7 +255,8 @@ def test_the_order_of_sources_does_not_matter() -> None:
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
         plans = [
-            plan_for(case.tensors, SourceIndex(order), wanted, DEFAULT_OPTIONS)[0] for order in (holders, holders[::-1])
+            plan_for(fold_tensors(case.tensors), SourceIndex(order), receiver_of(wanted), DEFAULT_OPTIONS)[0]
+            for order in (holders, holders[::-1])
         ]
         assert plans[0].digest == plans[1].digest
         assert size_of(()) == 1
