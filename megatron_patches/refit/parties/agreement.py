@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import (
+    CHECKING,
     DESCRIBING,
     PLANNING,
     RECORDING,
@@ -43,9 +44,6 @@ class Steps(Protocol):
 
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
         """Does this party's part of a step. Returns the registry's answer for it."""
-
-    def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
-        """Does this party's part of a step. Returns the parts of all."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
             moves += moves_of(requests, found[0], assembly.party, destination)
         plans.append(Plan(model.tensors, tuple(moves), PartOf("source", assembly.party)))
 
-    assembly.gather("checking requests", type(None), check)
+    assembly.exchange(CHECKING, type(None), check)
     return Agreed(plans[0], orders.digest, orders.nbytes)
 
 
@@ -128,5 +126,5 @@ def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -
         return Asked(requests, own.digest, own.nbytes)
 
     orders = assembly.exchange(PLANNING, Orders[list[Request]], plan)
-    assembly.gather("checking requests", type(None), lambda: None)
+    assembly.exchange(CHECKING, type(None), lambda: None)
     return Agreed(plans[0], orders.digest, orders.nbytes)
