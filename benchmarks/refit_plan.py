@@ -33,9 +33,8 @@ from megatron_patches.refit.planning.requests import Request, check_requests, mo
 from megatron_patches.refit.planning.tensors import unfold_tensors
 from megatron_patches.refit.planning.transfers import Moves
 from megatron_patches.refit.proof import prove, prove_with
-from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in
+from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.models import MODELS
-from megatron_patches.refit.simulation.workers import without_others
 from megatron_patches.refit.source.config_traits import family_from_config
 
 WHAT = ("destination", "source", "registry", "whole")

@@ -251,8 +251,9 @@ def _check_no_aliases(receiver: Receiver) -> None:
         runs = contiguous_runs(View("", 0, region.box.shape, views.strides))
         begins.append((array_over(views.offset, region.axes)[:, None] + runs.starts[0]).reshape(-1))
         lengths.append(np.full(begins[-1].size, runs.length))
-        memory = [targets.setdefault(storages[name].target, len(targets)) for name in views.names(region.axes)]
-        memories.append(np.repeat(np.array(memory), runs.count))
+        names, repeated = views.storages(region.axes)
+        memory = [targets.setdefault(storages[name].target, len(targets)) for name in names]
+        memories.append(np.repeat(np.array(memory), repeated * runs.count))
     if not begins:
         return
     begin, memory_of = np.concatenate(begins), np.concatenate(memories)

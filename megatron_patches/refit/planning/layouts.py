@@ -6,6 +6,7 @@ Whatever is true of a template is checked once for all of its tensors.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,17 +117,18 @@ class Views(msgspec.Struct, frozen=True, array_like=True):
 
     def over(self, region: Region) -> Iterator[View]:
         """The views of all boxes of the region, in the order of :func:`numbers_of`."""
-        shape = region.box.shape
-        for name, offset in zip(self.names(region.axes), values_over(self.offset, region.axes), strict=True):
-            yield View(name, offset, shape, self.strides)
+        shape, (names, repeated) = region.box.shape, self.storages(region.axes)
+        offsets = values_over(self.offset, region.axes)
+        for name in names:
+            for offset in itertools.islice(offsets, repeated):
+                yield View(name, offset, shape, self.strides)
 
-    def names(self, axes: Axes) -> list[str]:
-        """Names of the storages of all boxes of a grid, in the order of :func:`numbers_of`."""
+    def storages(self, axes: Axes) -> tuple[list[str], int]:
+        """Names of the storages of a grid's boxes, and how many boxes in a row each has, as :func:`numbers_of` goes."""
         used = max((dim for one in self.numbers for dim, slope in enumerate(one) if slope and dim), default=0)
         columns = [values_over(one[: used + 1], axes[:used]) for one in self.numbers]
         rows = zip(*columns, strict=True) if columns else [()]
-        repeated = size_of(axes[used:])  # boxes of one storage follow each other
-        return [name for row in rows for name in [join_name(self.storage, row)] * repeated]
+        return [join_name(self.storage, row) for row in rows], size_of(axes[used:])
 
     def part(self, whole: Region, part: Region) -> Views:
         """The views of a part of the region ``whole``."""

@@ -56,7 +56,7 @@ def named_transport(name: str) -> TransportName | None:
     return None if name == AUTO else TransportName(name)
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(msgspec.Struct, frozen=True, array_like=True):
     """What a party tells those with which it links before links are made.
 
     Attributes:

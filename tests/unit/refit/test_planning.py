@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +35,8 @@ from megatron_patches.refit.planning.layouts import (
 )
 from megatron_patches.refit.planning.local import SourceIndex, even_shares, plan_destination
 from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, moves_of
-from megatron_patches.refit.planning.tensors import fold_tensors, unfold_tensors
+from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
+from megatron_patches.refit.proof import prove_with
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case, random_options
 
@@ -262,3 +264,36 @@ def test_the_order_of_sources_does_not_matter() -> None:
         assert size_of(()) == 1
         assert replace(plans[0]).transfers == plans[1].transfers
         assert np.sum([item.nbytes for item in plans[0].transfers]) == plans[1].nbytes
+
+
+def calls_to_plan(count: int) -> int:
+    """Python calls of a destination that plans and proves ``count`` experts of 12 layers, each layer in one storage."""
+    sources = [
+        holder_of(experts(rank, range(12), range(rank * count // 4, (rank + 1) * count // 4))) for rank in range(4)
+    ]
+    places = [
+        Placement(
+            Box(f"model.layers.{layer}.experts.{number}.w", (0, 0), (4, 6)),
+            View(f"layer{layer}", 24 * number, (4, 6), (6, 1)),
+        )
+        for layer in range(12)
+        for number in range(count)
+    ]
+    storages = [Storage(f"layer{layer}", "bfloat16", 24 * count, 24 * count) for layer in range(12)]
+    wanted = receiver_of(Manifest(0, "", tuple(storages), tuple(places)))
+    grids = (TensorGrid("model.layers.{}.experts.{}.w", ((0, 1, 12), (0, 1, count)), (4, 6), "bfloat16"),)
+    calls = cProfile.Profile()
+    calls.enable()
+    plan, _ = plan_for(grids, SourceIndex(sources), wanted, DEFAULT_OPTIONS)
+    verdict = prove_with(plan, sources, [wanted])
+    calls.disable()
+    assert (verdict.boxes, len(plan.moves)) == (12 * count, 4)
+    return sum(entry.callcount for entry in calls.getstats())
+
+
+def test_planning_and_proof_follow_the_number_of_grids_and_not_that_of_tensors() -> None:
+    """An expert more costs a few calls to look at its number, whatever the number of layers. Each has 12 tensors."""
+    calls_to_plan(8)  # imports
+    few, many = calls_to_plan(8), calls_to_plan(128)
+    assert few < 2500
+    assert many - few < 10 * (128 - 8)
