@@ -38,11 +38,10 @@ def split_name(name: str) -> tuple[str, Numbers]:
 
 
 def join_name(pattern: str, numbers: Sequence[int]) -> str:
-    """Fills the holes of ``pattern`` with numbers. Not a format call, because patterns come from other parties."""
+    """Fills the holes of ``pattern`` with numbers. Patterns come from other parties, so nothing else is interpreted."""
     if not numbers:
         return pattern
-    parts = pattern.split(_HOLE)
-    return "".join(itertools.chain(*zip(parts, map(str, numbers), strict=False), parts[-1:]))
+    return pattern.replace("%", "%%").replace(_HOLE, "%d") % tuple(numbers)
 
 
 def fits(pattern: str, holes: int) -> bool:

@@ -239,23 +239,23 @@ class _Alike(NamedTuple):
 def layout_of(manifest: Manifest) -> Layout:
     """A manifest in compact form. Conversion rules are left out, as only their destination needs them."""
     kinds: dict[Kind, int] = {}
-    rows: dict[tuple[_Alike, int], list[tuple[Numbers, Numbers]]] = defaultdict(list)
+    # A box may occur more than once, but the names of a grid are unique.
+    groups: dict[_Alike, dict[Numbers, list[Numbers]]] = defaultdict(lambda: defaultdict(list))
     names = {storage.name: (*split_name(storage.name), _kind_of(storage, kinds)) for storage in manifest.storages}
-    times: dict[tuple[_Alike, Numbers], int] = defaultdict(int)
     for placement in manifest.placements:
         box, view = placement.box, placement.view
         pattern, numbers = split_name(box.tensor)
         storage, inside, kind = names[view.storage]
         key = _Alike(pattern, box.start, box.stop, storage, view.strides, kind)
-        repeated = times[key, numbers]  # a box may occur more than once, but the names of a grid are unique
-        times[key, numbers] += 1
-        rows[key, repeated].append((numbers, (view.offset, *inside)))
+        groups[key][numbers].append((view.offset, *inside))
     templates: list[Template] = []
-    for (key, _), same in rows.items():
-        for axes, (offset, *functions) in fold(same):
-            region = Region(key.tensor, axes, key.start, key.stop)
-            views = Views(key.storage, tuple(functions), offset, key.strides)
-            templates.append(Template(len(templates), region, views, key.kind))
+    for key, group in groups.items():
+        for time in range(max(map(len, group.values()))):
+            rows = [(numbers, found[time]) for numbers, found in group.items() if time < len(found)]
+            for axes, (offset, *functions) in fold(rows):
+                region = Region(key.tensor, axes, key.start, key.stop)
+                views = Views(key.storage, tuple(functions), offset, key.strides)
+                templates.append(Template(len(templates), region, views, key.kind))
     return Layout(tuple(templates), tuple(kinds))
 
 
