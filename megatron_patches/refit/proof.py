@@ -21,7 +21,7 @@ from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.errors import ProofError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, conversions_of
-from megatron_patches.refit.planning.grids import Numbers, array_over, is_within, numbers_of, places_in, single, size_of
+from megatron_patches.refit.planning.grids import Numbers, array_over, is_within, places_in, single, size_of
 from megatron_patches.refit.planning.layouts import (
     Corners,
     Holder,
@@ -33,7 +33,7 @@ from megatron_patches.refit.planning.layouts import (
     holder_of,
     receiver_of,
 )
-from megatron_patches.refit.planning.tensors import TensorGrid, first_outside, unfold_tensors
+from megatron_patches.refit.planning.tensors import TensorGrid, outside
 from megatron_patches.refit.planning.transfers import Moves
 
 
@@ -123,7 +123,7 @@ def _check_owner(plan: Plan) -> None:
     for item in plan.moves:
         if of.rank != (item.source if of.side == "source" else item.destination):
             raise ProofError(
-                f"{_first(item.region)} goes from source rank {item.source} to destination rank {item.destination} in "
+                f"{item.region.first} goes from source rank {item.source} to destination rank {item.destination} in "
                 f"the part of {of}"
             )
 
@@ -139,23 +139,16 @@ def _is_covered(plan: Plan, rank: int) -> bool:
     return plan.part is None or plan.part == PartOf("destination", rank)
 
 
-def _first(region: Region) -> Box:
-    return region.box_of(next(numbers_of(region.axes)))
-
-
 def _check_wanted(receiver: Receiver, tensors: Mapping[str, Sequence[TensorGrid]]) -> None:
     """Checks that wanted boxes are inside their tensors, and their views inside their storages."""
     rank = receiver.manifest.rank
     for template in receiver.layout.templates:
-        box = first_outside(template.region, tensors)
-        if box is not None:
-            raise ProofError(f"destination rank {rank} lists {box}, outside {_shape_text(box, tensors)} of the model")
+        found = outside(template.region, tensors)
+        if found is not None:
+            raise ProofError(
+                f"destination rank {rank} lists {found[0]}, outside {found[1] or 'any tensor'} of the model"
+            )
     check_layout(receiver.layout, f"destination rank {rank}")
-
-
-def _shape_text(box: Box, tensors: Mapping[str, Sequence[TensorGrid]]) -> str:
-    shapes = {spec.name: spec.shape for grids in tensors.values() for spec in unfold_tensors(grids)}
-    return str(shapes.get(box.tensor, "any tensor"))
 
 
 def _check_moves(
@@ -187,25 +180,21 @@ def _in_templates(item: Moves, layout: Layout, *, reads: bool) -> Iterator[tuple
         for region in item.region.of_each():
             yield from _in_templates(item.part(region), layout, reads=reads)
     else:
-        region = item.region
-        view = views.at(region, next(numbers_of(region.axes)))
-        who = (
-            f"source rank {item.source} does not hold"
-            if reads
-            else f"destination rank {item.destination} does not want"
-        )
-        raise ProofError(f"{who} {_first(region)} at {view}")
+        side = f"source rank {item.source} does not hold"
+        if not reads:
+            side = f"destination rank {item.destination} does not want"
+        raise ProofError(f"{side} {item.region.first} at {next(views.over(item.region))}")
 
 
 def _check_types(item: Moves, read: str, write: str, options: PlanOptions) -> None:
     if (read, write) != (item.source_dtype, item.dtype):
         raise ProofError(
-            f"{_first(item.region)} from source rank {item.source} to destination rank {item.destination} is planned "
+            f"{item.region.first} from source rank {item.source} to destination rank {item.destination} is planned "
             f"as {item.source_dtype} to {item.dtype} but is {read} to {write}"
         )
     if read != write and (read, write) not in options.conversions:
         raise ProofError(
-            f"{_first(item.region)} is {read} on source rank {item.source} and {write} on destination rank "
+            f"{item.region.first} is {read} on source rank {item.source} and {write} on destination rank "
             f"{item.destination}, and no rule converts the one to the other"
         )
 

@@ -75,6 +75,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """Elements of all boxes."""
         return size_of(self.axes) * self.box.volume
 
+    @property
+    def first(self) -> Box:
+        """The box of the first tensor."""
+        return self.box_of(next(numbers_of(self.axes)))
+
     def box_of(self, numbers: Numbers) -> Box:
         """The box of one tensor."""
         return Box(join_name(self.tensor, numbers), self.start, self.stop)

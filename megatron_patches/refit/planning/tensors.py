@@ -49,15 +49,20 @@ def _fold(specs: Iterable[tuple[str, Numbers, tuple[int, ...], str]]) -> tuple[T
     )
 
 
-def first_outside(region: Region, tensors: Mapping[str, Sequence[TensorGrid]]) -> Box | None:
-    """The first box of a region that is not inside its tensor; None if all are. Tensors are given by pattern."""
+def outside(region: Region, tensors: Mapping[str, Sequence[TensorGrid]]) -> tuple[Box, tuple[int, ...] | None] | None:
+    """The first box of a region that is not inside its tensor, and the tensor's shape; None if all boxes are inside.
+
+    Args:
+        region: the boxes.
+        tensors: the tensors of the model, by pattern.
+    """
     for grid in tensors.get(region.tensor, ()):
         if is_within(region.axes, grid.axes):
             inside = len(region.stop) == len(grid.shape) and all(map(le, region.stop, grid.shape))
-            return None if inside else region.box_of(next(numbers_of(region.axes)))
+            return None if inside else (region.first, grid.shape)
     if size_of(region.axes) == 1:
-        return region.box_of(next(numbers_of(region.axes)))
-    return next((box for one in region.of_each() if (box := first_outside(one, tensors)) is not None), None)
+        return region.first, None
+    return next((found for one in region.of_each() if (found := outside(one, tensors)) is not None), None)
 
 
 def unfold_tensors(grids: Iterable[TensorGrid]) -> list[TensorSpec]:

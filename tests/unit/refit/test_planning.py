@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cProfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -38,7 +38,7 @@ from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check
 from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
 from megatron_patches.refit.proof import prove_with
 from tests.support.quick import examples
-from tests.support.refit_cases import random_case, random_options
+from tests.support.refit_cases import Case, random_case, random_options, random_templates
 
 RANDOM = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 
@@ -88,10 +88,11 @@ def placements_of(layout: Layout) -> Iterator[Placement]:
             yield Placement(region.box_of(numbers), view)
 
 
+@pytest.mark.parametrize("make_case", [random_case, random_templates])
 @settings(RANDOM, max_examples=examples(500))
 @given(st.integers(0, 2**32))
-def test_a_layout_says_what_its_manifest_does(seed: int) -> None:
-    case = random_case(seed)
+def test_a_layout_says_what_its_manifest_does(make_case: Callable[[int], Case], seed: int) -> None:
+    case = make_case(seed)
     for manifest in [*case.sources, *case.destinations]:
         layout = layout_of(manifest)
         check_layout(layout, f"rank {manifest.rank}")
@@ -101,11 +102,12 @@ def test_a_layout_says_what_its_manifest_does(seed: int) -> None:
     assert sorted(unfold_tensors(fold_tensors(case.tensors))) == sorted(case.tensors)
 
 
+@pytest.mark.parametrize("make_case", [random_case, random_templates])
 @settings(RANDOM, max_examples=examples(500))
 @given(st.integers(0, 2**32))
-def test_both_ends_make_the_same_of_requests(seed: int) -> None:
+def test_both_ends_make_the_same_of_requests(make_case: Callable[[int], Case], seed: int) -> None:
     """The source from its own layout and the message, the destination from what overlaps what it wants."""
-    case, options = random_case(seed), random_options(seed)
+    case, options = make_case(seed), random_options(seed)
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
         tensors = {placement.box.tensor for placement in wanted.placements}
