@@ -78,7 +78,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     @property
     def first(self) -> Box:
         """The box of the first tensor."""
-        return self.box_of(next(numbers_of(self.axes)))
+        return self.box_of(tuple([begin for begin, _, _ in self.axes]))
 
     def box_of(self, numbers: Numbers) -> Box:
         """The box of one tensor."""
