@@ -27,15 +27,14 @@ from msgspec.msgpack import decode
 from megatron_patches.refit.cluster import describe_cluster, engine_mesh, trainer_mesh
 from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING, Orders
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
-from megatron_patches.refit.planning.layouts import holder_of, layout_of
+from megatron_patches.refit.planning.layouts import holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
-from megatron_patches.refit.planning.requests import Request, check_requests, transfers_of
+from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import unfold_tensors
-from megatron_patches.refit.planning.transfers import Transfer, canonical
+from megatron_patches.refit.planning.transfers import Moves
 from megatron_patches.refit.proof import prove, prove_with
-from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in
+from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.models import MODELS
-from megatron_patches.refit.simulation.workers import without_others
 from megatron_patches.refit.source.config_traits import family_from_config
 
 WHAT = ("destination", "source", "registry", "whole")
@@ -143,12 +142,11 @@ def _destination(sides: Sides, clock: CpuClock) -> Plan:
 
 def _plan_and_prove(sides: Sides, fleet: Fleet, overlap: bytes, clock: CpuClock) -> Plan:
     with clock.phase("describe"):
-        tensors = unfold_tensors(fleet.told.tensors)
-        wanted = sides.wanted_by(RANK)
-        layout_of(wanted)
+        unfold_tensors(fleet.told.tensors)
+        wanted = receiver_of(sides.wanted_by(RANK))
     with clock.phase("plan"):
         holders = holders_in(overlap)
-        plan, _ = plan_for(tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
+        plan, _ = plan_for(fleet.told.tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
         _ = plan.digest
     with clock.phase("prove"):
         prove_with(plan, holders, [wanted])
@@ -165,15 +163,14 @@ def _source(sides: Sides, clock: CpuClock) -> Plan:
 def _check(sides: Sides, fleet: Fleet, orders: Orders[list[Request]], clock: CpuClock) -> Plan:
     with clock.phase("describe"):
         layout = holder_of(sides.held_by(RANK)).layout
-    transfers: list[Transfer] = []
+    moves: list[Moves] = []
     for destination, requests in orders.requests:
         with clock.phase("prove"):
             check_requests(requests, layout, RANK, destination)
         with clock.phase("plan"):
-            transfers += transfers_of(requests, layout, RANK, destination)
+            moves += moves_of(requests, layout, RANK, destination)
     with clock.phase("plan"):
-        tensors = tuple(sorted(unfold_tensors(fleet.told.tensors)))
-        plan = Plan(tensors, tuple(sorted(transfers, key=canonical)), PartOf("source", RANK))
+        plan = Plan(fleet.told.tensors, tuple(moves), PartOf("source", RANK))
         _ = plan.digest
     return plan
 

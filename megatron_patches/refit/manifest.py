@@ -63,7 +63,8 @@ class Manifest:
         placements: the boxes in them. A box may appear more than once (a tied weight).
 
     Raises:
-        RefitError: if two storages share a name, or a placement names an unknown storage.
+        RefitError: if two storages share a name, a placement names an unknown storage, or a view has another shape than
+            its box.
     """
 
     rank: int
@@ -79,6 +80,11 @@ class Manifest:
                 raise RefitError(
                     f"the manifest of rank {self.rank} places {placement.box} in {placement.view.storage}, "
                     "which it does not list"
+                )
+            if placement.view.shape != placement.box.shape:
+                raise RefitError(
+                    f"the manifest of rank {self.rank} shows {placement.box} through a view of shape "
+                    f"{placement.view.shape}"
                 )
 
     @cached_property

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_patches.refit.boxes import TensorSpec, View
+import msgspec
+
+from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.planning.layouts import holder_of, layout_of
+from megatron_patches.refit.planning.layouts import Receiver, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex, plan_destination
-from megatron_patches.refit.planning.requests import Request, transfers_of
-from megatron_patches.refit.planning.transfers import Transfer, canonical
+from megatron_patches.refit.planning.requests import Request, moves_of
+from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
+from megatron_patches.refit.planning.transfers import Moves, Transfer, canonical
 
 Link = tuple[int, int]
 """A source and a destination that a plan connects."""
@@ -65,67 +68,75 @@ class PartOf:
 
 @dataclass(frozen=True)
 class Plan:
-    """Transfers in canonical order: by tensor, box, destination and place.
+    """What moves.
 
     Attributes:
-        tensors: the tensors of the model. For one rank's part in a live refit, only those that it moves.
-        transfers: the transfers.
-        part: the rank whose transfers these are; None for those of all ranks.
+        grids: the tensors of the model.
+        moves: what moves, as grids. Those of a link are in the order of the destination's requests.
+        part: the rank whose moves these are; None for those of all ranks.
         conversions: the rules of all destinations, by rank, or of the one that the part is for.
     """
 
-    tensors: tuple[TensorSpec, ...]
-    transfers: tuple[Transfer, ...]
+    grids: tuple[TensorGrid, ...]
+    moves: tuple[Moves, ...]
     part: PartOf | None = None
     conversions: tuple[Conversion, ...] = ()
 
     @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the model, by name."""
+        return tuple(sorted(unfold_tensors(self.grids), key=lambda spec: spec.name))
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The moves one by one, in canonical order: by tensor, box, destination and place."""
+        return tuple(sorted((item for moves in self.moves for item in moves.transfers()), key=canonical))
+
+    @cached_property
     def digest(self) -> str:
-        """sha256 over the transfers and rules, as hexadecimal digits."""
+        """sha256 over the moves and rules, as hexadecimal digits."""
         content = hashlib.sha256()
         for item in self.conversions:
             content.update(f"R|{item.storage}|{item}\n".encode())
-        for link, digest in sorted(self.digests.items()):
+        for link, digest in self.digests.items():
             content.update(f"L|{link}|{digest}\n".encode())
         return content.hexdigest()
 
     @cached_property
     def digests(self) -> Mapping[Link, str]:
-        """sha256 over the transfers of each link, as hexadecimal digits. Both ends of a link compute it."""
-        shapes = {spec.name: spec.shape for spec in self.tensors}
-        links = {link: hashlib.sha256() for link in self.by_link}
-        for link, items in self.by_link.items():
-            for item in items:
-                box = item.box
-                links[link].update(
-                    f"X|{box.tensor}{shapes[box.tensor]}{box.start}{box.stop}|{_view_text(item.read)}|"
-                    f"{_view_text(item.write)}|{item.source_dtype}|{item.dtype}\n".encode()
-                )
-        return {link: content.hexdigest() for link, content in links.items()}
+        """sha256 over the moves of each link and the model's tensors, as hexadecimal digits. Both ends compute it."""
+        tensors = hashlib.sha256(msgspec.msgpack.encode(self.grids))
+        found = {}
+        for link, moves in self.by_link.items():
+            content = tensors.copy()
+            content.update(msgspec.msgpack.encode(moves))
+            found[link] = content.hexdigest()
+        return found
 
     @cached_property
-    def by_link(self) -> Mapping[Link, Sequence[Transfer]]:
-        """The transfers of each used link, in canonical order; links are sorted."""
-        found: dict[Link, list[Transfer]] = defaultdict(list)
-        for item in self.transfers:
+    def by_link(self) -> Mapping[Link, Sequence[Moves]]:
+        """The moves of each used link; links are sorted."""
+        found: dict[Link, list[Moves]] = defaultdict(list)
+        for item in self.moves:
             found[item.source, item.destination].append(item)
         return dict(sorted(found.items()))
 
     @cached_property
+    def nbytes_by_link(self) -> Mapping[Link, int]:
+        """Bytes that each used link carries; links are sorted."""
+        return {link: sum(item.nbytes for item in moves) for link, moves in self.by_link.items()}
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes written by all transfers together."""
-        return sum(item.nbytes for item in self.transfers)
+        """Bytes written by all moves together."""
+        return sum(self.nbytes_by_link.values())
 
     def bytes_by_source(self) -> dict[int, int]:
         """Bytes that each source sends."""
         total: dict[int, int] = defaultdict(int)
-        for item in self.transfers:
-            total[item.source] += item.nbytes
+        for (source, _), nbytes in self.nbytes_by_link.items():
+            total[source] += nbytes
         return dict(total)
-
-
-def _view_text(view: View) -> str:
-    return f"{view.storage}@{view.offset}{view.shape}{view.strides}"
 
 
 def make_plan(
@@ -148,11 +159,9 @@ def make_plan(
     Raises:
         CoverageError: if no source holds some wanted element; names tensor, box and destination rank.
     """
-    index = index_of(sources)
-    transfers = [item for wanted in destinations for item in plan_for((), index, wanted, options)[0].transfers]
-    return Plan(
-        tuple(sorted(tensors)), tuple(sorted(transfers, key=canonical)), conversions=conversions_of(destinations)
-    )
+    index, grids = index_of(sources), _grids(tensors)
+    moves = [item for wanted in destinations for item in plan_for(grids, index, receiver_of(wanted), options)[0].moves]
+    return Plan(grids, tuple(moves), conversions=conversions_of(destinations))
 
 
 def make_part(
@@ -175,9 +184,14 @@ def make_part(
     """
     if of.side == "source":
         whole = make_plan(tensors, sources, destinations, options)
-        return Plan(whole.tensors, tuple(item for item in whole.transfers if item.source == of.rank), of)
+        return Plan(whole.grids, tuple(item for item in whole.moves if item.source == of.rank), of)
     (wanted,) = (manifest for manifest in destinations if manifest.rank == of.rank)
-    return plan_for(tensors, index_of(sources), wanted, options)[0]
+    return plan_for(_grids(tensors), index_of(sources), receiver_of(wanted), options)[0]
+
+
+def _grids(tensors: Sequence[TensorSpec]) -> tuple[TensorGrid, ...]:
+    """All tensors of a model in compact form, which does not depend on their order."""
+    return fold_tensors(sorted(tensors, key=lambda spec: spec.name))
 
 
 def index_of(sources: Sequence[Manifest]) -> SourceIndex:
@@ -190,12 +204,12 @@ def index_of(sources: Sequence[Manifest]) -> SourceIndex:
 
 
 def plan_for(
-    tensors: Sequence[TensorSpec], sources: SourceIndex, wanted: Manifest, options: PlanOptions
+    grids: tuple[TensorGrid, ...], sources: SourceIndex, wanted: Receiver, options: PlanOptions
 ) -> tuple[Plan, Mapping[int, Sequence[Request]]]:
     """Plans for one destination.
 
     Args:
-        tensors: all tensors of the model.
+        grids: all tensors of the model.
         sources: what sources hold; sources that do not overlap may be left out.
         wanted: what the destination wants.
         options: how to plan.
@@ -206,14 +220,14 @@ def plan_for(
     Raises:
         CoverageError: if no source holds some wanted element; names tensor, box and destination rank.
     """
-    asked = plan_destination(wanted.rank, wanted.host, layout_of(wanted), sources, options.split_bytes)
-    found = [
+    manifest = wanted.manifest
+    asked = plan_destination(manifest.rank, manifest.host, wanted.layout, sources, options.split_bytes)
+    moves = [
         item
         for source, requests in asked.items()
-        for item in transfers_of(requests, sources.layouts[source], source, wanted.rank)
+        for item in moves_of(requests, sources.layouts[source], source, manifest.rank)
     ]
-    of = PartOf("destination", wanted.rank)
-    return Plan(tuple(sorted(tensors)), tuple(sorted(found, key=canonical)), of, wanted.conversions), asked
+    return Plan(grids, tuple(moves), PartOf("destination", manifest.rank), manifest.conversions), asked
 
 
 def conversions_of(destinations: Sequence[Manifest]) -> tuple[Conversion, ...]:

@@ -1,25 +1,40 @@
 """Proves, before a byte moves, that a plan writes every wanted element exactly once and reads no padding.
 
-The proof trusts nothing that the planner computed. It derives views again from the manifests, and shows coverage by
-volumes and disjointness (parts inside a box, pairwise disjoint, with the box's volume, cover it exactly once). Its cost
-grows with the number of transfers and of contiguous stretches, not with the number of elements.
+The proof trusts nothing that the planner computed. It derives views again from the layouts of both sides, and shows
+coverage by volumes and disjointness (parts inside a box, pairwise disjoint, with the box's volume, cover it exactly
+once). What holds of all tensors of a grid is shown once; where a grid does not fit as a whole, its tensors are checked
+one by one, so that a mistake is named exactly. So the cost grows with the number of grids and of contiguous stretches,
+not with that of elements, and hardly with that of tensors.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_patches.refit.boxes import Box, TensorSpec, View, contiguous_runs, overlapping_pair, subtract
+from megatron_patches.refit.boxes import Box, View, contiguous_runs, overlapping_pair, subtract
 from megatron_patches.refit.conversion import Conversion
 from megatron_patches.refit.errors import ProofError
-from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptions, conversions_of
-from megatron_patches.refit.planning.layouts import Holder, check_layout, holder_of
-from megatron_patches.refit.planning.transfers import Transfer
+from megatron_patches.refit.planning.grids import Numbers, array_over, is_within, places_in, single, size_of
+from megatron_patches.refit.planning.layouts import (
+    Corners,
+    Holder,
+    Layout,
+    Receiver,
+    Region,
+    Template,
+    check_layout,
+    holder_of,
+    receiver_of,
+)
+from megatron_patches.refit.planning.tensors import TensorGrid, outside
+from megatron_patches.refit.planning.transfers import Moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,109 +81,122 @@ def prove(
         ProofError: with tensor, box and rank.
     """
     if plan.part is not None:
-        used = {item.source for item in plan.transfers}
+        used = {item.source for item in plan.moves}
         sources = [manifest for manifest in sources if manifest.rank in used]
-    return prove_with(plan, [holder_of(manifest) for manifest in sources], destinations, options)
+        destinations = _concerned(plan, plan.part, destinations)
+    holders = [holder_of(manifest) for manifest in sources]
+    return prove_with(plan, holders, [receiver_of(manifest) for manifest in destinations], options)
 
 
 def prove_with(
-    plan: Plan, holders: Sequence[Holder], destinations: Sequence[Manifest], options: PlanOptions = DEFAULT_OPTIONS
+    plan: Plan, holders: Sequence[Holder], receivers: Sequence[Receiver], options: PlanOptions = DEFAULT_OPTIONS
 ) -> Verdict:
-    """:func:`prove` with the layouts of sources. Sources that send nothing may be missing."""
-    specs = {spec.name: spec for spec in plan.tensors}
-    if plan.part is not None:
-        destinations = _concerned(plan, plan.part, destinations)
-    for holder in holders:
-        check_layout(holder.layout, holder.rank)
-    for manifest in destinations:
-        for placement in manifest.placements:
-            _check_placement(manifest.rank, placement, manifest.storage[placement.view.storage], specs)
+    """:func:`prove` with the layouts of both sides. Sources that send nothing and uninvolved ranks may be missing."""
+    layouts = {holder.rank: holder.layout for holder in holders}
+    for rank, layout in {id(holder.layout): (holder.rank, holder.layout) for holder in holders}.values():
+        check_layout(layout, f"source rank {rank}")
+    tensors: dict[str, list[TensorGrid]] = defaultdict(list)
+    for grid in plan.grids:
+        tensors[grid.tensor].append(grid)
+    for receiver in receivers:
+        _check_wanted(receiver, tensors)
     _check_owner(plan)
-    _check_reads(plan.transfers, holders, destinations, options)
-    covered = [manifest for manifest in destinations if _is_covered(plan, manifest.rank)]
-    _check_conversions(plan, covered, options)
-    for manifest in covered:
-        _check_no_aliases(manifest)
-    boxes, elements = _check_writes(plan.transfers, destinations, covered)
-    return Verdict(elements, boxes, len(plan.transfers), plan.digest, plan.conversions)
+    homes = _check_moves(plan.moves, layouts, {one.manifest.rank: one.layout for one in receivers}, options)
+    covered = [receiver for receiver in receivers if _is_covered(plan, receiver.manifest.rank)]
+    _check_conversions(plan, [receiver.manifest for receiver in covered], options)
+    boxes = elements = 0
+    for receiver in covered:
+        _check_no_aliases(receiver)
+        rank = receiver.manifest.rank
+        for template in receiver.layout.templates:
+            _check_cover(rank, template, homes.get((rank, template.number), []))
+            boxes += size_of(template.region.axes)
+            elements += template.region.volume
+    return Verdict(elements, boxes, sum(item.count for item in plan.moves), plan.digest, plan.conversions)
 
 
 def _check_owner(plan: Plan) -> None:
-    """Checks that a part contains only transfers of its rank."""
+    """Checks that a part contains only moves of its rank."""
     of = plan.part
     if of is None:
         return
-    for item in plan.transfers:
+    for item in plan.moves:
         if of.rank != (item.source if of.side == "source" else item.destination):
             raise ProofError(
-                f"{item.box} goes from source rank {item.source} to destination rank {item.destination} in the part of "
-                f"{of}"
+                f"{item.region.first} goes from source rank {item.source} to destination rank {item.destination} in "
+                f"the part of {of}"
             )
 
 
 def _concerned(plan: Plan, part: PartOf, destinations: Sequence[Manifest]) -> Sequence[Manifest]:
     """The destination that a part is for, or those that a source's part sends to."""
-    ranks = {part.rank} if part.side == "destination" else {item.destination for item in plan.transfers}
+    ranks = {part.rank} if part.side == "destination" else {item.destination for item in plan.moves}
     return [manifest for manifest in destinations if manifest.rank in ranks]
 
 
 def _is_covered(plan: Plan, rank: int) -> bool:
-    """Whether the plan, or part, contains all transfers to this destination."""
+    """Whether the plan, or part, contains all moves to this destination."""
     return plan.part is None or plan.part == PartOf("destination", rank)
 
 
-def _check_placement(rank: int, placement: Placement, storage: Storage, specs: Mapping[str, TensorSpec]) -> None:
-    box, view = placement.box, placement.view
-    spec = specs.get(box.tensor)
-    if spec is None or len(spec.shape) != len(box.stop) or not spec.box.contains(box):
+def _check_wanted(receiver: Receiver, tensors: Mapping[str, Sequence[TensorGrid]]) -> None:
+    """Checks that wanted boxes are inside their tensors, and their views inside their storages."""
+    rank = receiver.manifest.rank
+    for template in receiver.layout.templates:
+        found = outside(template.region, tensors)
+        if found is not None:
+            raise ProofError(
+                f"destination rank {rank} lists {found[0]}, outside {found[1] or 'any tensor'} of the model"
+            )
+    check_layout(receiver.layout, f"destination rank {rank}")
+
+
+def _check_moves(
+    moves: Sequence[Moves], layouts: Mapping[int, Layout], wanted: Mapping[int, Layout], options: PlanOptions
+) -> Mapping[tuple[int, int], Sequence[Moves]]:
+    """Checks that moves read what is held, where it is held, write what is wanted, where it is wanted, and keep types.
+
+    Returns:
+        The moves to each wanted template, by destination rank and number of the template.
+    """
+    homes: dict[tuple[int, int], list[Moves]] = defaultdict(list)
+    empty = Layout((), ())
+    for whole in moves:
+        source, destination = layouts.get(whole.source, empty), wanted.get(whole.destination, empty)
+        for read, held in _in_templates(whole, source, reads=True):
+            for item, home in _in_templates(read, destination, reads=False):
+                _check_types(item, source.kind(held).dtype, destination.kind(home).dtype, options)
+                homes[item.destination, home.number].append(item)
+    return homes
+
+
+def _in_templates(item: Moves, layout: Layout, *, reads: bool) -> Iterator[tuple[Moves, Template]]:
+    """The template in which all moves read or write; if there is none, that of each move."""
+    views = item.read if reads else item.write
+    home = layout.home_of(item.region, views)
+    if home is not None:
+        yield item, home
+    elif item.count > 1:
+        for region in item.region.of_each():
+            yield from _in_templates(item.part(region), layout, reads=reads)
+    else:
+        side = f"source rank {item.source} does not hold"
+        if not reads:
+            side = f"destination rank {item.destination} does not want"
+        raise ProofError(f"{side} {item.region.first} at {next(views.over(item.region))}")
+
+
+def _check_types(item: Moves, read: str, write: str, options: PlanOptions) -> None:
+    if (read, write) != (item.source_dtype, item.dtype):
         raise ProofError(
-            f"destination rank {rank} lists {box}, outside {spec.shape if spec else 'any tensor'} of the model"
+            f"{item.region.first} from source rank {item.source} to destination rank {item.destination} is planned "
+            f"as {item.source_dtype} to {item.dtype} but is {read} to {write}"
         )
-    if view.shape != box.shape:
-        raise ProofError(f"destination rank {rank} shows {box} through a view of shape {view.shape}")
-    low, high = view.span
-    limit = storage.logical_numel
-    if low < 0 or high > limit or limit > storage.numel:
+    if read != write and (read, write) not in options.conversions:
         raise ProofError(
-            f"destination rank {rank}: {box} spans elements {low} to {high} of {storage.name}, of which {limit} of "
-            f"{storage.numel} are not padding"
+            f"{item.region.first} is {read} on source rank {item.source} and {write} on destination rank "
+            f"{item.destination}, and no rule converts the one to the other"
         )
-
-
-def _check_reads(
-    transfers: Sequence[Transfer], holders: Sequence[Holder], destinations: Sequence[Manifest], options: PlanOptions
-) -> None:
-    """Checks that every read is of what its source holds, where it holds it, and that dtypes are those of both ends."""
-    layouts = {holder.rank: holder.layout for holder in holders}
-    storages = {manifest.rank: manifest.storage for manifest in destinations}
-    for item in transfers:
-        held = layouts[item.source].views_of(item.box) if item.source in layouts else iter(())
-        read = next((kind.dtype for view, kind in held if view == item.read), None)
-        if read is None:
-            raise ProofError(f"source rank {item.source} does not hold {item.box} at {item.read}")
-        if item.write.storage not in storages.get(item.destination, {}):
-            raise ProofError(
-                f"{item.box} goes to {item.write.storage} of destination rank {item.destination}, which is not there"
-            )
-        write = storages[item.destination][item.write.storage].dtype
-        if (read, write) != (item.source_dtype, item.dtype):
-            raise ProofError(
-                f"{item.box} from source rank {item.source} to destination rank {item.destination} is planned as "
-                f"{item.source_dtype} to {item.dtype} but is {read} to {write}"
-            )
-        if read != write and (read, write) not in options.conversions:
-            raise ProofError(
-                f"{item.box} is {read} on source rank {item.source} and {write} on destination rank "
-                f"{item.destination}, and no rule converts the one to the other"
-            )
-
-
-def _is_cut(box: Box, view: View, placement: Placement) -> bool:
-    return (
-        placement.view.storage == view.storage
-        and placement.box.contains(box)
-        and placement.view.cut(placement.box, box) == view
-    )
 
 
 def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOptions) -> None:
@@ -177,12 +205,12 @@ def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOpt
         raise ProofError("the plan does not list the rules by which the destinations convert what arrives")
     for manifest in covered:
         _check_targets(manifest)
-        tensors = {placement.view.storage: placement.box.tensor for placement in manifest.placements}
         for item in manifest.conversions:
             lost_in = item.rule.narrowed_to(item.dtype)
             if lost_in is not None and not options.allow_narrowing:
+                tensors = (place.box.tensor for place in manifest.placements if place.view.storage == item.storage)
                 raise ProofError(
-                    f"{tensors.get(item.storage, 'nothing')} is {item.dtype} in the trainer, and destination rank "
+                    f"{next(tensors, 'nothing')} is {item.dtype} in the trainer, and destination rank "
                     f"{item.rank} makes {lost_in} of it ({item.rule}) for {item.rule.target}, which loses part of its "
                     "value; train and serve in one type, or allow narrowing"
                 )
@@ -200,60 +228,88 @@ def _check_targets(manifest: Manifest) -> None:
             )
 
 
-def _check_no_aliases(manifest: Manifest) -> None:
+def _check_no_aliases(receiver: Receiver) -> None:
     """Checks that no two wanted boxes of a rank, and no two elements of one box, share memory."""
-    views: dict[str, list[Placement]] = defaultdict(list)
-    for placement in manifest.placements:
-        views[manifest.storage[placement.view.storage].target].append(placement)
-    for name, placements in views.items():
-        runs = [contiguous_runs(placement.view) for placement in placements]
-        starts = np.concatenate([run.starts[0] for run in runs])
-        stops = np.concatenate([run.starts[0] + run.length for run in runs])
-        owner = np.repeat(np.arange(len(placements)), [run.count for run in runs])
-        order = np.argsort(starts, kind="stable")
-        clash = np.flatnonzero(stops[order][:-1] > starts[order][1:])
-        if clash.size:
-            first, second = owner[order[clash[0]]], owner[order[clash[0] + 1]]
-            raise ProofError(
-                f"destination rank {manifest.rank}: {placements[first].box} and {placements[second].box} share "
-                f"element {int(starts[order[clash[0] + 1]])} of {name}"
-            )
-
-
-def _check_writes(
-    transfers: Sequence[Transfer], destinations: Sequence[Manifest], covered: Sequence[Manifest]
-) -> tuple[int, int]:
-    """Checks that every write is wanted and every box of ``covered`` is covered once. Returns (boxes, elements)."""
-    wanted: dict[tuple[int, str, str], list[Placement]] = defaultdict(list)
-    for manifest in destinations:
-        for placement in manifest.placements:
-            wanted[manifest.rank, placement.box.tensor, placement.view.storage].append(placement)
-    written: dict[tuple[int, Placement], list[Transfer]] = defaultdict(list)
-    for item in transfers:
-        key = item.destination, item.box.tensor, item.write.storage
-        home = next((place for place in wanted[key] if _is_cut(item.box, item.write, place)), None)
-        if home is None:
-            raise ProofError(f"destination rank {item.destination} does not want {item.box} at {item.write}")
-        written[item.destination, home].append(item)
-    count = elements = 0
-    for manifest in covered:
-        for placement in manifest.placements:
-            _check_cover(manifest.rank, placement, written.get((manifest.rank, placement), []))
-            count += 1
-            elements += placement.box.volume
-    return count, elements
-
-
-def _check_cover(rank: int, placement: Placement, transfers: Sequence[Transfer]) -> None:
-    pair = overlapping_pair([item.box for item in transfers])
-    if pair is not None:
-        first, second = transfers[pair[0]], transfers[pair[1]]
+    storages, rank = receiver.manifest.storage, receiver.manifest.rank
+    targets: dict[str, int] = {}
+    begins: list[NDArray[np.int64]] = []
+    memories: list[NDArray[np.int64]] = []
+    lengths: list[NDArray[np.int64]] = []
+    for template in receiver.layout.templates:
+        region, views = template.region, template.views
+        runs = contiguous_runs(View("", 0, region.box.shape, views.strides))
+        begins.append((array_over(views.offset, region.axes)[:, None] + runs.starts[0]).reshape(-1))
+        lengths.append(np.full(begins[-1].size, runs.length))
+        names, repeated = views.storages(region.axes)
+        memory = [targets.setdefault(storages[name].target, len(targets)) for name in names]
+        memories.append(np.repeat(np.array(memory), repeated * runs.count))
+    if not begins:
+        return
+    begin, memory_of = np.concatenate(begins), np.concatenate(memories)
+    order = np.lexsort((begin, memory_of))
+    begin, memory_of, length = begin[order], memory_of[order], np.concatenate(lengths)[order]
+    clash = np.flatnonzero((memory_of[:-1] == memory_of[1:]) & (begin[:-1] + length[:-1] > begin[1:]))
+    if clash.size:
+        at = int(clash[0])
+        stops = np.cumsum([part.size for part in begins])
+        first, second = (_box_of_run(receiver.layout.templates, stops, int(run)) for run in order[at : at + 2])
         raise ProofError(
-            f"destination rank {rank} receives {first.box.intersect(second.box)} in {placement.view.storage} twice, "
-            f"from source ranks {first.source} and {second.source}"
+            f"destination rank {rank}: {first} and {second} share element {int(begin[at + 1])} of "
+            f"{list(targets)[memory_of[at]]}"
         )
-    if sum(item.box.volume for item in transfers) != placement.box.volume:
-        missing = subtract(placement.box, [item.box for item in transfers])
-        raise ProofError(
-            f"destination rank {rank} never receives {missing[0]}, part of {placement.box} in {placement.view.storage}"
-        )
+
+
+def _box_of_run(templates: Sequence[Template], stops: NDArray[np.int64], run: int) -> Box:
+    """The box that a stretch is of. ``stops`` counts the stretches of the templates so far."""
+    number = int(np.searchsorted(stops, run, side="right"))
+    region, end = templates[number].region, int(stops[number])
+    count = end - (int(stops[number - 1]) if number else 0)
+    place = (run - end + count) // (count // size_of(region.axes))
+    return region.box_of(_numbers_at(region, place))
+
+
+def _numbers_at(region: Region, place: int) -> Numbers:
+    """The numbers of the name at an index of :func:`numbers_of`."""
+    places = np.unravel_index(place, [count for _, _, count in region.axes]) if region.axes else ()
+    return tuple(begin + step * int(index) for (begin, step, _), index in zip(region.axes, places, strict=True))
+
+
+def _check_cover(rank: int, template: Template, moves: Sequence[Moves]) -> None:
+    """Checks that moves, each within a template, cover the box of each tensor exactly once.
+
+    Tensors that receive the same parts are checked once.
+    """
+    region, corners = template.region, dict[Corners, int]()
+    parts = [corners.setdefault((item.region.start, item.region.stop), len(corners)) for item in moves]
+    places = [places_in(item.region.axes, region.axes) for item in moves]
+    none = np.zeros(0, dtype=np.int64)
+    part = np.concatenate([none, *(np.full(at.size, number) for number, at in zip(parts, places, strict=True))])
+    place = np.concatenate([none, *places])
+    order = np.lexsort((part, place))
+    part, counts = part[order], np.bincount(place, minlength=size_of(region.axes))
+    ends = np.cumsum(counts)
+    boxes = [Box(region.tensor, *ends) for ends in corners]
+    for count in np.unique(counts):
+        alike = np.flatnonzero(counts == count)
+        rows = part[(ends[alike] - count)[:, None] + np.arange(count)]
+        _, firsts = np.unique(rows, axis=0, return_index=True) if count else ((), [0])
+        for first in firsts:
+            received = [boxes[number] for number in rows[first]]
+            if overlapping_pair(received) or sum(box.volume for box in received) != region.box.volume:
+                raise _not_covered(rank, template, _numbers_at(region, int(alike[first])), moves)
+
+
+def _not_covered(rank: int, template: Template, numbers: Numbers, moves: Sequence[Moves]) -> ProofError:
+    """What is wrong with the parts that one tensor receives."""
+    whole, name = template.region.box_of(numbers), template.views.at(template.region, numbers).storage
+    found = [item for item in moves if is_within(single(numbers), item.region.axes)]
+    boxes = [item.region.box_of(numbers) for item in found]
+    pair = overlapping_pair(boxes)
+    if pair is None:
+        missing = subtract(whole, boxes)[0]
+        return ProofError(f"destination rank {rank} never receives {missing}, part of {whole} in {name}")
+    first, second = pair
+    return ProofError(
+        f"destination rank {rank} receives {boxes[first].intersect(boxes[second])} in {name} twice, from source ranks "
+        f"{found[first].source} and {found[second].source}"
+    )

@@ -83,10 +83,10 @@ def traffic_of(
         Link(
             source,
             destination,
-            sum(item.nbytes for item in items),
+            nbytes,
             host_of_source[source] == host_of_destination[destination],
         )
-        for (source, destination), items in plan.by_link.items()
+        for (source, destination), nbytes in plan.nbytes_by_link.items()
     )
     sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
     egress, ingress = defaultdict[tuple[int, bool], int](int), defaultdict[tuple[int, bool], int](int)

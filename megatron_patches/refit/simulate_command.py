@@ -24,7 +24,7 @@ from megatron_patches.refit.source.offline import TrainerOptions
 
 ROWS = 12
 """Most waves in the table; the JSON has all."""
-_FIGURES = ("seconds", "received_bytes", "sent_bytes", "peers", "requests", "weight_bytes")
+_FIGURES = ("seconds", "messages", "received_bytes", "sent_bytes", "peers", "requests", "weight_bytes")
 
 
 def add_command(
@@ -239,9 +239,9 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
     ):
         summary.add_row(name, value)
     console.print(summary)
-    table = Table(title="planning, one worker of each kind: the most of those run", title_justify="left")
+    table = Table(title="planning and linking, one worker of each kind: the most of those run", title_justify="left")
     table.add_column("kind")
-    for name in ("workers", "run", "seconds", "received", "sent", "peers", "requests", "weights a version"):
+    for name in ("workers", "run", "seconds", "messages", "received", "sent", "peers", "requests", "weights a version"):
         table.add_column(name, justify="right")
     for kind in found.kinds:
         table.add_row(
@@ -249,6 +249,7 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
             str(kind.count),
             str(len(kind.measured)),
             f"{kind.most('seconds'):.2f}",
+            f"{kind.most('messages'):.0f}",
             size_text(int(kind.most("received_bytes"))),
             size_text(int(kind.most("sent_bytes"))),
             f"{kind.most('peers'):.0f}",

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import (
+    CHECKING,
     DESCRIBING,
     PLANNING,
     RECORDING,
@@ -23,11 +23,11 @@ from megatron_patches.refit.parties.messages import (
 )
 from megatron_patches.refit.parties.registry import registered
 from megatron_patches.refit.plan import PartOf, Plan, PlanOptions, plan_for
-from megatron_patches.refit.planning.layouts import Holder, Layout, holder_of, layout_of
+from megatron_patches.refit.planning.layouts import Holder, Layout, Receiver, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
-from megatron_patches.refit.planning.requests import Request, check_requests, transfers_of
+from megatron_patches.refit.planning.requests import Request, check_requests, moves_of
 from megatron_patches.refit.planning.tensors import unfold_tensors
-from megatron_patches.refit.planning.transfers import Transfer, canonical
+from megatron_patches.refit.planning.transfers import Moves
 from megatron_patches.refit.proof import prove_with
 
 
@@ -44,9 +44,6 @@ class Steps(Protocol):
 
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
         """Does this party's part of a step. Returns the registry's answer for it."""
-
-    def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
-        """Does this party's part of a step. Returns the parts of all."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +86,13 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
     plans: list[Plan] = []
 
     def check() -> None:
-        transfers: list[Transfer] = []
+        moves: list[Moves] = []
         for destination, requests in orders.requests:
             check_requests(requests, found[0], assembly.party, destination)
-            transfers += transfers_of(requests, found[0], assembly.party, destination)
-        specs = {spec.name: spec for spec in unfold_tensors(model.tensors)}
-        moved = tuple(specs[name] for name in sorted({item.box.tensor for item in transfers}))
-        plans.append(Plan(moved, tuple(sorted(transfers, key=canonical)), PartOf("source", assembly.party)))
+            moves += moves_of(requests, found[0], assembly.party, destination)
+        plans.append(Plan(model.tensors, tuple(moves), PartOf("source", assembly.party)))
 
-    assembly.gather("checking requests", type(None), check)
+    assembly.exchange(CHECKING, type(None), check)
     return Agreed(plans[0], orders.digest, orders.nbytes)
 
 
@@ -112,13 +107,11 @@ def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -
         RefitError: on all parties, if any failed, or no plan covers what is wanted.
     """
     told = assembly.exchange(DESCRIBING, ModelAnswer, lambda: Registration(None))
-    manifests: list[Manifest] = []
-    tensors: list[TensorSpec] = []
+    recorded: list[Receiver] = []
 
     def record() -> Wanted:
-        tensors.extend(unfold_tensors(told.tensors))
-        manifests.append(wanted(Model(told.config, tensors)))
-        return Wanted(tuple(template.region for template in layout_of(manifests[0]).templates))
+        recorded.append(receiver_of(wanted(Model(told.config, unfold_tensors(told.tensors)))))
+        return Wanted(tuple(template.region for template in recorded[0].layout.templates))
 
     overlap = assembly.exchange(RECORDING, Overlap, record)
     plans: list[Plan] = []
@@ -126,15 +119,12 @@ def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -
     def plan() -> Asked[list[Request]]:
         options = PlanOptions(allow_narrowing=told.allow_narrowing)
         holders = [Holder(rank, host, overlap.layouts[number]) for rank, host, number in overlap.holders]
-        names = {placement.box.tensor for placement in manifests[0].placements}
-        own, asked = plan_for(
-            [spec for spec in tensors if spec.name in names], SourceIndex(holders), manifests[0], options
-        )
-        prove_with(own, holders, manifests, options)
+        own, asked = plan_for(told.tensors, SourceIndex(holders), recorded[0], options)
+        prove_with(own, holders, recorded, options)
         plans.append(own)
         requests = {source: list(of_source) for source, of_source in asked.items()}
         return Asked(requests, own.digest, own.nbytes)
 
     orders = assembly.exchange(PLANNING, Orders[list[Request]], plan)
-    assembly.gather("checking requests", type(None), lambda: None)
+    assembly.exchange(CHECKING, type(None), lambda: None)
     return Agreed(plans[0], orders.digest, orders.nbytes)

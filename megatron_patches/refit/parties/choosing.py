@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
-from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.transports.base import TransportName
 
 
@@ -45,7 +44,7 @@ def site_of(device: str) -> Site:
     return Site(f"{kernel}:{network}", cuda, nixl_agent.is_installed())
 
 
-def choose(sites: Sequence[Site]) -> TransportName:
+def choose(sites: Collection[Site]) -> TransportName:
     """The fastest transport that reaches all parties.
 
     Args:
@@ -59,16 +58,3 @@ def choose(sites: Sequence[Site]) -> TransportName:
         cuda = {site.cuda for site in sites}
         return TransportName.CUDA_IPC if len(cuda) == 1 and "" not in cuda else TransportName.SHM
     return TransportName.NIXL if all(site.nixl for site in sites) else TransportName.TCP
-
-
-def agree_on_transport(assembly: Assembly, device: str) -> TransportName:
-    """Chooses one transport for all parties, which take this step together.
-
-    Args:
-        assembly: this party's connection to the others.
-        device: of this party's storages.
-
-    Raises:
-        PartyFailedError: on all parties, if any failed.
-    """
-    return choose(assembly.gather("choosing a transport", Site, lambda: site_of(device)))

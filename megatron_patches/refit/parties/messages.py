@@ -17,7 +17,13 @@ from megatron_patches.refit.planning.tensors import TensorGrid
 DESCRIBING = "describing the trainer's weights"
 RECORDING = "recording the engine's layout"
 PLANNING = "planning"
-"""Steps in which the registry (``parties/registry.py``) computes an answer for each party from all parts."""
+CHECKING = "checking requests"
+CHOOSING = "choosing a transport"
+LISTENING = "listening"
+LINKING = "linking"
+SENDING = "sending version"
+"""Steps; the registry (``parties/registry.py``) computes an answer for each party from all parts. A version's number
+follows the last one's name."""
 
 
 @dataclass(frozen=True)

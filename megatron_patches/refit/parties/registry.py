@@ -1,35 +1,47 @@
 """What the first trainer rank makes of the parties' answers, so that each party receives only what concerns it.
 
 Sources register layouts; destinations register what they want. A destination receives the layouts of the sources that
-overlap it. A source receives the requests of destinations. No party receives everything.
+overlap it. A source receives the requests of destinations. Both receive the addresses of those with which they link.
+No party receives everything.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.choosing import Site, choose
 from megatron_patches.refit.parties.messages import (
+    CHECKING,
+    CHOOSING,
     DESCRIBING,
+    LINKING,
+    LISTENING,
     PLANNING,
     RECORDING,
+    SENDING,
     Asked,
     Held,
     ModelAnswer,
+    Moved,
     Orders,
     Overlap,
     Registered,
     Registration,
     Wanted,
+    moved_by_all,
 )
 from megatron_patches.refit.planning.layouts import Holder, Layout, check_layout, check_region
 from megatron_patches.refit.planning.overlaps import OverlapIndex
 from megatron_patches.refit.planning.tensors import agree, fold_tensors
+from megatron_patches.refit.transports.base import Offer
 
 _encode = msgspec.msgpack.encode
+_NOTHING = _encode(None)
 
 
 class Registry:
@@ -42,10 +54,15 @@ class Registry:
     def __init__(self, sources: int) -> None:
         self._sources = sources
         self._index = OverlapIndex([])
+        self._peers: dict[int, set[int]] = defaultdict(set)
         self._steps: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {
             DESCRIBING: self._describe,
             RECORDING: self._overlaps,
             PLANNING: self._orders,
+            CHECKING: _nothing,
+            CHOOSING: _transport,
+            LISTENING: self._introduce,
+            LINKING: _nothing,
         }
 
     def answer(self, what: str, payloads: list[bytes]) -> list[bytes] | None:
@@ -58,7 +75,7 @@ class Registry:
         Raises:
             RefitError: if the parts are inconsistent.
         """
-        step = self._steps.get(what)
+        step = self._moved if what.startswith(SENDING) else self._steps.get(what)
         return None if step is None else step(payloads)
 
     def _describe(self, payloads: list[bytes]) -> list[bytes]:
@@ -67,7 +84,7 @@ class Registry:
         held = [part.held for part in parts if part.held is not None]
         holders = [Holder(one.rank, one.host, one.layout) for one in held]
         for holder in holders:
-            check_layout(holder.layout, holder.rank)
+            check_layout(holder.layout, f"source rank {holder.rank}")
         self._index = OverlapIndex(holders)
         first = held[0]
         tensors = agree(first.tensors, holders)
@@ -95,12 +112,39 @@ class Registry:
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
         nbytes = sum(part.nbytes for part in asked)
         orders = [Orders[msgspec.Raw]([], content, nbytes) for _ in payloads]
+        self._peers.clear()
         for destination, part in enumerate(asked[self._sources :]):
             for source, requests in part.requests.items():
                 if not 0 <= source < self._sources:
                     raise RefitError(f"destination rank {destination} asks source rank {source}, which is not there")
                 orders[source].requests.append((destination, requests))
+                self._peers[source].add(self._sources + destination)
+                self._peers[self._sources + destination].add(source)
         return [_encode(order) for order in orders]
+
+    def _introduce(self, payloads: list[bytes]) -> list[bytes]:
+        """For each party, the offers of those with which it links, and those for everybody, by party."""
+        for_all = {
+            party for party, payload in enumerate(payloads) if msgspec.msgpack.decode(payload, type=Offer).to_all
+        }
+        known = [sorted(self._peers[party] | for_all) for party in range(len(payloads))]
+        return [_encode({peer: msgspec.Raw(payloads[peer]) for peer in peers}) for peers in known]
+
+    def _moved(self, payloads: list[bytes]) -> list[bytes]:
+        """How all parties together moved a version, for every party."""
+        moved = [msgspec.msgpack.decode(payload, type=Moved) for payload in payloads]
+        return [_encode(moved_by_all(moved, self._sources))] * len(payloads)
+
+
+def _nothing(payloads: list[bytes]) -> list[bytes]:
+    """Tells each party only that all have succeeded."""
+    return [_NOTHING] * len(payloads)
+
+
+def _transport(payloads: list[bytes]) -> list[bytes]:
+    """The transport that reaches all parties, for every party."""
+    sites = {msgspec.msgpack.decode(payload, type=Site) for payload in set(payloads)}
+    return [_encode(choose(sites))] * len(payloads)
 
 
 def registered(held: Held, layout: Layout) -> Registered:

@@ -8,7 +8,7 @@ from contextlib import closing
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.parties.agreement import agree_as_source
-from megatron_patches.refit.parties.messages import Held, Moved, commit_topic, moved_by_all
+from megatron_patches.refit.parties.messages import SENDING, Held, Moved, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
@@ -67,8 +67,7 @@ class SourceParty(Party[SendingEnd]):
                     send_version(sender, end, version, self._assembly.check)
                 return Moved(self.seconds, self.staging.peak_bytes)
 
-            moved = self._assembly.gather(f"sending version {version}", Moved, send)
-            return moved_by_all(moved, self._options.sources)
+            return self._assembly.exchange(f"{SENDING} {version}", Moved, send)
         except BaseException:
             # Packets of the failed version may still be in flight, so the next version gets new links.
             self._unlink()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.loads import DEFAULT_TERMS, Reach, Terms, links_of
@@ -45,29 +44,27 @@ def links_of_party(plan: Plan, party: int, sources: int) -> list[Link]:
 
 
 def terms_of(
-    plan: Plan, links: Sequence[Link], offers: Sequence[Offer], options: LinkOptions, transport: TransportName
+    plan: Plan, links: Sequence[Link], offers: Mapping[int, Offer], options: LinkOptions, transport: TransportName
 ) -> dict[Link, Terms]:
     """The terms of some links, from what both of their ends offer. Both ends compute the same.
 
     Args:
         plan: what moves.
         links: the links.
-        offers: of all parties, sources first.
+        offers: of the parties that these links connect, and those for everybody, by party.
         options: of all parties.
         transport: the one that all parties have agreed on.
     """
-    total: dict[Link, int] = defaultdict(int)
-    for item in plan.transfers:
-        total[item.source, item.destination] += item.nbytes
-    # If some storages are on the host and others on GPUs, no transport can move all of them unpacked.
-    alike = len({offer.memory for offer in offers}) == 1
-    directly = alike and may_go_directly(options.memory, transport, offers[0].memory)
+    together = {offer.memory for offer in offers.values() if offer.to_all}
     load_bytes = options.load_bytes or _LOAD_BYTES.get(transport, DEFAULT_TERMS.load_bytes)
     terms = {}
     for link in links:
         source, destination = offers[link[0]], offers[options.sources + link[1]]
+        # If some storages are on the host and others on GPUs, no transport can move all of them unpacked.
+        alike = len(together | {source.memory, destination.memory}) == 1
+        directly = alike and may_go_directly(options.memory, transport, source.memory)
         terms[link] = Terms(
-            packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(total[link])),
+            packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(plan.nbytes_by_link[link])),
             reach=Reach(min(source.reach, destination.reach)) if directly else Reach.NONE,
             hidden=frozenset(source.hidden),
             direct_bytes=options.direct_bytes,

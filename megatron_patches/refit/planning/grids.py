@@ -3,7 +3,8 @@
 A model with thousands of tensors (layers times experts) has a few dozen *patterns*, such as
 ``model.layers.{}.mlp.experts.{}.up_proj.weight``. The numbers in the holes form a *grid*: the product of one *axis*
 per hole. A value that belongs to a name, such as an offset, is usually a linear function of the name's place in the
-grid. So the cost of a layout grows with the number of grids, not of names.
+grid. So the cost of a layout grows with the number of grids, not of names. Where every name of a grid counts, arrays of
+its values are computed at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-_NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,17})(?!\d)")
+import numpy as np
+from numpy.typing import NDArray
+
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,17})(?!\d)")
 _HOLE = "{}"
 
 Axis = tuple[int, int, int]
@@ -29,15 +33,15 @@ def split_name(name: str) -> tuple[str, Numbers]:
     """The pattern of a name and the numbers in its holes. :func:`join_name` is the inverse."""
     if "{" in name:
         return name, ()
-    return _NUMBER.sub(_HOLE, name), tuple(map(int, _NUMBER.findall(name)))
+    parts = _NUMBER.split(name)  # text and numbers in turn
+    return _HOLE.join(parts[::2]), tuple(map(int, parts[1::2]))
 
 
 def join_name(pattern: str, numbers: Sequence[int]) -> str:
-    """Fills the holes of ``pattern`` with numbers. Not a format call, because patterns come from other parties."""
+    """Fills the holes of ``pattern`` with numbers. Patterns come from other parties, so nothing else is interpreted."""
     if not numbers:
         return pattern
-    parts = pattern.split(_HOLE)
-    return "".join(itertools.chain(*zip(parts, map(str, numbers), strict=False), parts[-1:]))
+    return pattern.replace("%", "%%").replace(_HOLE, "%d") % tuple(numbers)
 
 
 def fits(pattern: str, holes: int) -> bool:
@@ -61,19 +65,36 @@ def values_of(axis: Axis) -> range:
     return range(first, first + step * count, step)
 
 
+def single(numbers: Numbers) -> Axes:
+    """The grid of one name."""
+    return tuple([(number, 1, 1) for number in numbers])
+
+
+def progressions(values: Sequence[int]) -> Iterator[Axis]:
+    """Rising numbers as few axes."""
+    begin = 0
+    while begin < len(values):
+        end, step = begin + 1, 1
+        if end < len(values):
+            step = values[end] - values[begin]
+            while end < len(values) and values[end] - values[end - 1] == step:
+                end += 1
+        yield values[begin], step, end - begin
+        begin = end
+
+
 def is_within(inner: Axes, outer: Axes) -> bool:
     """Whether every name of ``inner`` is in ``outer``."""
     if len(inner) != len(outer):
         return False
-    for (first, step, count), axis in zip(inner, outer, strict=True):
-        known = values_of(axis)
-        if (
-            step < 1
-            or count < 1
-            or first not in known
-            or first + step * (count - 1) not in known
-            or (count > 1 and step % axis[1])
-        ):
+    for axis, (begin, stride, most) in zip(inner, outer, strict=True):
+        first, step, count = axis
+        if step < 1 or count < 1:
+            return False
+        ahead = first - begin
+        if ahead < 0 or ahead % stride or ahead + step * (count - 1) > stride * (most - 1):
+            return False
+        if count > 1 and step % stride:
             return False
     return True
 
@@ -116,10 +137,35 @@ def values_over(function: Linear, axes: Axes) -> Iterator[int]:
     return (base + sum(parts) for parts in itertools.product(*ranges))
 
 
+def array_over(function: Linear, axes: Axes) -> NDArray[np.int64]:
+    """:func:`values_over` as an array of one dimension."""
+    found = np.array([function[0]], dtype=np.int64)
+    for slope, (_, _, count) in zip(function[1:], axes, strict=True):
+        found = (found[:, None] + slope * np.arange(count, dtype=np.int64)).reshape(-1)
+    return found
+
+
+def places_in(part: Axes, axes: Axes) -> NDArray[np.int64]:
+    """Where the names of ``part`` are in ``axes``, within which it must be: their indices in :func:`numbers_of`."""
+    strides, step = [], 1
+    for _, _, count in reversed(axes):
+        strides.append(step)
+        step *= count
+    return array_over(restrict((0, *reversed(strides)), axes, part), part)
+
+
 def extremes(function: Linear, axes: Axes) -> tuple[int, int]:
     """The least and the largest value of a function on its grid."""
     ends = [slope * (count - 1) for slope, (_, _, count) in zip(function[1:], axes, strict=True)]
     return function[0] + sum(min(0, end) for end in ends), function[0] + sum(max(0, end) for end in ends)
+
+
+def corner(function: Linear, axes: Axes, largest: bool) -> Numbers:
+    """A name of the grid at which the function has its least or its largest value."""
+    return tuple(
+        first + step * (count - 1) if (slope > 0) is largest else first
+        for slope, (first, step, count) in zip(function[1:], axes, strict=True)
+    )
 
 
 def fold(rows: Iterable[tuple[Numbers, Numbers]]) -> list[tuple[Axes, tuple[Linear, ...]]]:

@@ -1,12 +1,17 @@
-"""What a party holds or wants, in compact form: boxes of tensors whose names form a grid are one template."""
+"""What a party holds or wants, in compact form: boxes of tensors whose names form a grid are one template.
+
+Whatever is true of a template is checked once for all of its tensors.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import ge, le
 from typing import NamedTuple
 
 import msgspec
@@ -18,13 +23,19 @@ from megatron_patches.refit.planning.grids import (
     Axes,
     Linear,
     Numbers,
+    corner,
     extremes,
     fits,
     fold,
     is_within,
     join_name,
+    numbers_of,
+    restrict,
+    single,
+    size_of,
     split_name,
     value_at,
+    values_over,
 )
 
 Corners = tuple[tuple[int, ...], tuple[int, ...]]
@@ -59,33 +70,100 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         """The box, with the pattern as the tensor's name."""
         return Box(self.tensor, self.start, self.stop)
 
+    @property
+    def volume(self) -> int:
+        """Elements of all boxes."""
+        return size_of(self.axes) * self.box.volume
+
+    @property
+    def first(self) -> Box:
+        """The box of the first tensor."""
+        return self.box_of(tuple([begin for begin, _, _ in self.axes]))
+
+    def box_of(self, numbers: Numbers) -> Box:
+        """The box of one tensor."""
+        return Box(join_name(self.tensor, numbers), self.start, self.stop)
+
+    def of_each(self) -> Iterator[Region]:
+        """The region of each tensor alone."""
+        for numbers in numbers_of(self.axes):
+            yield Region(self.tensor, single(numbers), self.start, self.stop)
+
+    def contains(self, other: Region) -> bool:
+        """Whether every box of ``other`` lies in a box of this region."""
+        return (
+            self.tensor == other.tensor
+            and len(self.start) == len(other.start)
+            and all(map(le, self.start, other.start))
+            and all(map(ge, self.stop, other.stop))
+            and is_within(other.axes, self.axes)
+        )
+
+
+class Views(msgspec.Struct, frozen=True, array_like=True):
+    """Where a party has the boxes of a region: their views, whose shape is the box's.
+
+    Attributes:
+        storage: pattern of the storages' names.
+        numbers: for each hole of that pattern, its number as a function of the place in the region's grid.
+        offset: of the view, also as a function of the place.
+        strides: of the view.
+    """
+
+    storage: str
+    numbers: tuple[Linear, ...]
+    offset: Linear
+    strides: tuple[int, ...]
+
+    def at(self, region: Region, numbers: Numbers) -> View:
+        """The view of one box of the region."""
+        name = join_name(self.storage, [value_at(one, region.axes, numbers) for one in self.numbers])
+        return View(name, value_at(self.offset, region.axes, numbers), region.box.shape, self.strides)
+
+    def over(self, region: Region) -> Iterator[View]:
+        """The views of all boxes of the region, in the order of :func:`numbers_of`."""
+        shape, (names, repeated) = region.box.shape, self.storages(region.axes)
+        offsets = values_over(self.offset, region.axes)
+        for name in names:
+            for offset in itertools.islice(offsets, repeated):
+                yield View(name, offset, shape, self.strides)
+
+    def storages(self, axes: Axes) -> tuple[list[str], int]:
+        """Names of the storages of a grid's boxes, and how many boxes in a row each has, as :func:`numbers_of` goes."""
+        used = max((dim for one in self.numbers for dim, slope in enumerate(one) if slope and dim), default=0)
+        columns = [values_over(one[: used + 1], axes[:used]) for one in self.numbers]
+        rows = zip(*columns, strict=True) if columns else [()]
+        return [join_name(self.storage, row) for row in rows], size_of(axes[used:])
+
+    def part(self, whole: Region, part: Region) -> Views:
+        """The views of a part of the region ``whole``."""
+        ahead = sum(
+            [(low - base) * step for low, base, step in zip(part.start, whole.start, self.strides, strict=True)]
+        )
+        offset = restrict(self.offset, whole.axes, part.axes)
+        numbers = tuple([restrict(one, whole.axes, part.axes) for one in self.numbers])
+        return Views(self.storage, numbers, (offset[0] + ahead, *offset[1:]), self.strides)
+
+    def is_sound(self, region: Region) -> bool:
+        """Whether these are views of the boxes of a region."""
+        functions = all(len(one) == len(region.axes) + 1 for one in (self.offset, *self.numbers))
+        return functions and fits(self.storage, len(self.numbers)) and len(self.strides) == len(region.start)
+
 
 class Template(msgspec.Struct, frozen=True, array_like=True):
-    """Where a party has the boxes of a region.
+    """Boxes that a party holds or wants.
 
     Attributes:
         number: of the template in its layout.
         region: the boxes.
-        storage: pattern of the storages' names.
-        numbers: for each hole of that pattern, its number as a function of the place in the region's grid.
-        offset: of the box's view, also as a function of the place.
-        strides: of the box's view.
+        views: where they lie.
         kind: number of the storages' kind in the layout.
     """
 
     number: int
     region: Region
-    storage: str
-    numbers: tuple[Linear, ...]
-    offset: Linear
-    strides: tuple[int, ...]
+    views: Views
     kind: int
-
-    def view_at(self, numbers: Numbers) -> View:
-        """The view of the box of one tensor."""
-        axes = self.region.axes
-        name = join_name(self.storage, [value_at(one, axes, numbers) for one in self.numbers])
-        return View(name, value_at(self.offset, axes, numbers), self.region.box.shape, self.strides)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -116,16 +194,12 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The kind of the storages that hold a template's boxes."""
         return self.kinds[template.kind]
 
-    def views_of(self, box: Box) -> Iterator[tuple[View, Kind]]:
-        """Every place at which the party has all of ``box``."""
-        pattern, numbers = split_name(box.tensor)
-        single = tuple((number, 1, 1) for number in numbers)
-        for template in self.by_tensor.get(pattern, ()):
-            region = template.region
-            if is_within(single, region.axes):
-                whole = Box(box.tensor, region.start, region.stop)
-                if whole.contains(box):
-                    yield template.view_at(numbers).cut(whole, box), self.kind(template)
+    def home_of(self, part: Region, views: Views) -> Template | None:
+        """The template that has ``part`` at ``views``, or None."""
+        for template in self.by_tensor.get(part.tensor, ()):
+            if template.region.contains(part) and template.views.part(template.region, part) == views:
+                return template
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +217,19 @@ class Holder:
     layout: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """A destination.
+
+    Attributes:
+        manifest: what it wants.
+        layout: the same in compact form.
+    """
+
+    manifest: Manifest
+    layout: Layout
+
+
 class _Alike(NamedTuple):
     """What placements of one template have in common."""
 
@@ -157,24 +244,23 @@ class _Alike(NamedTuple):
 def layout_of(manifest: Manifest) -> Layout:
     """A manifest in compact form. Conversion rules are left out, as only their destination needs them."""
     kinds: dict[Kind, int] = {}
-    rows: dict[tuple[_Alike, int], list[tuple[Numbers, Numbers]]] = defaultdict(list)
+    # A box may occur more than once, but the names of a grid are unique.
+    groups: dict[_Alike, dict[Numbers, list[Numbers]]] = defaultdict(lambda: defaultdict(list))
     names = {storage.name: (*split_name(storage.name), _kind_of(storage, kinds)) for storage in manifest.storages}
-    times: dict[tuple[_Alike, Numbers], int] = defaultdict(int)
     for placement in manifest.placements:
         box, view = placement.box, placement.view
         pattern, numbers = split_name(box.tensor)
         storage, inside, kind = names[view.storage]
         key = _Alike(pattern, box.start, box.stop, storage, view.strides, kind)
-        repeated = times[key, numbers]  # a box may occur more than once, but the names of a grid are unique
-        times[key, numbers] += 1
-        rows[key, repeated].append((numbers, (view.offset, *inside)))
+        groups[key][numbers].append((view.offset, *inside))
     templates: list[Template] = []
-    for (key, _), same in rows.items():
-        for axes, (offset, *functions) in fold(same):
-            region = Region(key.tensor, axes, key.start, key.stop)
-            templates.append(
-                Template(len(templates), region, key.storage, tuple(functions), offset, key.strides, key.kind)
-            )
+    for key, group in groups.items():
+        for time in range(max(map(len, group.values()))):
+            rows = [(numbers, found[time]) for numbers, found in group.items() if time < len(found)]
+            for axes, (offset, *functions) in fold(rows):
+                region = Region(key.tensor, axes, key.start, key.stop)
+                views = Views(key.storage, tuple(functions), offset, key.strides)
+                templates.append(Template(len(templates), region, views, key.kind))
     return Layout(tuple(templates), tuple(kinds))
 
 
@@ -193,25 +279,34 @@ def holder_of(manifest: Manifest) -> Holder:
     return Holder(manifest.rank, manifest.host, layout_of(manifest))
 
 
-def check_layout(layout: Layout, rank: int) -> None:
-    """Checks a source's layout: views are within their storages, and reach no padding.
+def receiver_of(manifest: Manifest) -> Receiver:
+    """A destination, from its manifest."""
+    return Receiver(manifest, layout_of(manifest))
+
+
+def check_layout(layout: Layout, party: str) -> None:
+    """Checks a party's layout: views are within their storages, and reach no padding.
+
+    Args:
+        layout: the layout.
+        party: whose it is, such as ``source rank 3``.
 
     Raises:
-        ProofError: naming rank, tensor and storage.
+        ProofError: naming party, tensor and storage.
     """
     for template in layout.templates:
-        region = template.region
-        if not _is_sound(template, len(layout.kinds)):
-            raise ProofError(f"source rank {rank} describes {region.tensor} in {template.storage} by no template")
+        region, views = template.region, template.views
+        if not (_is_region(region) and views.is_sound(region) and 0 <= template.kind < len(layout.kinds)):
+            raise ProofError(f"{party} describes {region.tensor} in {views.storage} by no template")
         kind = layout.kind(template)
-        low, high = View("", 0, region.box.shape, template.strides).span
-        least, most = extremes(template.offset, region.axes)
+        low, high = View("", 0, region.box.shape, views.strides).span
+        least, most = extremes(views.offset, region.axes)
         if least + low < 0 or most + high > kind.logical_numel or kind.logical_numel > kind.numel:
-            first = tuple(begin for begin, _, _ in region.axes)
-            box = Box(join_name(region.tensor, first), region.start, region.stop)
+            numbers = corner(views.offset, region.axes, largest=least + low >= 0)
+            view = views.at(region, numbers)
             raise ProofError(
-                f"source rank {rank}: {box} spans elements {least + low} to {most + high} of "
-                f"{template.view_at(first).storage}, of which {kind.logical_numel} of {kind.numel} are not padding"
+                f"{party}: {region.box_of(numbers)} spans elements {view.span[0]} to {view.span[1]} of {view.storage}, "
+                f"of which {kind.logical_numel} of {kind.numel} are not padding"
             )
 
 
@@ -231,11 +326,3 @@ def _is_region(region: Region) -> bool:
     )
     grid = all(step >= 1 and count >= 1 for _, step, count in region.axes)
     return corners and grid and fits(region.tensor, len(region.axes))
-
-
-def _is_sound(template: Template, kinds: int) -> bool:
-    region = template.region
-    functions = all(len(one) == len(region.axes) + 1 for one in (template.offset, *template.numbers))
-    names = fits(template.storage, len(template.numbers))
-    strided = len(template.strides) == len(region.start)
-    return _is_region(region) and functions and names and strided and 0 <= template.kind < kinds

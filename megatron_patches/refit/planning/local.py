@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,17 +24,7 @@ from dataclasses import dataclass
 from megatron_patches.refit.boxes import Box, coalesce, overlapping_pair, subtract
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import CoverageError
-from megatron_patches.refit.planning.grids import (
-    Axes,
-    Axis,
-    Linear,
-    Numbers,
-    fold,
-    join_name,
-    meet,
-    restrict,
-    values_of,
-)
+from megatron_patches.refit.planning.grids import Axes, Axis, Numbers, fold, join_name, meet, progressions, values_of
 from megatron_patches.refit.planning.layouts import Corners, Holder, Layout, Region, Template
 from megatron_patches.refit.planning.requests import Request
 
@@ -77,8 +68,23 @@ class _Part:
     nbytes: int
     box: Box
     wanted: Template
-    tensors: Sequence[Numbers]
+    block: _Block
     holders: Mapping[int, _Held]
+
+
+class _Block:
+    """Tensors of a grid in which the same source regions are present: a product of numbers, rising on each axis."""
+
+    def __init__(self, numbers: Sequence[Sequence[int]]) -> None:
+        self._numbers = numbers
+        self.size = math.prod(map(len, numbers))
+
+    def __iter__(self) -> Iterator[Numbers]:
+        return itertools.product(*self._numbers)
+
+    def grids(self) -> Iterator[Axes]:
+        """The same as few grids."""
+        return itertools.product(*(list(progressions(values)) for values in self._numbers))
 
 
 def plan_destination(
@@ -102,16 +108,34 @@ def plan_destination(
     parts = [part for template in wanted.templates for part in _parts_of(template, wanted, sources, rank, split_bytes)]
     chosen = _choose(parts, rank, host)
     found: dict[int, list[Request]] = defaultdict(list)
-    for (source, _, _), (template, asked, tensors) in chosen.items():
+    for (source, _, _), given in chosen.items():
+        template, asked = given[0][0].holders[source][1], given[0][0].wanted
         dtype = wanted.kind(asked).dtype
-        by_boxes: dict[tuple[Box, ...], list[tuple[Numbers, Numbers]]] = defaultdict(list)
-        for numbers, given in tensors.items():
-            by_boxes[tuple(given)].append((numbers, ()))
-        for boxes, rows in by_boxes.items():
-            whole: Sequence[Box] = coalesce(boxes) if len(boxes) > 1 else boxes
-            for axes, _ in fold(rows):
-                found[source].extend(_request(template, asked, axes, box, dtype) for box in whole)
+        for axes, box in _grids(given):
+            region = Region(asked.region.tensor, axes, box.start, box.stop)
+            write = asked.views.part(asked.region, region)
+            found[source].append(Request(template.number, axes, box.start, box.stop, write, dtype))
     return dict(sorted(found.items()))
+
+
+def _grids(given: Sequence[_Given]) -> Iterator[tuple[Axes, Box]]:
+    """Few grids of all boxes of one template that come from one source."""
+    if len(given) == 1:
+        part, tensors = given[0]
+        for axes in part.block.grids() if tensors is None else (axes for axes, _ in fold((one, ()) for one in tensors)):
+            yield axes, part.box
+        return
+    by_tensor: dict[Numbers, list[Box]] = defaultdict(list)
+    for part, tensors in given:
+        for numbers in part.block if tensors is None else tensors:
+            by_tensor[numbers].append(part.box)
+    by_boxes: dict[tuple[Box, ...], list[tuple[Numbers, Numbers]]] = defaultdict(list)
+    for numbers, boxes in by_tensor.items():
+        by_boxes[tuple(boxes)].append((numbers, ()))
+    for same, rows in by_boxes.items():
+        whole: Sequence[Box] = coalesce(same) if len(same) > 1 else same
+        for axes, _ in fold(rows):
+            yield from ((axes, box) for box in whole)
 
 
 def even_shares(host: str, wanted: Layout, sources: SourceIndex, split_bytes: int) -> dict[int, float]:
@@ -124,7 +148,7 @@ def even_shares(host: str, wanted: Layout, sources: SourceIndex, split_bytes: in
         for part in _parts_of(template, wanted, sources, 0, split_bytes):
             candidates = _candidates(part, host)
             for source in candidates:
-                shares[source] += part.nbytes * len(part.tensors) / len(candidates)
+                shares[source] += part.nbytes * part.block.size / len(candidates)
     return shares
 
 
@@ -133,43 +157,28 @@ def _candidates(part: _Part, host: str) -> Sequence[int]:
     return [source for source, (holder, _) in part.holders.items() if holder.host == host] or list(part.holders)
 
 
-def _request(held: Template, asked: Template, axes: Axes, box: Box, dtype: str) -> Request:
-    region = asked.region
-    ahead = sum((low - base) * step for low, base, step in zip(box.start, region.start, asked.strides, strict=True))
-    offset: Linear = restrict(asked.offset, region.axes, axes)
-    return Request(
-        held=held.number,
-        axes=axes,
-        start=box.start,
-        stop=box.stop,
-        storage=asked.storage,
-        numbers=tuple(restrict(one, region.axes, axes) for one in asked.numbers),
-        offset=(offset[0] + ahead, *offset[1:]),
-        strides=asked.strides,
-        dtype=dtype,
-    )
-
-
 def _parts_of(asked: Template, wanted: Layout, held: SourceIndex, rank: int, split_bytes: int) -> Iterator[_Part]:
     """The parts of one wanted template."""
     region, width = asked.region, itemsize(wanted.kind(asked).dtype)
     known: dict[frozenset[Corners], list[tuple[Box, tuple[Box, ...]]]] = {}
-    for tensors, replicas in _blocks(region, held):
+    for block, replicas in _blocks(region, held):
         corners = frozenset(replicas)
         if corners not in known:
             known[corners] = _cells(region.box, [Box(region.tensor, *ends) for ends in sorted(corners)], held, corners)
         cells = known[corners]
         if sum(cell.volume for cell, _ in cells) != region.box.volume:
             missing = subtract(region.box, (cell for cell, _ in cells))[0]
-            named = Box(join_name(region.tensor, tensors[0]), missing.start, missing.stop)
-            raise CoverageError(f"no source holds {named}, which destination rank {rank} wants in {asked.storage}")
+            named = Box(join_name(region.tensor, next(iter(block))), missing.start, missing.stop)
+            raise CoverageError(
+                f"no source holds {named}, which destination rank {rank} wants in {asked.views.storage}"
+            )
         for cell, owners in cells:
             holders: dict[int, _Held] = {}
             for owner in owners:
                 for holder, template in replicas[owner.start, owner.stop]:
                     holders.setdefault(holder.rank, (holder, template))
-            for box in _cut(cell, len(holders), len(tensors), width, split_bytes):
-                yield _Part(box.volume * width, box, asked, tensors, holders)
+            for box in _cut(cell, len(holders), block.size, width, split_bytes):
+                yield _Part(box.volume * width, box, asked, block, holders)
 
 
 def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) -> Sequence[Box]:
@@ -180,7 +189,7 @@ def _cut(cell: Box, holders: int, tensors: int, width: int, split_bytes: int) ->
     return cell.split(count, next((dim for dim, extent in enumerate(cell.shape) if extent > 1), 0))
 
 
-def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], dict[Corners, list[_Held]]]]:
+def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[_Block, dict[Corners, list[_Held]]]]:
     """Cuts a grid wherever the set of sources changes. Yields each block with the boxes held of all of its tensors."""
     grids = {axes: corners for axes, corners in held.holders.get(region.tensor, {}).items() if meet(region.axes, axes)}
     by_axis: list[dict[frozenset[Axis], list[int]]] = []
@@ -195,7 +204,7 @@ def _blocks(region: Region, held: SourceIndex) -> Iterator[tuple[list[Numbers], 
         for axes in itertools.product(*(sorted(allowed) for allowed, _ in choice)):
             for corners, holders in grids.get(axes, {}).items():
                 replicas[corners].extend(holders)
-        yield list(itertools.product(*(values for _, values in choice))), replicas
+        yield _Block([values for _, values in choice]), replicas
 
 
 def _cells(
@@ -222,36 +231,39 @@ def _cut_by(piece: Box, knife: Box) -> list[Box]:
     return [piece] if common is None else [common, *subtract(piece, [common])]
 
 
-_Chosen = dict[tuple[int, int, int], tuple[Template, Template, dict[Numbers, list[Box]]]]
+_Given = tuple[_Part, Sequence[Numbers] | None]
+"""A part, and those of its tensors that come from one source; None for all."""
 
 
-def _choose(parts: Sequence[_Part], rank: int, host: str) -> _Chosen:
-    """Assigns each part to one of its holders.
+def _choose(parts: Sequence[_Part], rank: int, host: str) -> Mapping[tuple[int, int, int], Sequence[_Given]]:
+    """Assigns each tensor of each part to one of its holders.
 
     Returns:
-        By source, held template and wanted template: the two templates and the requested boxes, by tensor.
+        What each source sends, by its rank, the number of the held and of the wanted template.
     """
     load: dict[int, int] = defaultdict(int)
     order: dict[int, bytes] = {}
-    chosen: _Chosen = {}
+    chosen: dict[tuple[int, int, int], list[_Given]] = defaultdict(list)
 
-    def give(part: _Part, numbers: Numbers, source: int) -> None:
-        load[source] += part.nbytes
-        template = part.holders[source][1]
-        key = source, template.number, part.wanted.number
-        if key not in chosen:
-            chosen[key] = template, part.wanted, defaultdict(list)
-        chosen[key][2][numbers].append(part.box)
+    def give(part: _Part, source: int, tensors: Sequence[Numbers] | None) -> None:
+        load[source] += part.nbytes * (part.block.size if tensors is None else len(tensors))
+        chosen[source, part.holders[source][1].number, part.wanted.number].append((part, tensors))
 
     for part in sorted(parts, key=lambda item: (len(item.holders) > 1, -item.nbytes)):
         candidates = _candidates(part, host)
+        if len(candidates) == 1:
+            give(part, candidates[0], None)
+            continue
         for source in candidates:
             if source not in order:
                 order[source] = hashlib.sha256(f"{host}|{rank}|{source}".encode()).digest()
         heap = [(load[source], order[source], source) for source in candidates]
         heapq.heapify(heap)
-        for numbers in part.tensors:
-            source = heap[0][2]
-            give(part, numbers, source)
-            heapq.heapreplace(heap, (load[source], order[source], source))
+        shares: dict[int, list[Numbers]] = defaultdict(list)
+        for numbers in part.block:
+            least, place, source = heap[0]
+            shares[source].append(numbers)
+            heapq.heapreplace(heap, (least + part.nbytes, place, source))
+        for source, tensors in shares.items():
+            give(part, source, tensors)
     return chosen

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import gt
+from operator import gt, le
 
 import msgspec
 
 from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.planning.grids import Axes, Numbers, fold, join_name, numbers_of, split_name
+from megatron_patches.refit.planning.grids import (
+    Axes,
+    Numbers,
+    fold,
+    is_within,
+    join_name,
+    numbers_of,
+    size_of,
+    split_name,
+)
 from megatron_patches.refit.planning.layouts import Holder, Region, Template, layout_of
 
 
@@ -38,6 +47,22 @@ def _fold(specs: Iterable[tuple[str, Numbers, tuple[int, ...], str]]) -> tuple[T
         for (pattern, shape, dtype), same in rows.items()
         for axes, _ in fold(same)
     )
+
+
+def outside(region: Region, tensors: Mapping[str, Sequence[TensorGrid]]) -> tuple[Box, tuple[int, ...] | None] | None:
+    """The first box of a region that is not inside its tensor, and the tensor's shape; None if all boxes are inside.
+
+    Args:
+        region: the boxes.
+        tensors: the tensors of the model, by pattern.
+    """
+    for grid in tensors.get(region.tensor, ()):
+        if is_within(region.axes, grid.axes):
+            inside = len(region.stop) == len(grid.shape) and all(map(le, region.stop, grid.shape))
+            return None if inside else (region.first, grid.shape)
+    if size_of(region.axes) == 1:
+        return region.first, None
+    return next((found for one in region.of_each() if (found := outside(one, tensors)) is not None), None)
 
 
 def unfold_tensors(grids: Iterable[TensorGrid]) -> list[TensorSpec]:
@@ -83,7 +108,7 @@ def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder]) -> tuple[Ten
                 name = join_name(region.tensor, numbers)
                 raise RefitError(
                     f"rank {holder.rank} holds {Box(name, region.start, region.stop)} in "
-                    f"{template.view_at(numbers).storage}, but the model's {name} has shape {shape}"
+                    f"{template.views.at(region, numbers).storage}, but the model's {name} has shape {shape}"
                 )
             other, first = mine.setdefault(numbers, held)
             if other != dtype:

@@ -1,11 +1,16 @@
-"""Parts of boxes that move from a source to a destination, and their order."""
+"""Parts of boxes that move from a source to a destination, one by one and as grids, and their order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.dtypes import itemsize
+from megatron_patches.refit.planning.grids import numbers_of, size_of
+from megatron_patches.refit.planning.layouts import Region, Views
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,49 @@ class Transfer:
     def nbytes(self) -> int:
         """Bytes written."""
         return self.box.volume * itemsize(self.dtype)
+
+
+class Moves(msgspec.Struct, frozen=True, array_like=True):
+    """Transfers of one box of each tensor of a grid; the attributes are those of :class:`Transfer`."""
+
+    source: int
+    destination: int
+    region: Region
+    read: Views
+    write: Views
+    source_dtype: str
+    dtype: str
+
+    @property
+    def count(self) -> int:
+        """Number of transfers."""
+        return size_of(self.region.axes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written by all of them."""
+        return self.region.volume * itemsize(self.dtype)
+
+    def part(self, region: Region) -> Moves:
+        """Those of a part of the grid."""
+        read, write = self.read.part(self.region, region), self.write.part(self.region, region)
+        return msgspec.structs.replace(self, region=region, read=read, write=write)
+
+    def transfers(self) -> Iterator[Transfer]:
+        """The transfers one by one."""
+        region = self.region
+        for numbers, read, write in zip(
+            numbers_of(region.axes), self.read.over(region), self.write.over(region), strict=True
+        ):
+            yield Transfer(
+                source=self.source,
+                destination=self.destination,
+                box=region.box_of(numbers),
+                read=read,
+                write=write,
+                source_dtype=self.source_dtype,
+                dtype=self.dtype,
+            )
 
 
 def canonical(item: Transfer) -> tuple[object, ...]:

@@ -1,7 +1,12 @@
-"""All parties of a refit without their processes: what each holds or wants, and a registry of what sources hold."""
+"""All parties of a refit without their processes: what each holds or wants, and a registry of what sources hold.
+
+After planning, each party says where it runs and where it listens, and both ends of a link greet each other. Names,
+addresses and secrets are made up, of the length that real ones have.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +17,16 @@ from msgspec.msgpack import decode, encode
 
 from megatron_patches.refit.cluster import Hosts
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.frames import SECRET_BYTES
+from megatron_patches.refit.loads import Reach
 from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.choosing import Site
 from megatron_patches.refit.parties.messages import (
+    CHECKING,
+    CHOOSING,
     DESCRIBING,
+    LINKING,
+    LISTENING,
     PLANNING,
     RECORDING,
     Asked,
@@ -33,6 +45,10 @@ from megatron_patches.refit.source.family import PlannableFamily
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import TrainerOptions, trainer_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
+from megatron_patches.refit.transports.base import Offer
+
+NOTHING = encode(None)
+"""Part and answer of a party in a step in which it only says that it has succeeded."""
 
 
 class CpuClock:
@@ -155,7 +171,7 @@ class Fleet:
 
     def tell(self, what: str, parts: Sequence[bytes]) -> list[bytes]:
         """The registry's answers in a step to the parts of all parties, in order of party numbers."""
-        with self.clock.phase(what):
+        with without_others(), self.clock.phase(what):
             answers = self._registry.answer(what, list(parts))
         if answers is None:
             raise RefitError(f"the registry has no answer to {what!r}")
@@ -196,6 +212,51 @@ class Fleet:
         """The encoded orders for each trainer rank, given the engine workers' requests in order."""
         parts = [encode(Asked[list[Request]]({}, "", 0))] * self.sides.trainer.size
         return self.tell(PLANNING, [*parts, *asked])[: self.sides.trainer.size]
+
+    def connect(self, workers: int) -> list[bytes]:
+        """The parties' steps after planning.
+
+        Args:
+            workers: how many engine workers' requests have been planned.
+
+        Returns:
+            The encoded offers for each party: those of its peers.
+        """
+        parties = range(self.sides.trainer.size + self.sides.workers)
+        self.tell(CHECKING, [NOTHING] * len(parties))
+        self.tell(CHOOSING, [encode(self.site_of(party)) for party in parties])
+        planned = parties[: self.sides.trainer.size + workers]
+        offers = self.tell(LISTENING, [encode(self.offer_of(party)) for party in planned])
+        self.tell(LINKING, [NOTHING] * len(parties))
+        return offers
+
+    def site_of(self, party: int) -> Site:
+        """Where a party runs, as it says in a refit."""
+        worker = party - self.sides.trainer.size
+        host = self.holders[party].host if worker < 0 else self.sides.host_of(worker)
+        return Site(f"{host:.<47}", "12", nixl=True)
+
+    def offer_of(self, party: int) -> Offer:
+        """What a party offers to its peers. Only destinations listen."""
+        listens = party >= self.sides.trainer.size
+        return Offer(
+            address="10.100.100.100:50000" if listens else "",
+            slot_bytes=64 << 20,
+            memory="cuda",
+            reach=Reach.CONTIGUOUS.value,
+            secret=bytes(SECRET_BYTES if listens else 0),
+        )
+
+
+@contextmanager
+def without_others() -> Iterator[None]:
+    """Excludes existing objects from garbage collection: a real party's memory holds none of the other parties."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def holders_in(overlap: bytes) -> list[Holder]:

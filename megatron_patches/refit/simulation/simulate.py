@@ -10,15 +10,15 @@ from fractions import Fraction
 
 from msgspec.structs import astuple
 
-from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING
+from megatron_patches.refit.parties.messages import LISTENING, PLANNING
 from megatron_patches.refit.plan import DEFAULT_OPTIONS
 from megatron_patches.refit.planning.fan_out import Server, Waiting, Wave, fan_out, least_units
 from megatron_patches.refit.planning.grids import size_of
 from megatron_patches.refit.planning.layouts import Layout
 from megatron_patches.refit.planning.local import SourceIndex, even_shares
 from megatron_patches.refit.progress import Progress
-from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in
-from megatron_patches.refit.simulation.workers import WorkerCost, run_destination, run_source, without_others
+from megatron_patches.refit.simulation.fleet import Fleet, Sides, asked_bytes, holders_in, without_others
+from megatron_patches.refit.simulation.workers import WorkerCost, run_destination, run_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,23 +162,24 @@ def simulate(sides: Sides, sample: SampleSize, replicas: int, bytes_per_s: float
     scale = sides.engines / engines
     progress.phase("plan", 0)
     asked, balance = _requests(fleet, engines, overlaps)
+    orders = fleet.orders(asked)
+    offers = fleet.connect(len(asked))
     progress.phase("run workers", 0)
     with without_others():
         wanting = _run(
             _kinds("engine", fleet.layouts_wanted(), lambda rank: rank // sides.engine.tp % sides.engine.pp),
             sample.workers,
-            lambda rank: run_destination(fleet, rank, overlaps[rank]),
+            lambda rank: run_destination(fleet, rank, overlaps[rank], offers[sides.trainer.size + rank]),
             sides.engines,
         )
-        orders = fleet.orders(asked)
         holding = _run(
             _kinds(
                 "trainer", [holder.layout for holder in fleet.holders], lambda rank: sides.trainer.coordinates(rank).pp
             ),
             sample.workers,
-            lambda rank: run_source(fleet, rank, orders[rank], scale),
+            lambda rank: run_source(fleet, rank, orders[rank], offers[rank], scale),
         )
-    grows = {DESCRIBING: 1.0, RECORDING: 1.0, PLANNING: scale}
+    grows = {step: scale if step in (PLANNING, LISTENING) else 1.0 for step in fleet.clock.seconds}
     received = max(kind.most("weight_bytes") for kind in wanting)
     return Simulation(
         engines=sides.engines,

@@ -15,7 +15,7 @@ turns: [Note: turns] in the module ``turns``.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -56,12 +56,13 @@ def named_transport(name: str) -> TransportName | None:
     return None if name == AUTO else TransportName(name)
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """What a party tells all others before links are made.
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a party tells those with which it links before links are made.
 
     Attributes:
         address: where its control connections are made; empty for a source.
         secret: first bytes that a control connection must send.
+        to_all: whether all parties need it, because they connect together.
         slot_bytes: the largest slots that it can have.
         memory: kind of memory of its storages: ``cpu`` or ``cuda``.
         reach: what may travel directly to or from it; a number of :class:`Reach`.
@@ -76,6 +77,7 @@ class Offer(msgspec.Struct, frozen=True):
     hidden: tuple[str, ...] = ()
     details: bytes = b""
     secret: bytes = b""
+    to_all: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,10 @@ class Transport(Protocol):
         """Whether control connections are local sockets, which can pass file descriptors."""
 
     @property
+    def together(self) -> bool:
+        """Whether all parties connect together, so that each needs the offers of all."""
+
+    @property
     def reach(self) -> Reach:
         """What may travel directly."""
 
@@ -247,10 +253,15 @@ class Transport(Protocol):
         """The storages of a source that other processes cannot access in place."""
 
     def details(self) -> bytes:
-        """Data for all other parties."""
+        """Data for the parties that receive its offer."""
 
-    def connect(self, offers: Sequence[Offer], check: Check) -> None:
-        """Connects the transport, before links are made. All parties call it together, with the offers of all."""
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
+        """Connects the transport, before links are made. All parties call it at the same time.
+
+        Args:
+            offers: of this party's peers, by party number; of all parties if they connect :attr:`together`.
+            check: raises if another party has failed.
+        """
 
     def outgoing(self, end: LinkEnd) -> OutgoingWire:
         """Makes the source's wire of a link."""

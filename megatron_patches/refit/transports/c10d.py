@@ -11,7 +11,7 @@ Waits poll events, so they can be ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -65,6 +65,7 @@ class C10dTransport:
         make_group: makes the group; as :func:`megatron_patches.refit.transports.c10d_groups.open_group`.
     """
 
+    together = True
     one_host = False
     reach = Reach.CONTIGUOUS
 
@@ -90,14 +91,14 @@ class C10dTransport:
         details = _Details(self._place.host, port, self._place.device, gpu, str(torch.__version__))
         return msgspec.msgpack.encode(details)
 
-    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
         """Makes the group.
 
         Raises:
             PartyFailedError: if parties have different versions of torch, two share a GPU, or one does not join in
                 time.
         """
-        details = [_decode_details(offer.details) for offer in offers]
+        details = [_decode_details(offers[party].details) for party in sorted(offers)]
         versions = {item.torch.split("+")[0] for item in details}
         if len(versions) > 1:
             raise PartyFailedError(f"the transport c10d needs one version of torch; parties have {sorted(versions)}")

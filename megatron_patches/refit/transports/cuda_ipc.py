@@ -175,6 +175,7 @@ class CudaIpcTransport:
         runtime: its GPU.
     """
 
+    together = False
     one_host = True
     turns = None
     reach = Reach.ROWS
@@ -182,7 +183,7 @@ class CudaIpcTransport:
     def __init__(self, place: Place, runtime: DeviceRuntime) -> None:
         self._place, self._pool, self._runtime = place, place.pool, runtime
         self._server: DescriptorServer | None = None
-        self._offers: Sequence[Offer] = ()
+        self._offers: Mapping[int, Offer] = {}
         self._check: Check = lambda: None
         self._hidden: frozenset[str] = frozenset()
         self._located: Mapping[str, Location] = {}
@@ -201,7 +202,7 @@ class CudaIpcTransport:
             self._server = DescriptorServer(self._runtime.descriptor)
         return msgspec.msgpack.encode(self._server.counter)
 
-    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
         """Keeps the sources' offers."""
         self._offers, self._check = offers, check
 

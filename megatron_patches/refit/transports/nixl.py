@@ -71,6 +71,7 @@ class NixlTransport:
         RefitError: if NIXL is not installed.
     """
 
+    together = False
     one_host = False
     turns = None
     reach = Reach.CONTIGUOUS
@@ -88,7 +89,7 @@ class NixlTransport:
         """Empty: metadata is sent per link."""
         return b""
 
-    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
         """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> NixlOutgoing:

@@ -95,10 +95,11 @@ class ReceivingEnd:
             reach=self._transport.reach,
             details=self._transport.details(),
             secret=self._secret,
+            to_all=self._transport.together,
         )
 
     def connect(
-        self, offers: Sequence[Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
+        self, offers: Mapping[int, Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
     ) -> None:
         """Waits until every source that sends something has made its link; arguments as for :class:`SendingEnd`.
 

@@ -116,6 +116,7 @@ class SendingEnd:
             reach=self._transport.reach,
             hidden=tuple(sorted(self._transport.hidden(memory))),
             details=self._transport.details(),
+            to_all=self._transport.together,
         )
 
     def begin(self, memory: Memory, check: Check) -> None:
@@ -131,12 +132,12 @@ class SendingEnd:
                 frames.send(link.connection, messages.encode(messages.Told(told)), patience)
 
     def connect(
-        self, offers: Sequence[Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
+        self, offers: Mapping[int, Offer], slots: Mapping[int, int], digests: Mapping[int, str], check: Check
     ) -> None:
         """Makes a link to each destination to which the plan sends something.
 
         Args:
-            offers: of all parties.
+            offers: of those with which this party links, by party number; see :meth:`Transport.connect`.
             slots: slot size of each link, by destination rank.
             digests: plan digest of each link, by destination rank.
             check: raises if another party has failed.

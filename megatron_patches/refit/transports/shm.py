@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -29,6 +29,7 @@ class ShmTransport:
         place: where this party runs.
     """
 
+    together = False
     one_host = True
     turns = None
     reach = Reach.NONE  # each side already makes just one copy: into the slot, and out of it
@@ -44,7 +45,7 @@ class ShmTransport:
         """Empty."""
         return b""
 
-    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
         """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> ShmWire:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 import msgspec
@@ -41,6 +41,7 @@ class TcpTransport:
         place: where this party runs.
     """
 
+    together = False
     one_host = False
     turns = None
 
@@ -60,7 +61,7 @@ class TcpTransport:
         """Empty."""
         return b""
 
-    def connect(self, offers: Sequence[Offer], check: Check) -> None:
+    def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
         """Does nothing: links have nothing in common."""
 
     def outgoing(self, end: LinkEnd) -> TcpOutgoing:

@@ -71,15 +71,15 @@ class Ends:
 
     def connect(self) -> list[Any]:
         """Makes the links; what each end raised, or None."""
-        links = links_of(self.plan)
+        links, offers = links_of(self.plan), dict(enumerate(self.offers))
         digests = self.plan.digests
 
         def of(side: int, rank: int) -> dict[int, str]:
             return {link[1 - side]: digest for link, digest in digests.items() if link[side] == rank}
 
         return self.all(
-            lambda i: self.senders[i].connect(self.offers, {d: SLOT for s, d in links if s == i}, of(0, i), check),
-            lambda i: self.receivers[i].connect(self.offers, {s: SLOT for s, d in links if d == i}, of(1, i), check),
+            lambda i: self.senders[i].connect(offers, {d: SLOT for s, d in links if s == i}, of(0, i), check),
+            lambda i: self.receivers[i].connect(offers, {s: SLOT for s, d in links if d == i}, of(1, i), check),
         )
 
     def move(

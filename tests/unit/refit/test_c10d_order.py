@@ -268,4 +268,4 @@ def test_two_parties_on_one_gpu_are_refused_by_name() -> None:
     ]
     place = Place(party=1, sources=2, host="127.0.0.1", device="cuda:1", pool=StagingPool(64), timeout_s=5.0)
     with pytest.raises(PartyFailedError, match=r"trainer rank 1 and worker 1 share GPU B, .*the transport cuda_ipc"):
-        C10dTransport(place).connect(offers, lambda: None)
+        C10dTransport(place).connect(dict(enumerate(offers)), lambda: None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.loads import Reach, links_of
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.choosing import Site, choose, site_of
 from megatron_patches.refit.parties.terms import LinkOptions, terms_of
@@ -69,7 +71,23 @@ def test_memory_that_serves_is_written_directly_only_where_the_end_can_be_awaite
     case = coverable(3)
     plan = make_plan(case.tensors, case.sources, case.destinations)
     parties = len(case.sources) + len(case.destinations)
-    offers = [Offer(address="", slot_bytes=64, memory=kind, reach=Reach.ROWS.value) for _ in range(parties)]
+    offers = {party: Offer(address="", slot_bytes=64, memory=kind, reach=Reach.ROWS.value) for party in range(parties)}
     options = LinkOptions(transport=None, staging_bytes=512, sources=len(case.sources), memory=memory)
     terms = terms_of(plan, links_of(plan), offers, options, transport)
     assert {term.reach for term in terms.values()} == {expected}
+
+
+@pytest.mark.parametrize(("to_all", "expected"), [(False, [Reach.NONE, Reach.ROWS]), (True, [Reach.NONE, Reach.NONE])])
+def test_a_link_between_host_and_gpu_is_packed(to_all: bool, expected: list[Reach]) -> None:
+    """And so are those of all parties if they share one group."""
+    spec = TensorSpec("w", (4, 6), "float32")
+    place = Placement(spec.box, View("w", 0, (4, 6), (6, 1)))
+    sides = [Manifest(rank, "", (Storage("w", "float32", 24, 24),), (place,)) for rank in range(2)]
+    plan = make_plan([spec], sides[:1], sides)
+    offers = {
+        party: Offer(address="", slot_bytes=64, memory=memory, reach=Reach.ROWS.value, to_all=to_all)
+        for party, memory in enumerate(("cuda", "cpu", "cuda"))
+    }
+    options = LinkOptions(transport=None, staging_bytes=512, sources=1)
+    terms = terms_of(plan, links_of(plan), offers, options, TransportName.NIXL)
+    assert [terms[0, destination].reach for destination in (0, 1)] == expected

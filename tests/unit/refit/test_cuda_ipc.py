@@ -312,7 +312,7 @@ def test_memory_of_a_source_that_goes_while_the_link_is_made_is_not_kept() -> No
     counter = msgspec.msgpack.encode(Counter("nobody", b"token"))
     here = place_of(1)
     transport = CudaIpcTransport(here, ours)
-    transport.connect([Offer(address="", slot_bytes=SLOT, memory="cuda", reach=2, details=counter)], check)
+    transport.connect({0: Offer(address="", slot_bytes=SLOT, memory="cuda", reach=2, details=counter)}, check)
     near, far = socket.socketpair()
     with near:
         with far:

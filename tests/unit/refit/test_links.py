@@ -58,7 +58,7 @@ def test_ends_that_both_have_more_to_say_than_fits_do_not_wait_for_each_other() 
     taken = np.zeros_like(held)
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
-    offers = [sender.offer(512, {"w": held}), receiver.offer(512)]
+    offers = {0: sender.offer(512, {"w": held}), 1: receiver.offer(512)}
     unpacker = Unpacker(plan, side, terms)
     assert unpacker.expected == 1500
     unpacker.begin(1, {"w": taken})
@@ -109,7 +109,7 @@ def test_strangers_keep_no_link_from_being_made(says: bytes, monkeypatch: pytest
     """Neither who dials a destination's control connection, nor who dials that of the payload."""
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
-    offers = [sender.offer(512, {}), receiver.offer(512)]
+    offers = {0: sender.offer(512, {}), 1: receiver.offer(512)}
     host, _, port = offers[1].address.rpartition(":")
     strangers = [strange((host, int(port)), says) for _ in range(100)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -225,8 +226,8 @@ def short_payload(packets: list[Packet], scene: Scene) -> list[Packet]:
 
 
 def another_plan(packets: list[Packet], scene: Scene) -> list[Packet]:
-    others = tuple(item for item in scene.plan.transfers if item.box.tensor != "a")
-    return [packets[0], *Sender(replace(scene.plan, transfers=others), 1, scene.held[1]).pack(1)]
+    others = tuple(item for item in scene.plan.moves if item.region.tensor != "a")
+    return [packets[0], *Sender(replace(scene.plan, moves=others), 1, scene.held[1]).pack(1)]
 
 
 def unplanned_packet(packets: list[Packet], scene: Scene) -> list[Packet]:
@@ -318,6 +319,6 @@ def test_memory_that_is_not_as_described_is_named() -> None:
     ):
         with pytest.raises(TransferError, match=message):
             list(Sender(plan, 1, memory).pack(1))
-    converted = replace(plan, transfers=tuple(replace(item, source_dtype="float32") for item in plan.transfers))
+    converted = replace(plan, moves=tuple(msgspec.structs.replace(item, source_dtype="float32") for item in plan.moves))
     with pytest.raises(TransferError, match=r"a\[3:8, 0:6\] is float32 on source rank 1 and bfloat16 on"):
         list(Sender(converted, 1, scene.held[1]).pack(1))

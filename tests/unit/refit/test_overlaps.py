@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -9,11 +11,18 @@ from hypothesis import strategies as st
 
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.choosing import Site
 from megatron_patches.refit.parties.messages import (
+    CHECKING,
+    CHOOSING,
     DESCRIBING,
+    LINKING,
+    LISTENING,
     PLANNING,
     RECORDING,
+    SENDING,
     Asked,
+    Moved,
     Orders,
     Registered,
     Registration,
@@ -22,11 +31,12 @@ from megatron_patches.refit.parties.messages import (
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, plan_for
 from megatron_patches.refit.planning.grids import Axes, join_name, meet, numbers_of
-from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, holder_of, layout_of
+from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Template, Views, holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.overlaps import OverlapIndex
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import fold_tensors
+from megatron_patches.refit.transports.base import Offer, TransportName
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case
 
@@ -56,7 +66,8 @@ def test_a_destination_is_told_exactly_what_overlaps_and_plans_the_same(seed: in
     holders = [holder_of(manifest) for manifest in case.sources]
     index = OverlapIndex(holders)
     for wanted in case.destinations:
-        regions = [template.region for template in layout_of(wanted).templates]
+        receiver = receiver_of(wanted)
+        regions = [template.region for template in receiver.layout.templates]
         layouts, told = index.overlapping(regions)
         assert len(set(layouts)) == len(layouts)
         assert {number for _, _, number in told} == set(range(len(layouts)))
@@ -69,8 +80,9 @@ def test_a_destination_is_told_exactly_what_overlaps_and_plans_the_same(seed: in
             ]
             assert list(parts.get(holder.rank, ())) == near
         heard = [Holder(rank, host, layouts[number]) for rank, host, number in told]
-        assert plan_for(case.tensors, SourceIndex(heard), wanted, DEFAULT_OPTIONS) == plan_for(
-            case.tensors, SourceIndex(holders), wanted, DEFAULT_OPTIONS
+        grids = fold_tensors(case.tensors)
+        assert plan_for(grids, SourceIndex(heard), receiver, DEFAULT_OPTIONS) == plan_for(
+            grids, SourceIndex(holders), receiver, DEFAULT_OPTIONS
         )
 
 
@@ -79,7 +91,7 @@ def test_sources_that_differ_only_in_what_is_not_wanted_are_one_layout() -> None
         dense = Region("layers.{}.w", ((0, 1, 4),), (0, 0), (4, 6))
         own = Region("layers.{}.experts.{}.w", ((0, 1, 4), (expert, 1, 1)), (0, 0), (4, 6))
         templates = tuple(
-            Template(n, region, f"s{n}", (), (0,) * 3, (6, 1), 0) for n, region in enumerate((dense, own))
+            Template(n, region, Views(f"s{n}", (), (0,) * 3, (6, 1)), 0) for n, region in enumerate((dense, own))
         )
         return Holder(rank, f"host{rank}", Layout(templates, ()))
 
@@ -122,7 +134,7 @@ def test_what_is_no_region_is_refused_by_name(region: Region) -> None:
 
 
 def test_requests_reach_their_source_as_they_were_sent() -> None:
-    request = Request(0, ((0, 1, 2),), (0,), (4,), "s", (), (0, 4), (1,), "bfloat16")
+    request = Request(0, ((0, 1, 2),), (0,), (4,), Views("s", (), (0, 4), (1,)), "bfloat16")
     parts = [Asked[list[Request]]({}, "", 0), Asked({0: [request]}, "ab", 8)]
     (first, last) = registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts]) or []
     orders = msgspec.msgpack.decode(first, type=Orders[list[Request]])
@@ -135,3 +147,35 @@ def test_requests_to_a_source_that_is_not_there_are_refused() -> None:
     parts = [Asked[list[Request]]({}, "", 0), Asked[list[Request]]({1: []}, "", 0)]
     with pytest.raises(RefitError, match="destination rank 0 asks source rank 1, which is not there"):
         registry().answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts])
+
+
+def answers(found: Registry, what: str, parts: list[Any], kind: Any) -> list[Any]:
+    """What the registry tells each party."""
+    told = found.answer(what, [msgspec.msgpack.encode(part) for part in parts]) or []
+    return [msgspec.msgpack.decode(one, type=kind) for one in told]
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_party_learns_of_those_with_which_it_links(to_all: bool) -> None:
+    """Two sources, three destinations: the first draws from both, the second from one, the last from none."""
+    found = Registry(2)
+    nothing: Asked[list[Request]] = Asked({}, "", 0)
+    answers(found, PLANNING, [nothing, nothing, Asked({0: [], 1: []}, "", 0), Asked({1: []}, "", 0), nothing], Any)
+    offers = [
+        Offer(address=f"at {party}", slot_bytes=8, memory="cpu", reach=0, to_all=to_all and party == 4)
+        for party in range(5)
+    ]
+    told = answers(found, LISTENING, offers, dict[int, Offer])
+    for_all = {4} if to_all else set()
+    assert [set(one) for one in told] == [{2} | for_all, {2, 3} | for_all, {0, 1} | for_all, {1} | for_all, for_all]
+    assert all(offer == offers[peer] for one in told for peer, offer in one.items())
+
+
+def test_parties_hear_what_was_chosen_and_how_all_moved_a_version() -> None:
+    found = Registry(1)
+    here, there = Site("a", "12", nixl=True), Site("b", "", nixl=True)
+    assert answers(found, CHOOSING, [here, here, there], TransportName) == [TransportName.NIXL] * 3
+    moved = [Moved({"look_up": 1.0}, 3), Moved({"move": 2.0}, 5), Moved({"move": 4.0, "verify": 1.0}, 4)]
+    told = answers(found, f"{SENDING} 7", moved, Moved)
+    assert told == [Moved({"look_up": 1.0, "move": 4.0, "verify": 1.0}, 5)] * 3
+    assert answers(found, CHECKING, [None] * 3, None) == answers(found, LINKING, [None] * 3, None) == [None] * 3

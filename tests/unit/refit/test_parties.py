@@ -324,7 +324,7 @@ def test_a_link_with_another_plan_is_refused() -> None:
 
     receiver = ReceivingEnd(place(1), open_transport(TransportName.TCP, place(1)))
     sender = SendingEnd(place(0), open_transport(TransportName.TCP, place(0)))
-    offers = [sender.offer(512, {}), receiver.offer(512)]
+    offers = {0: sender.offer(512, {}), 1: receiver.offer(512)}
     with ThreadPoolExecutor(1) as pool:
         dialled = pool.submit(sender.connect, offers, {0: 512}, {0: "1" * 64}, lambda: None)
         with pytest.raises(PlanMismatchError, match="source rank 0 follows plan 111111111111, not 000000000000"):

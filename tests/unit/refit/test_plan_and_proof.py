@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +14,20 @@ from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.errors import CoverageError, ProofError, RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, Plan, PlanOptions, make_plan
-from megatron_patches.refit.planning.tensors import agree_on_tensors
-from megatron_patches.refit.planning.transfers import Transfer
+from megatron_patches.refit.planning.tensors import agree_on_tensors, fold_tensors
+from megatron_patches.refit.planning.transfers import Transfer, canonical
 from megatron_patches.refit.proof import prove
 from tests.support.quick import examples
-from tests.support.refit_cases import Case, elements, memory_of, random_case, random_options, region
+from tests.support.refit_cases import (
+    Case,
+    elements,
+    folded,
+    memory_of,
+    random_case,
+    random_options,
+    random_templates,
+    region,
+)
 
 # A seed does not shrink, and without the phase that explains failures nothing is traced: three times as fast.
 RANDOM_CASES = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
@@ -46,10 +55,11 @@ def simulate(case: Case, transfers: Sequence[Transfer]) -> bool:
     return good
 
 
+@pytest.mark.parametrize("make_case", [random_case, random_templates])
 @settings(RANDOM_CASES, max_examples=examples(2000))
 @given(st.integers(0, 2**32))
-def test_any_layout_arrives_exactly(seed: int) -> None:
-    case, options = random_case(seed), random_options(seed)
+def test_any_layout_arrives_exactly(make_case: Callable[[int], Case], seed: int) -> None:
+    case, options = make_case(seed), random_options(seed)
     plan = make_plan(*case.sides, options)
     verdict = prove(plan, case.sources, case.destinations, options)
     assert simulate(case, plan.transfers)
@@ -60,6 +70,10 @@ def test_any_layout_arrives_exactly(seed: int) -> None:
         list(reversed(case.tensors)), list(reversed(case.sources)), list(reversed(case.destinations)), options
     )
     assert shuffled.digest == plan.digest
+    again = replace(plan, moves=folded(plan.transfers))  # other grids of the same transfers
+    assert again.transfers == plan.transfers
+    verdict = replace(verdict, plan_digest=again.digest)
+    assert prove(again, case.sources, case.destinations, options) == verdict
 
 
 def mutations(case: Case, plan: Plan, rng: np.random.Generator) -> Iterator[tuple[Transfer, ...]]:
@@ -86,16 +100,17 @@ def mutations(case: Case, plan: Plan, rng: np.random.Generator) -> Iterator[tupl
         )
 
 
+@pytest.mark.parametrize("make_case", [random_case, random_templates])
 @settings(RANDOM_CASES, max_examples=examples(400))
 @given(st.integers(0, 2**32))
-def test_the_proof_refuses_every_mistake(seed: int) -> None:
-    case = random_case(seed)
+def test_the_proof_refuses_every_mistake(make_case: Callable[[int], Case], seed: int) -> None:
+    case = make_case(seed)
     plan = make_plan(*case.sides)
     rng = np.random.default_rng(seed + 1)
     for broken in mutations(case, plan, rng) if plan.transfers else ():
         if not harmless(case, broken):
             with pytest.raises(ProofError, match="rank"):
-                prove(Plan(plan.tensors, broken), case.sources, case.destinations)
+                prove(Plan(plan.grids, folded(broken)), case.sources, case.destinations)
 
 
 def harmless(case: Case, transfers: Sequence[Transfer]) -> bool:
@@ -141,24 +156,6 @@ def test_a_replica_on_the_same_host_comes_first() -> None:
     assert {(item.source, item.destination) for item in plan.transfers} == {(1, 0), (0, 1)}
 
 
-class Counted(tuple[Transfer, ...]):
-    """Transfers that know how often all of them were looked at."""
-
-    looks = 0
-
-    def __iter__(self) -> Iterator[Transfer]:
-        self.looks += 1
-        return super().__iter__()
-
-
-def test_the_bytes_of_a_plan_are_added_up_once() -> None:
-    plan = make_plan([WEIGHT], [holding(0, WEIGHT.box)], [holding(0, WEIGHT.box)])
-    transfers = Counted(plan.transfers)
-    plan = replace(plan, transfers=transfers)
-    assert [plan.nbytes for _ in range(3)] == [WEIGHT.nbytes] * 3
-    assert transfers.looks == 1
-
-
 def test_what_nobody_holds_is_named() -> None:
     top = WEIGHT.box.with_range(0, 0, 60)
     with pytest.raises(CoverageError, match=r"no source holds w\[60:64, 0:32\], which destination rank 3 wants"):
@@ -174,7 +171,7 @@ def test_the_digest_covers_places_and_dtypes() -> None:
         replace(item, write=replace(item.write, strides=(33, 1))),
         replace(item, dtype="bfloat16"),
     ]
-    digests = {Plan(plan.tensors, (other,)).digest for other in changed}
+    digests = {Plan(plan.grids, folded([other])).digest for other in changed}
     assert len(digests | {plan.digest}) == 5
 
 
@@ -221,7 +218,7 @@ def test_dtypes_must_be_equal_or_convert_by_a_rule() -> None:
 
 def test_a_box_outside_the_model_is_refused() -> None:
     outside = Box("w", (0, 0), (65, 32))
-    plan = Plan((WEIGHT,), ())
+    plan = Plan(fold_tensors([WEIGHT]), ())
     with pytest.raises(ProofError, match=r"destination rank 0 lists w\[0:65, 0:32\], outside \(64, 32\)"):
         prove(plan, [], [holding(0, outside)])
 
@@ -272,3 +269,147 @@ def test_worked_example_of_the_documentation() -> None:
     }
     assert found == {(0, "w[0:3, 0:5]", 0, 0, 0), (1, "w[3:4, 0:5]", 2, 3, 3), (1, "w[4:6, 0:5]", 3, 0, 4)}
     assert prove(plan, [*sources, held], wanted).elements == 5 * (3 + 3 + 3)
+
+
+def of_experts(rank: int, change: Callable[[Placement], Placement | None] = lambda place: place) -> Manifest:
+    """A rank with 6 experts of 5 layers, each layer in one storage; one expert's placement changed, or left out."""
+    placements = []
+    for layer in range(5):
+        for expert in range(6):
+            box = Box(f"layers.{layer}.experts.{expert}.w", (0, 0), (4, 6))
+            place = Placement(box, View(f"layer{layer}", 24 * expert, (4, 6), (6, 1)))
+            changed = change(place) if (layer, expert) == (2, 3) else place
+            placements += [] if changed is None else [changed]
+    return Manifest(
+        rank, "", tuple(Storage(f"layer{layer}", "bfloat16", 152, 144) for layer in range(5)), tuple(placements)
+    )
+
+
+EXPERTS = [
+    TensorSpec(f"layers.{layer}.experts.{expert}.w", (4, 6), "bfloat16") for layer in range(5) for expert in range(6)
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda _: [],
+            r"destination rank 0 never receives layers\.2\.experts\.3\.w\[0:4, 0:6\], part of .* in layer2",
+        ),
+        (
+            lambda item: [item, item],
+            r"receives layers\.2\.experts\.3\.w\[0:4, 0:6\] in layer2 twice, from source ranks 0",
+        ),
+        (
+            lambda item: [replace(item, read=replace(item.read, offset=item.read.offset + 6))],
+            r"source rank 0 does not hold layers\.2\.experts\.3\.w\[0:4, 0:6\] at .*layer2', offset=78,",
+        ),
+        (
+            lambda item: [replace(item, write=replace(item.write, offset=item.write.offset + 6))],
+            r"destination rank 0 does not want layers\.2\.experts\.3\.w\[0:4, 0:6\] at .*layer2', offset=78,",
+        ),
+        (
+            lambda item: [replace(item, read=replace(item.read, storage="layer3"))],
+            r"source rank 0 does not hold layers\.2\.experts\.3\.w\[0:4, 0:6\] at View\(storage='layer3'",
+        ),
+        (
+            lambda item: [replace(item, source_dtype="float32")],
+            r"layers\.2\.experts\.3\.w\[0:4, 0:6\] from .* is planned as float32 to bfloat16 but is bfloat16 to",
+        ),
+        (lambda item: [replace(item, source=9)], r"source rank 9 does not hold layers\.2\.experts\.3\.w\[0:4, 0:6\]"),
+    ],
+)
+def test_one_tensor_of_a_grid_that_moves_otherwise_is_named(
+    change: Callable[[Transfer], list[Transfer]], message: str
+) -> None:
+    sources, wanted = [of_experts(0)], [of_experts(0)]
+    plan = make_plan(EXPERTS, sources, wanted)
+    assert len(plan.moves) == 1
+    name = "layers.2.experts.3.w"
+    transfers = [one for item in plan.transfers for one in (change(item) if item.box.tensor == name else [item])]
+    broken = replace(plan, moves=folded(transfers))
+    assert broken.transfers == tuple(sorted(transfers, key=canonical))
+    with pytest.raises(ProofError, match=message):
+        prove(broken, sources, wanted)
+
+
+def moved_by(elements_on: int) -> Callable[[Placement], Placement]:
+    """Moves a placement by so many elements."""
+    return lambda place: replace(place, view=replace(place.view, offset=place.view.offset + elements_on))
+
+
+def one_row_less(place: Placement) -> Placement:
+    box = place.box.with_range(0, 0, 3)
+    return Placement(box, place.view.cut(place.box, box))
+
+
+def in_float32(manifest: Manifest) -> Manifest:
+    """With the odd tensor in a storage of its own, of another dtype."""
+    own = Storage("own", "float32", 24, 24)
+    places = tuple(
+        Placement(place.box, View("own", 0, (4, 6), (6, 1))) if place.box.tensor == "layers.2.experts.3.w" else place
+        for place in manifest.placements
+    )
+    return replace(manifest, storages=(*manifest.storages, own), placements=places)
+
+
+NAMED = r"layers\.2\.experts\.3\.w\["
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted", "message"),
+    [
+        (
+            of_experts(4, lambda _: None),
+            of_experts(5),
+            f"no source holds {NAMED}0:4, 0:6\\], which destination rank 5",
+        ),
+        (of_experts(4, one_row_less), of_experts(5), f"no source holds {NAMED}3:4, 0:6\\], which destination rank 5"),
+        (in_float32(of_experts(4)), of_experts(5), f"{NAMED}0:4, 0:6\\] is float32 on source rank 4 and bfloat16 on"),
+        (of_experts(4), in_float32(of_experts(5)), f"{NAMED}0:4, 0:6\\] is bfloat16 on source rank 4 and float32 on"),
+        (of_experts(4), of_experts(5, moved_by(6)), f"destination rank 5: {NAMED}.* and layers.2.experts.4.w.* share"),
+        (of_experts(4), of_experts(5, moved_by(1000)), f"destination rank 5: {NAMED}.* spans elements 1072 to 1096 of"),
+        (
+            of_experts(4, moved_by(1000)),
+            of_experts(5),
+            f"source rank 4: {NAMED}.* spans elements 1072 to 1096 of layer2",
+        ),
+    ],
+)
+def test_one_tensor_of_a_template_that_lies_otherwise_is_named(
+    source: Manifest, wanted: Manifest, message: str
+) -> None:
+    with pytest.raises((ProofError, CoverageError), match=message):
+        prove(make_plan(EXPERTS, [source], [wanted]), [source], [wanted])
+
+
+def test_one_tensor_of_a_template_that_the_model_does_not_have_is_named() -> None:
+    sides = [of_experts(0)], [of_experts(0)]
+    model = [replace(spec, shape=(3, 6)) if spec.name == "layers.2.experts.3.w" else spec for spec in EXPERTS]
+    for tensors, shape in ((model, r"\(3, 6\)"), (EXPERTS[:15] + EXPERTS[16:], "any tensor")):
+        with pytest.raises(
+            ProofError, match=f"destination rank 0 lists {NAMED}0:4, 0:6\\], outside {shape} of the model"
+        ):
+            prove(make_plan(tensors, *sides), *sides)
+
+
+@settings(RANDOM_CASES, max_examples=examples(200))
+@given(st.integers(0, 2**32))
+def test_the_tensor_that_a_mistake_is_in_is_named(seed: int) -> None:
+    """All but one transfer are right, so an error that names another tensor's would be wrong."""
+    case = random_templates(seed)
+    plan = make_plan(*case.sides)
+    rng = np.random.default_rng(seed)
+    for broken in mutations(case, plan, rng):
+        odd = {item.box.tensor for item in set(plan.transfers) ^ set(broken)}
+        if len(broken) <= len(plan.transfers) and len(odd) == 1 and not harmless(case, broken):
+            with pytest.raises(ProofError) as caught:
+                prove(Plan(plan.grids, folded(broken)), case.sources, case.destinations)
+            assert f"{next(iter(odd))}[" in str(caught.value)
+
+
+def test_a_view_has_the_shape_of_its_box() -> None:
+    storage = Storage("w", "float32", 4096, 4096)
+    with pytest.raises(RefitError, match=r"rank 3 shows w\[0:64, 0:32\] through a view of shape \(64, 33\)"):
+        Manifest(3, "", (storage,), (Placement(WEIGHT.box, View("w", 0, (64, 33), (33, 1))),))

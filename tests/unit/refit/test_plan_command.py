@@ -19,6 +19,7 @@ from megatron_patches.refit.report import Link, LinkSpeeds, traffic_of
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.offline import TrainerOptions
 from tests.integration.tiny_models import DEEPSEEK_V3
+from tests.support.refit_cases import folded
 
 CONFIG: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -152,7 +153,7 @@ def test_the_oracle_sees_a_box_that_went_to_the_wrong_place() -> None:
     plan = make_plan(SPECS, sources, wanted)
     assert verify_in_memory(plan, sources, wanted).untouched == 4
     first, second = plan.transfers
-    crossed = Plan(plan.tensors, (replace(first, read=second.read), replace(second, read=first.read)))
+    crossed = Plan(plan.grids, folded([replace(first, read=second.read), replace(second, read=first.read)]))
     with pytest.raises(OracleError, match=r"destination rank 0 holds 0x.* in element 0 of a \(a\[0:4, 0:6\]\)"):
         verify_in_memory(crossed, sources, wanted)
 

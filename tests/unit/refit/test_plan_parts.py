@@ -16,7 +16,7 @@ from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, PlanOptio
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.proof import prove
 from tests.support.quick import examples
-from tests.support.refit_cases import random_case, random_options
+from tests.support.refit_cases import folded, random_case, random_options
 
 RANDOM_CASES = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 
@@ -61,14 +61,14 @@ def part_for(of: PartOf, options: PlanOptions = DEFAULT_OPTIONS) -> tuple[Plan, 
 def test_a_transfer_too_few_or_of_another_rank_is_found() -> None:
     plan, sources, wanted = part_for(PartOf("destination", 1))
     with pytest.raises(ProofError, match=r"destination rank 1 never receives d\[0:8, 0:4\]"):
-        prove(replace(plan, transfers=plan.transfers[:-1]), sources, wanted)
+        prove(replace(plan, moves=folded(plan.transfers[:-1])), sources, wanted)
     with pytest.raises(ProofError, match=r"a\[0:8, 0:4\] goes from .* in the part of destination rank 0"):
         prove(replace(plan, part=PartOf("destination", 0)), sources, wanted)
     plan, sources, wanted = part_for(PartOf("source", 0))
     assert prove(plan, sources, wanted).transfers == 4
     moved = replace(plan.transfers[0], write=replace(plan.transfers[0].write, offset=1))
     with pytest.raises(ProofError, match=r"destination rank 0 does not want a\[0:8, 0:4\]"):
-        prove(replace(plan, transfers=(moved, *plan.transfers[1:])), sources, wanted)
+        prove(replace(plan, moves=folded([moved, *plan.transfers[1:]])), sources, wanted)
 
 
 def test_ranks_that_have_nothing_to_do_with_a_part_are_not_looked_at() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -30,12 +31,14 @@ from megatron_patches.refit.planning.layouts import (
     check_layout,
     holder_of,
     layout_of,
+    receiver_of,
 )
 from megatron_patches.refit.planning.local import SourceIndex, even_shares, plan_destination
-from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, transfers_of
-from megatron_patches.refit.planning.tensors import fold_tensors, unfold_tensors
+from megatron_patches.refit.planning.requests import MOST_COPIES, Request, check_requests, moves_of
+from megatron_patches.refit.planning.tensors import TensorGrid, fold_tensors, unfold_tensors
+from megatron_patches.refit.proof import prove_with
 from tests.support.quick import examples
-from tests.support.refit_cases import random_case, random_options
+from tests.support.refit_cases import Case, random_case, random_options, random_templates
 
 RANDOM = settings(deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 
@@ -79,42 +82,41 @@ def test_what_is_within_a_grid() -> None:
 def placements_of(layout: Layout) -> Iterator[Placement]:
     """Every box of a layout and where it lies."""
     for template in layout.templates:
-        region, shape = template.region, template.region.box.shape
-        inside = [list(values_over(one, region.axes)) for one in template.numbers]
-        offsets = values_over(template.offset, region.axes)
-        for index, (numbers, offset) in enumerate(zip(numbers_of(region.axes), offsets, strict=True)):
-            name = join_name(template.storage, [values[index] for values in inside])
-            box = Box(join_name(region.tensor, numbers), region.start, region.stop)
-            yield Placement(box, View(name, offset, shape, template.strides))
+        region = template.region
+        for numbers, view in zip(numbers_of(region.axes), template.views.over(region), strict=True):
+            assert template.views.at(region, numbers) == view
+            yield Placement(region.box_of(numbers), view)
 
 
+@pytest.mark.parametrize("make_case", [random_case, random_templates])
 @settings(RANDOM, max_examples=examples(500))
 @given(st.integers(0, 2**32))
-def test_a_layout_says_what_its_manifest_does(seed: int) -> None:
-    case = random_case(seed)
+def test_a_layout_says_what_its_manifest_does(make_case: Callable[[int], Case], seed: int) -> None:
+    case = make_case(seed)
     for manifest in [*case.sources, *case.destinations]:
         layout = layout_of(manifest)
-        check_layout(layout, manifest.rank)
+        check_layout(layout, f"rank {manifest.rank}")
         again = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)
         assert again == layout
         assert sorted(placements_of(again), key=repr) == sorted(manifest.placements, key=repr)
     assert sorted(unfold_tensors(fold_tensors(case.tensors))) == sorted(case.tensors)
 
 
+@pytest.mark.parametrize("make_case", [random_case, random_templates])
 @settings(RANDOM, max_examples=examples(500))
 @given(st.integers(0, 2**32))
-def test_both_ends_make_the_same_of_requests(seed: int) -> None:
+def test_both_ends_make_the_same_of_requests(make_case: Callable[[int], Case], seed: int) -> None:
     """The source from its own layout and the message, the destination from what overlaps what it wants."""
-    case, options = random_case(seed), random_options(seed)
+    case, options = make_case(seed), random_options(seed)
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
         tensors = {placement.box.tensor for placement in wanted.placements}
-        plan, asked = plan_for(case.tensors, SourceIndex(holders), wanted, options)
+        plan, asked = plan_for(fold_tensors(case.tensors), SourceIndex(holders), receiver_of(wanted), options)
         assert {item.box.tensor for item in plan.transfers} == tensors
         for holder in holders:
             requests = msgspec.msgpack.decode(msgspec.msgpack.encode(asked.get(holder.rank, [])), type=list[Request])
             check_requests(requests, holder.layout, holder.rank, wanted.rank)
-            sent = transfers_of(requests, holder.layout, holder.rank, wanted.rank)
+            sent = list(moves_of(requests, holder.layout, holder.rank, wanted.rank))
             assert sent == list(plan.by_link.get((holder.rank, wanted.rank), []))
 
 
@@ -157,6 +159,7 @@ SPECS = [
     for layer in range(12)
     for number in range(16)
 ]
+GRIDS = fold_tensors(SPECS)
 
 
 def test_a_layout_of_any_number_of_experts_is_a_few_hundred_bytes() -> None:
@@ -171,9 +174,8 @@ def test_a_destination_asks_each_source_for_a_grid() -> None:
         for stage in range(2)
         for part in range(4)
     ]
-    plan, asked = plan_for(
-        SPECS, SourceIndex(holders), experts(0, range(12), range(16), columns=(2, 5)), DEFAULT_OPTIONS
-    )
+    wanted = receiver_of(experts(0, range(12), range(16), columns=(2, 5)))
+    plan, asked = plan_for(GRIDS, SourceIndex(holders), wanted, DEFAULT_OPTIONS)
     assert sorted(asked) == list(range(8))
     assert all(len(requests) == 1 for requests in asked.values())
     assert len(plan.transfers) == 12 * 16
@@ -218,16 +220,20 @@ def test_replicas_of_the_own_host_are_preferred_and_shared() -> None:
 )
 def test_a_source_refuses_what_it_does_not_hold(change: dict[str, object], message: str) -> None:
     holder = holder_of(experts(1, range(2), range(4)))
-    wanted = experts(3, range(2), range(4))
-    (request,) = plan_for(SPECS, SourceIndex([holder]), wanted, DEFAULT_OPTIONS)[1][1]
+    wanted = receiver_of(experts(3, range(2), range(4)))
+    (request,) = plan_for(GRIDS, SourceIndex([holder]), wanted, DEFAULT_OPTIONS)[1][1]
     check_requests([request], holder.layout, 1, 3)
+    of_write = change.keys() & {"offset", "storage", "strides"}
+    changed = {"write": msgspec.structs.replace(request.write, **change)} if of_write else change
     with pytest.raises(PlanMismatchError, match=message):
-        check_requests([msgspec.structs.replace(request, **change)], holder.layout, 1, 3)
+        check_requests([msgspec.structs.replace(request, **changed)], holder.layout, 1, 3)
 
 
 def test_a_source_refuses_to_send_the_same_without_end() -> None:
     holder = holder_of(experts(1, range(2), range(4)))
-    (request,) = plan_for(SPECS, SourceIndex([holder]), experts(3, range(2), range(4)), DEFAULT_OPTIONS)[1][1]
+    (request,) = plan_for(GRIDS, SourceIndex([holder]), receiver_of(experts(3, range(2), range(4))), DEFAULT_OPTIONS)[
+        1
+    ][1]
     check_requests([request] * MOST_COPIES, holder.layout, 1, 3)
     with pytest.raises(PlanMismatchError, match=r"destination rank 3 asks source rank 1 .* more than 16 times"):
         check_requests([request] * (MOST_COPIES + 1), holder.layout, 1, 3)
@@ -237,14 +243,15 @@ def test_a_layout_that_describes_no_memory_is_refused() -> None:
     layout = layout_of(experts(1, range(2), range(4)))
     (template,) = layout.templates
     for changed in (
-        msgspec.structs.replace(template, offset=(0, 0, 1)),
-        msgspec.structs.replace(template, offset=(0,)),
-        msgspec.structs.replace(template, strides=(6,)),
+        *(
+            msgspec.structs.replace(template, views=msgspec.structs.replace(template.views, **change))
+            for change in ({"offset": (0, 0, 1)}, {"offset": (0,)}, {"strides": (6,)})
+        ),
         msgspec.structs.replace(template, kind=3),
         msgspec.structs.replace(template, region=msgspec.structs.replace(template.region, start=(4, 0))),
     ):
         with pytest.raises(ProofError, match="source rank 1"):
-            check_layout(Layout((changed,), layout.kinds), 1)
+            check_layout(Layout((changed,), layout.kinds), "source rank 1")
 
 
 def test_the_order_of_sources_does_not_matter() -> None:
@@ -252,9 +259,43 @@ def test_the_order_of_sources_does_not_matter() -> None:
     holders = [holder_of(manifest) for manifest in case.sources]
     for wanted in case.destinations:
         plans = [
-            plan_for(case.tensors, SourceIndex(order), wanted, DEFAULT_OPTIONS)[0] for order in (holders, holders[::-1])
+            plan_for(fold_tensors(case.tensors), SourceIndex(order), receiver_of(wanted), DEFAULT_OPTIONS)[0]
+            for order in (holders, holders[::-1])
         ]
         assert plans[0].digest == plans[1].digest
         assert size_of(()) == 1
         assert replace(plans[0]).transfers == plans[1].transfers
         assert np.sum([item.nbytes for item in plans[0].transfers]) == plans[1].nbytes
+
+
+def calls_to_plan(count: int) -> int:
+    """Python calls of a destination that plans and proves ``count`` experts of 12 layers, each layer in one storage."""
+    sources = [
+        holder_of(experts(rank, range(12), range(rank * count // 4, (rank + 1) * count // 4))) for rank in range(4)
+    ]
+    places = [
+        Placement(
+            Box(f"model.layers.{layer}.experts.{number}.w", (0, 0), (4, 6)),
+            View(f"layer{layer}", 24 * number, (4, 6), (6, 1)),
+        )
+        for layer in range(12)
+        for number in range(count)
+    ]
+    storages = [Storage(f"layer{layer}", "bfloat16", 24 * count, 24 * count) for layer in range(12)]
+    wanted = receiver_of(Manifest(0, "", tuple(storages), tuple(places)))
+    grids = (TensorGrid("model.layers.{}.experts.{}.w", ((0, 1, 12), (0, 1, count)), (4, 6), "bfloat16"),)
+    calls = cProfile.Profile()
+    calls.enable()
+    plan, _ = plan_for(grids, SourceIndex(sources), wanted, DEFAULT_OPTIONS)
+    verdict = prove_with(plan, sources, [wanted])
+    calls.disable()
+    assert (verdict.boxes, len(plan.moves)) == (12 * count, 4)
+    return sum(entry.callcount for entry in calls.getstats())
+
+
+def test_planning_and_proof_follow_the_number_of_grids_and_not_that_of_tensors() -> None:
+    """An expert more costs a few calls to look at its number, whatever the number of layers. Each has 12 tensors."""
+    calls_to_plan(8)  # imports
+    few, many = calls_to_plan(8), calls_to_plan(128)
+    assert few < 2500
+    assert many - few < 10 * (128 - 8)
