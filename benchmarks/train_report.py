@@ -124,7 +124,7 @@ def _row(result: dict[str, Any], report: dict[str, Any], reports: Sequence[dict[
 def model_of(report: dict[str, Any]) -> str:
     """The name of the shape that a report is about, with its precision if that is not bf16."""
     name: str = report.get("shape_name") or report["options"]["shape"]
-    precision: str = report["options"].get("precision", "bf16")
+    precision: str = report.get("options", {}).get("precision", "bf16")
     return name if precision == "bf16" else f"{name}, {precision}"
 
 
