@@ -82,14 +82,12 @@ class Invitation:
         host: address that the server listens on.
         port: its port.
         token: the server's public key as 64 hexadecimal digits. Secret nevertheless: anyone who has it may join.
-        parties: number of parties.
         timeout_s: seconds that a step may take after its first party has finished.
     """
 
     host: str
     port: int
     token: str
-    parties: int
     timeout_s: float
 
 

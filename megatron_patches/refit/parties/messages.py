@@ -165,3 +165,8 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
 def commit_topic(version: int) -> str:
     """Topic under which workers post the results of their commits."""
     return f"committing version {version}"
+
+
+def served_topic(version: int) -> str:
+    """Topic under which the first rank posts how an engine's commit of a version went."""
+    return f"serving version {version}"

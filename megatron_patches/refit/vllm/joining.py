@@ -62,10 +62,10 @@ class Joining:
         )
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-        name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
+        name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
         # A party that has joined must answer, so anything in the call that may be invalid is checked first.
-        invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
-        self._assembly = Assembly(invitation, call.first_party + worker, name)
+        invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
+        self._assembly = Assembly(invitation, call.sources + worker, name)
         self._party = DestinationParty(self._assembly, options, str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[Layout] = Future()  # from record()

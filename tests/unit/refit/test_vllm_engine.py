@@ -26,7 +26,7 @@ from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
 FIRST, SECOND = "1" * 64, "2" * 64
-JOIN = {"host": "10.0.0.5", "port": 1, "parties": 2, "timeout_s": 1.0, "sources": 1}
+JOIN = {"host": "10.0.0.5", "port": 1, "timeout_s": 1.0, "sources": 1}
 
 
 def engine(workers: int, settings: dict[str, Any] | None = None) -> EtpWeightTransferEngine:
@@ -84,7 +84,7 @@ def test_a_call_of_another_version_of_the_package_is_refused(
         ("timeout_s", 3601.0),
         ("timeout_s", float("inf")),
         ("timeout_s", float("nan")),
-        ("parties", -1),
+        ("sources", -1),
         ("version", -1),
         ("transport", "x" * 1000),
         ("linked", "yes"),
