@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.rendezvous_messages import (
+from megatron_patches.refit.parties.messages import (
     TICK_S,
     Alert,
     Beat,

@@ -10,7 +10,7 @@ from enum import StrEnum
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import TransportName, named_transport
 
 _LEAST_STAGING_BYTES = 4096

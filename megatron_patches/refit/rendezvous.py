@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode as raw_key
 
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.rendezvous_messages import (
+from megatron_patches.refit.parties.messages import (
     BEAT_S,
     TICK_S,
     Alert,

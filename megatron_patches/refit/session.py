@@ -22,14 +22,13 @@ from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.messages import Held, Invitation, Standing
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
-from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.roster import Roster
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
-from megatron_patches.refit.subscription import Once, Standing, Subscription, Trainer, longest
+from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
 
 if TYPE_CHECKING:
     import torch
@@ -456,7 +455,7 @@ class RefitSession:
             elif self._drops:
                 orders.ended.append(number)
                 orders.fates[one.name] = one.report(Fate.FAILED, reason)
-                self._roster.drop(engine, sum(one.lasted.values()))
+                self._roster.drop(engine, one.lasted_s)
             else:
                 failed[one.name] = reason
         if failed:

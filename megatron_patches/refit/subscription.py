@@ -1,24 +1,17 @@
 """One engine's subscription to a training run, as each trainer rank keeps it.
 
 A subscription has a rendezvous, links and a thread of its own on every rank, so engines join, receive, commit, lag and
-fail independently of each other. Its states are
-
-    joining -> ready -> sending -> committing -> ready
-
-A version that does not arrive or is not committed leaves the subscription ready if its workers are still there, and
-failed otherwise.
+fail independently of each other. Its states are those of :class:`megatron_patches.refit.parties.messages.State`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.assembly import Assembly
@@ -26,12 +19,20 @@ from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.parties.messages import Held, Moved, served_topic
+from megatron_patches.refit.parties.messages import (
+    LONGEST_TIMEOUT_S,
+    Held,
+    Invitation,
+    Moved,
+    Standing,
+    State,
+    StateLog,
+    served_topic,
+)
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate
-from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S, Invitation
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.worker import Worker
 
@@ -39,41 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-
-class State(StrEnum):
-    """Where a subscription stands."""
-
-    JOINING = "joining"
-    """The engine's workers join, describe what they want and agree on a plan."""
-    READY = "ready"
-    """Nothing is under way."""
-    SENDING = "sending"
-    """A version is on its way. The weights must not change."""
-    COMMITTING = "committing"
-    """The workers have verified a version, and make it serve."""
-    FAILED = "failed"
-    """The workers have left, or joining failed. Only a new subscription can serve the engine again."""
-    CLOSED = "closed"
-    """The trainer has ended it."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a subscription is at.
-
-    Attributes:
-        state: its state.
-        version: number of the version under way, or of the last one that serves; -1 if there is none.
-        seconds: how long it has been in this state.
-        waits_for: whom it waits for, as far as this rank knows: the engine, those of its workers that have not taken what
-            was sent to them, or on the first rank the parties that have not ended their part of a step.
-    """
-
-    state: State
-    version: int
-    seconds: float
-    waits_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +79,6 @@ class Subscription:
         sent: done once this rank's part of the last version has been received and verified, or has failed; the weights
             may then change.
         served: done once the last version serves, or has failed.
-        lasted: seconds that each state lasted, for the last version.
         lags: whether it has missed a version because it was committing another, so that no push waits for it again.
     """
 
@@ -133,9 +98,7 @@ class Subscription:
         self._control, self._check, self._after = control, check, after
         self._assembly: Assembly | None = None
         self._party: SourceParty | None = None
-        self._lock = threading.Lock()
-        self._state, self._version, self._since = State.JOINING, -1, time.monotonic()
-        self.lasted: dict[State, float] = {}
+        self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
         self.lags = False
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
@@ -147,6 +110,11 @@ class Subscription:
     def unreachable(self) -> bool:
         """On the first rank, whether the engine could not be reached when it was to join."""
         return self._control is not None and self._control.unreachable
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds that the last version has taken so far."""
+        return sum(self._log.lasted.values())
 
     @property
     def party(self) -> SourceParty:
@@ -181,11 +149,10 @@ class Subscription:
     @property
     def standing(self) -> Standing:
         """What it is at."""
-        with self._lock:
-            state, version, seconds = self._state, self._version, time.monotonic() - self._since
-        return Standing(state, version, seconds, tuple(self._awaited(state)))
+        return self._log.standing(self._awaited)
 
     def _awaited(self, state: State) -> list[str]:
+        """The engine, workers that have not taken what was sent to them, or parties that have not ended a step."""
         if state is State.COMMITTING:
             return [self.name]
         late = [] if self._party is None or state is not State.SENDING else self._party.late
@@ -219,7 +186,7 @@ class Subscription:
         sent = self.sent.done() and self.sent.exception() is None
         return EngineReport(
             fate if reason is None else Fate.FAILED,
-            seconds={state.value: seconds for state, seconds in self.lasted.items()},
+            seconds={state.value: seconds for state, seconds in self._log.lasted.items()},
             nbytes=self.party.agreed.nbytes if sent else 0,
             reason=reason,
         )
@@ -250,7 +217,7 @@ class Subscription:
             self.served.result(2 * self._invitation.timeout_s)
         except TimeoutError as error:
             raise RefitError(
-                f"version {self._version} was pushed before, and {self.name} does not say that its commit has ended"
+                f"version {self.standing.version} was pushed before, and {self.name} has not said how its commit went"
             ) from error
         except RefitError as error:  # whoever pushed it was told
             logger.debug("refit: %s", error)
@@ -269,11 +236,11 @@ class Subscription:
         except Exception as error:
             of_engine = self._control.failure if self._control is not None else None
             reason = of_engine or describe_error(error)
-            self._enter(State.FAILED, -1, reason)
+            self._log.enter(State.FAILED, -1, reason)
             if self._party is not None:
                 self._party.leave()  # so that nobody waits for this rank
             raise PartyFailedError(reason, [self.name]) from error
-        self._enter(State.READY, -1)
+        self._log.enter(State.READY, -1)
 
     def _have_recorded(self) -> None:
         if self._control is not None and self._assembly is not None:
@@ -282,7 +249,7 @@ class Subscription:
     def _send(self, version: int, look_up: Callable[[], Memory]) -> Moved:
         self.joined.result(0)
         party, assembly, control = self.party, self._assembly, self._control
-        self._enter(State.SENDING, version)
+        self._log.enter(State.SENDING, version)
         if assembly is None:
             raise PartyFailedError(f"{self.name} has not joined")
         step, linked, asked = assembly.next_step, party.linked, False
@@ -306,7 +273,7 @@ class Subscription:
                     reason = f"{reason}; {describe_error(stuck)}"
             self._fail(version, reason)
             raise PartyFailedError(reason, [self.name]) from error
-        self._enter(State.COMMITTING, version)
+        self._log.enter(State.COMMITTING, version)
         return moved
 
     def _serve(self, version: int, sent: Future[Moved]) -> float:
@@ -331,7 +298,7 @@ class Subscription:
         if reason is not None:
             self._fail(version, reason)
             raise PartyFailedError(reason, [self.name])
-        self._enter(State.READY, version)
+        self._log.enter(State.READY, version)
         return 0.0 if control is None else control.paused_s
 
     def _confirm(self, version: int, control: EngineControl) -> None:
@@ -342,27 +309,12 @@ class Subscription:
             )
 
     def _fail(self, version: int, reason: str) -> None:
-        self._enter(State.FAILED if self.gone else State.READY, version, reason)
+        self._log.enter(State.FAILED if self.gone else State.READY, version, reason)
 
     def _close(self) -> None:
         if self._party is not None:
             self._party.close()
-        self._enter(State.CLOSED, self._version)
-
-    def _enter(self, state: State, version: int, reason: str = "") -> None:
-        """Notes the next state, and logs the end of the last one: at INFO on the first rank, at DEBUG on others."""
-        now = time.monotonic()
-        with self._lock:
-            left, seconds = self._state, now - self._since
-            self._state, self._version, self._since = state, version, now
-            if state is State.SENDING:
-                self.lasted.clear()
-            else:
-                self.lasted[left] = seconds
-        level = logging.INFO if self._trainer.rank == 0 else logging.DEBUG
-        told = f" version {version}" if version >= 0 else ""
-        because = f": {reason}" if reason else ""
-        logger.log(level, "refit: %s%s: %s for %.3f s, now %s%s", self.name, told, left, seconds, state, because)
+        self._log.enter(State.CLOSED)
 
     def _run[T](self, work: Callable[[], T]) -> Future[T]:
         def run() -> T:

@@ -19,10 +19,10 @@ import pytest
 from megatron_patches.refit import roster
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.parties.messages import Standing, State
 from megatron_patches.refit.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
-from megatron_patches.refit.subscription import Standing, State
 from tests.integration.live_refit import STAGING, fill, start, value
 from tests.integration.tiny_models import QWEN3
 from tests.support import plain_engine

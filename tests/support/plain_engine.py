@@ -26,10 +26,9 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Model
+from megatron_patches.refit.parties.messages import Invitation, Model
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
-from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.transports.base import named_transport
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from torch import nn
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Model
+from megatron_patches.refit.parties.messages import TICK_S, Invitation, Model, State, StateLog
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.rendezvous_messages import TICK_S, Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName, named_transport
 from megatron_patches.refit.vllm.aside import Aside
@@ -45,14 +45,15 @@ class Joining:
         call: the call to join.
         serving: the serving model.
         version: number of its weights.
+        log: the state of the session.
 
     Raises:
         RefitError: if the rendezvous cannot be reached.
         ValueError: if the call has values that this worker does not know.
     """
 
-    def __init__(self, call: RefitCall, serving: ServingModel, version: int) -> None:
-        self._call, self._serving, self._version = call, serving, version
+    def __init__(self, call: RefitCall, serving: ServingModel, version: int, log: StateLog) -> None:
+        self._call, self._serving, self._version, self._log = call, serving, version, log
         self._memory = MemoryMode(call.memory)
         options = LinkOptions(
             transport=named_transport(call.transport),
@@ -109,6 +110,7 @@ class Joining:
             version=self._version,
             may_go_on=self._memory is MemoryMode.BESIDE and not nccl,
             timeout_s=self._call.timeout_s,
+            log=self._log,
         )
 
     def end(self) -> None:
@@ -128,8 +130,10 @@ class Joining:
             in_place = self._layout.result(0).in_place
             if in_place is not None:
                 in_place.backup.start()
+            self._log.enter(State.READY)
         except Exception as error:
             self._failure = error
+            self._log.enter(State.FAILED, reason=describe_error(error))
             if not self._model.done():
                 self._model.set_exception(error)
             self._party.close()

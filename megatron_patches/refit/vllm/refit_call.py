@@ -10,7 +10,7 @@ from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import AUTO
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
