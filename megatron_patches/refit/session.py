@@ -238,8 +238,13 @@ class RefitSession:
             self._await({number: one.sent for number, one in enumerate(turn)})
         seconds = {"send": time.perf_counter() - began}
         outcomes = self._outcomes({number: one.sent for number, one in taking.items()})
+        failed = {number: one for number, one in taking.items() if outcomes[number].reason is not None}
+        if failed and not self._drops:  # whoever calls prepare() next wants no engine to be busy or paused
+            for number, stuck in self._outcomes(self._served(failed)).items():
+                told = (outcomes[number].reason, stuck.reason)
+                outcomes[number].reason = "; ".join(dict.fromkeys(filter(None, told)))
+                failed[number].forget()
         if wait:
-            self._await(self._served(taking))
             committed = self._outcomes(self._served(taking))
             for one in taking.values():
                 one.forget()
@@ -273,7 +278,7 @@ class RefitSession:
         """
         with self._alone():
             began, all_of_them = time.perf_counter(), dict(self._subscriptions)
-            served = self._served({number: one for number, one in all_of_them.items() if one.joined.done()})
+            served = self._served(all_of_them)
             self._await(served)
             failed = {number: one for number, one in self._outcomes(served).items() if one.reason is not None}
             for one in all_of_them.values():

@@ -265,22 +265,18 @@ class Subscription:
         try:
             moved = party.push(version, begin)
         except Exception as error:
-            reason = describe_error(error)
-            if control is not None:
-                try:
-                    control.give_up()  # in place, the workers have restored the old weights
-                except RefitError as stuck:
-                    reason = f"{reason}; {describe_error(stuck)}"
-            self._fail(version, reason)
-            raise PartyFailedError(reason, [self.name]) from error
+            self._fail(version, describe_error(error))
+            raise PartyFailedError(describe_error(error), [self.name]) from error
         self._log.enter(State.COMMITTING, version)
         return moved
 
     def _serve(self, version: int, sent: Future[Moved]) -> float:
-        """Commits a version on the first rank, and waits for its word on others. Seconds for which it was paused."""
-        if sent.exception() is not None:
-            return 0.0
-        assembly, control = self._assembly, self._control
+        """Commits a version, or gives it up if it did not arrive, on the first rank. Other ranks wait for its word.
+
+        Returns:
+            On the first rank, seconds for which the engine was paused.
+        """
+        assembly, control, arrived = self._assembly, self._control, sent.exception() is None
         if assembly is None:
             raise PartyFailedError(f"{self.name} has not joined")
         if control is None:
@@ -288,17 +284,22 @@ class Subscription:
         else:
             reason = None
             try:
-                control.commit(version, lambda: self._confirm(version, control))
+                if arrived:
+                    control.commit(version, lambda: self._confirm(version, control))
+                else:
+                    control.give_up()  # in place, the workers have restored the old weights
             except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
-                reason = f"committing version {version} failed: {describe_error(error)}"
+                doing = "committing" if arrived else "giving up"
+                reason = f"{doing} version {version} failed: {describe_error(error)}"
             try:
                 assembly.post(served_topic(version), reason)
             except PartyFailedError as error:  # the subscription was closed
                 logger.debug("refit: %s", error)
-        if reason is not None:
+        if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
             raise PartyFailedError(reason, [self.name])
-        self._log.enter(State.READY, version)
+        if arrived:
+            self._log.enter(State.READY, version)
         return 0.0 if control is None else control.paused_s
 
     def _confirm(self, version: int, control: EngineControl) -> None:

@@ -19,6 +19,7 @@ import pytest
 from megatron_patches.refit import roster
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Standing, State
 from megatron_patches.refit.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
@@ -220,12 +221,20 @@ def until_all_serve(push: Push, version: int, count: int) -> int:
     return version
 
 
-@pytest.mark.parametrize("state", ["sending", "committing"])
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("how", "state", "memory"),
+    [
+        (signal.SIGSTOP, "sending", MemoryMode.BESIDE),
+        (signal.SIGSTOP, "sending", MemoryMode.IN_PLACE),
+        (signal.SIGSTOP, "committing", MemoryMode.BESIDE),
+        (signal.SIGKILL, "sending", MemoryMode.BESIDE),
+        (signal.SIGKILL, "committing", MemoryMode.IN_PLACE),
+    ],
+)
 def test_an_engine_that_fails_costs_the_other_nothing_and_comes_back(
-    tmp_path: Path, state: str, how: signal.Signals
+    tmp_path: Path, how: signal.Signals, state: str, memory: MemoryMode
 ) -> None:
-    options: dict[str, Any] = {"on_engine_failure": OnEngineFailure.DROP, "lag_s": 0.5}
+    options: dict[str, Any] = {"on_engine_failure": OnEngineFailure.DROP, "lag_s": 0.5, "memory": memory}
     of_ranks = run(tmp_path, functools.partial(one_fails, Fault(how, state)), **options)
     seen: Seen = of_ranks[0]
     assert seen.serves[0] < 2.0  # whatever the other does
