@@ -232,6 +232,7 @@ class RefitSession:
         finish_parameter_gather(self._chunks)
         taking = {number: self._subscriptions[number] for number in orders.taking}
         look_up, began = Once(self._memory), time.perf_counter()
+        self._let_streams_follow(taking)
         for turn in self._turns(taking):
             for one in turn:
                 one.send(version, look_up)
@@ -483,6 +484,14 @@ class RefitSession:
         if any(one.over_nccl for one in taking.values()):
             return [[one] for one in taking.values()]
         return [list(taking.values())]
+
+    @staticmethod
+    def _let_streams_follow(taking: Mapping[int, Subscription]) -> None:
+        """Lets what subscriptions give a GPU come after what this thread has given it, which wrote the weights."""
+        import torch
+
+        for stream in {one.stream for one in taking.values() if one.stream is not None}:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def _check_version(self, version: int) -> None:
         if version < 0:

@@ -50,7 +50,7 @@ class Trainer:
         rank: of this process.
         name: of this process, for messages.
         device: device of its weights: ``cpu``, or torch's name of a GPU.
-        stream: stream on which the weights are written; None on a CPU.
+        stream: stream of what subscriptions do on a GPU; None on a CPU.
         describe: describes what this rank holds.
     """
 
@@ -135,6 +135,11 @@ class Subscription:
             if error is not None:
                 return describe_error(error)
         return None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Stream on which it packs and digests; None on a CPU."""
+        return self._trainer.stream
 
     @property
     def over_nccl(self) -> bool:
@@ -326,7 +331,7 @@ class Subscription:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Lets what a GPU is given come after what has written the weights, as in the thread that wrote them."""
+        """Makes the trainer's stream, which follows what writes the weights, this thread's own."""
         import torch
 
         stream = self._trainer.stream
