@@ -12,22 +12,23 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megatron_patches import last_line
 from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.refit import push_flags
-from megatron_patches.refit.elastic_session import ElasticSession, OnFailure
 from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.failing import fail
-from megatron_patches.refit.session import PushReport, RefitOptions, RefitSession
+from megatron_patches.refit.session import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
 from megatron_patches.registry import PatchRecord
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "refit-"
+_ON_FAILURE = {"continue": OnEngineFailure.DROP, "stop": OnEngineFailure.RAISE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,11 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--refit-on-failure",
-        choices=[choice.value for choice in OnFailure],
-        default=OnFailure.CONTINUE.value,
+        choices=list(_ON_FAILURE),
+        default="continue",
         help="what to do when an engine fails: continue trains on, pushes to the others, and takes it back when it "
         "answers again; stop ends the run after this step, with a checkpoint if --save is given; %(default)s by "
         "default",
+    )
+    group.add_argument(
+        "--refit-lag",
+        type=float,
+        default=RefitOptions().lag_s,
+        metavar="SECONDS",
+        help="with --refit-on-failure continue, how long a push waits for an engine that still commits the version "
+        "before; then that engine misses the version; %(default)s by default",
     )
     group.add_argument(
         "--refit-wait",
@@ -115,7 +124,11 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
     Raises:
         ValueError: on a value out of range.
     """
-    return push_flags.options_from(args, args.refit_timeout, _PREFIX)
+    options = push_flags.options_from(args, args.refit_timeout, _PREFIX)
+    try:
+        return replace(options, on_engine_failure=_ON_FAILURE[args.refit_on_failure], lag_s=args.refit_lag)
+    except ValueError as error:
+        raise ValueError(f"--refit-lag: {error}") from error
 
 
 class Pusher:
@@ -126,7 +139,8 @@ class Pusher:
     """
 
     def __init__(self) -> None:
-        self._session: ElasticSession | None = None
+        self._session: RefitSession | None = None
+        self._alone = False  # whether no engine is left and users have been told
         self.stopped = False
 
     def before_step(self, model: Sequence[Any], iteration: int) -> None:
@@ -159,9 +173,12 @@ class Pusher:
         session, self._session = self._session, None
         if session is not None:
             try:
-                session.finish()
+                for name, report in session.wait().items():
+                    _print(f"refit: {name}: {report.reason}")
             except PartyFailedError as error:
                 self._stop(error)
+            finally:
+                session.close()
 
     def end(self) -> None:
         """Do the same if this rank exits by itself: its daemon thread would abandon the last commit."""
@@ -171,35 +188,49 @@ class Pusher:
                 session.end()
             except PartyFailedError:
                 logger.exception("refit: the last commit failed")
-                self.stopped = True
+                self.stopped = _args().refit_on_failure == "stop"
 
     def _stop(self, error: PartyFailedError) -> None:
         if not self.stopped:
             _print(f"refit: the run ends, as an engine failed (--refit-on-failure stop): {error}")
         self.stopped = True
 
-    def _open(self, args: argparse.Namespace, model: Sequence[Any]) -> ElasticSession:
+    def _open(self, args: argparse.Namespace, model: Sequence[Any]) -> RefitSession:
         import torch.distributed as dist
 
         from megatron_patches.refit.megatron_checkpoint import vocabulary_of
 
         credentials = push_flags.credentials_from(args, _PREFIX)
         engines = http_engines(args.refit_engines, args.refit_timeout, credentials) if dist.get_rank() == 0 else []
-        session = RefitSession(model, [], vocab_size=vocabulary_of(args), options=options_from_args(args))
-        elastic = ElasticSession(
-            session, engines, on_failure=OnFailure(args.refit_on_failure), say=_print, wait=args.refit_wait
-        )
-        digest = elastic.prepare()
-        _print(f"refit: {len(args.refit_engines)} engine(s) follow plan {digest[:12]}")
-        return elastic
+        session = RefitSession(model, engines, vocab_size=vocabulary_of(args), options=options_from_args(args))
+        digest = session.prepare()
+        self._tell(session.reports, 0)
+        _print(f"refit: {len(session.state())} engine(s) follow plan {digest[:12]}")
+        return session
 
     def _push(self, iteration: int) -> None:
         if self._session is None:
             return
         started = time.monotonic()
-        report = self._session.push(iteration)
-        if report is not None:
+        report = self._session.push(iteration, wait=_args().refit_wait)
+        self._tell(report.engines, iteration)
+        served = {one.fate for one in report.engines.values()} - {Fate.FAILED, Fate.BACK, Fate.LEFT}
+        if not served and not self._alone:
+            _print(f"refit: no engine answers; weights are sent to nobody from version {iteration} on")
+        self._alone = not served
+        if report.nbytes:
             _print(_line(report, time.monotonic() - started if _args().refit_wait else None))
+
+    def _tell(self, reports: Mapping[str, EngineReport], version: int) -> None:
+        """Say what users should know of engines that did not just receive the version."""
+        told = {
+            Fate.FAILED: "{name} is left out until it answers again, and training goes on; at version {version}: {why}",
+            Fate.BACK: "{name} answers again, and takes part once it has joined",
+            Fate.LAGS: "{name} still commits an earlier version, and misses version {version}",
+        }
+        for name, report in reports.items():
+            if report.fate in told:
+                _print(f"refit: {told[report.fate].format(name=name, version=version, why=report.reason)}")
 
 
 def _line(report: PushReport, until_served: float | None) -> str:

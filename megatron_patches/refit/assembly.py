@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.rendezvous_messages import (
+from megatron_patches.refit.parties.messages import (
     TICK_S,
     Alert,
     Beat,
@@ -55,7 +55,7 @@ class Assembly:
     """
 
     def __init__(self, invitation: Invitation, party: int, name: str) -> None:
-        self.party, self.size, self.name = party, invitation.parties, name
+        self.party, self.name = party, name
         self.timeout_s = invitation.timeout_s
         self._condition = threading.Condition()
         self._answers: dict[int, Results | Failure] = {}
@@ -131,7 +131,8 @@ class Assembly:
         except Exception as error:  # noqa: BLE001 - reported to all parties, and raised below as the cause
             mine = error
             # A party that only passes on another's failure adds nothing to the reasons.
-            known = self._alerts.get(step) if isinstance(error, PartyFailedError) else None
+            passed_on = isinstance(error, PartyFailedError)
+            known = (self._alerts.get(step) or "; ".join(self.gone())) if passed_on else None
             reason = known or f"{self.name}: {type(error).__name__}: {describe_error(error)}"
             outcome = Outcome(step, what, reason=reason)
         self._send(outcome)
@@ -159,6 +160,8 @@ class Assembly:
         reason, verdict = self._alerts.get(step), self._answers.get(step)
         if isinstance(verdict, Failure):  # for example because this party has taken too long
             reason = "; ".join(verdict.reasons)
+        if reason is None and self._lost is None:
+            reason = "; ".join(self.gone()) or None  # no step succeeds without them
         if reason is not None or self._lost is not None:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
         self._check_heard()

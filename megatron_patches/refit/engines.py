@@ -57,6 +57,9 @@ class EngineClient(Protocol):
     def world_size(self) -> int:
         """Number of its workers."""
 
+    def check_up(self) -> None:
+        """Raises unless it can be reached."""
+
     def call(self, call: dict[str, Any]) -> None:
         """Makes its workers join the rendezvous, receive a version, or abandon it."""
 
@@ -225,19 +228,6 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
             raise ValueError(f"{known[0]} is given {ids.count(known)} times; give each server once")
 
 
-def check_different_servers(engines: Sequence[EngineClient]) -> None:
-    """Refuses one server under two names. Call it after ``world_size`` of all engines.
-
-    Raises:
-        ValueError: with both names.
-    """
-    known: dict[str, str] = {}
-    for engine in engines:
-        server = engine.server if isinstance(engine, HttpEngine) else ""
-        if server and known.setdefault(server, engine.name) != engine.name:
-            raise ValueError(f"{known[server]} and {engine.name} are one server; give it once")
-
-
 def _identity(engine: EngineClient) -> tuple[str, int]:
     """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
     if isinstance(engine, HttpEngine):
@@ -267,6 +257,9 @@ class LocalEngine:
                 "'external_launcher'; make it with 'mp', or start a server"
             )
         return int(parallel.world_size_across_dp)
+
+    def check_up(self) -> None:
+        """See :class:`EngineClient`. It is in this process."""
 
     def commit(self, version: int, *, reset_cache: bool) -> None:
         """See :class:`EngineClient`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
@@ -118,28 +118,6 @@ def _outcome[T](task: Future[T] | None) -> _Outcome[T] | None:
         return _Outcome(task.result())
     engines = error.engines if isinstance(error, PartyFailedError) else ()
     return _Outcome(cast(T, None), describe_error(error), engines)
-
-
-def on_all(exchange: Exchange, work: Callable[[], None], blamed: Callable[[], Iterable[str]] = tuple) -> None:
-    """Runs ``work`` on every rank. It must end on all ranks at about the same time.
-
-    Args:
-        exchange: the ranks.
-        work: this rank's part.
-        blamed: returns, on the first rank, the names of engines that caused a failure.
-
-    Raises:
-        PartyFailedError: on every rank if it failed on any, with every reason; its cause is this rank's own error.
-    """
-    mine: Exception | None = None
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - carried to every rank, and raised on this one as the cause
-        mine = error
-    outcomes = exchange.gather((None if mine is None else describe_error(mine), tuple(blamed())))
-    reasons = dict.fromkeys(reason for reason, _ in outcomes if reason is not None)
-    if reasons:
-        raise PartyFailedError("; ".join(reasons), outcomes[0][1]) from mine
 
 
 def together[T](exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import TransportName, named_transport
 
 _LEAST_STAGING_BYTES = 4096
+
+
+class OnEngineFailure(StrEnum):
+    """What a push does when an engine fails."""
+
+    RAISE = "raise"
+    """It raises on all ranks. The other engines still serve the version."""
+    DROP = "drop"
+    """It leaves the engine out until it answers again, and reports that."""
+
+
+class Fate(StrEnum):
+    """What became of an engine in a push."""
+
+    SERVES = "serves"
+    """It serves the version."""
+    SENT = "sent"
+    """It has received the version and commits it."""
+    LAGS = "lags"
+    """It still commits an earlier version, so it misses this one and stays subscribed."""
+    JOINING = "joining"
+    """It is joining, and takes part in a later version."""
+    JOINED = "joined"
+    """It has joined, and takes part in the next version."""
+    BACK = "back"
+    """It failed before, answers again, and begins to join."""
+    FAILED = "failed"
+    """It failed; the reason says why. It serves what it served before, or nothing."""
+    LEFT = "left"
+    """It was detached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +63,11 @@ class RefitOptions:
         allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,
             if its own loader would round a checkpoint in the same way. Otherwise :meth:`RefitSession.prepare` refuses.
         lease_s: seconds without a message from this process after which engines continue without it: a paused server
-            with its old or new weights, a worker that is receiving with the old ones.
+            with its old or new weights, a worker that is receiving with the old ones. Likewise, seconds after which the
+            trainer gives up a worker whose process is stopped, or whose machine or network is lost.
+        on_engine_failure: what a push does when an engine fails.
+        lag_s: with :attr:`OnEngineFailure.DROP`, seconds that a push waits for an engine that still commits the version
+            before; then the engine misses this version.
     """
 
     transport: TransportName | None = None
@@ -43,6 +78,8 @@ class RefitOptions:
     host: str = "127.0.0.1"
     allow_narrowing: bool = False
     lease_s: float = DEFAULT_LEASE_S
+    on_engine_failure: OnEngineFailure = OnEngineFailure.RAISE
+    lag_s: float = 30.0
 
     def __post_init__(self) -> None:
         if self.staging_bytes < _LEAST_STAGING_BYTES:
@@ -58,6 +95,8 @@ class RefitOptions:
             raise ValueError(
                 f"lease_s is {self.lease_s}; it must be {LEAST_LEASE_S:.0f} to {LONGEST_TIMEOUT_S:.0f} seconds"
             )
+        if not 0 <= self.lag_s <= LONGEST_TIMEOUT_S:
+            raise ValueError(f"lag_s is {self.lag_s}; it must be 0 to {LONGEST_TIMEOUT_S:.0f} seconds")
         if _is_any(self.host):
             raise ValueError(
                 f"host is {self.host}, to which engines cannot connect; it must be the address of this machine at "
@@ -67,6 +106,7 @@ class RefitOptions:
         object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))
+        object.__setattr__(self, "on_engine_failure", OnEngineFailure(self.on_engine_failure))
 
 
 def _is_any(host: str) -> bool:
@@ -75,6 +115,23 @@ def _is_any(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name
         return not host
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What became of one engine in a push.
+
+    Attributes:
+        fate: what.
+        seconds: how long each state of its subscription lasted, by name of the state, on this rank.
+        nbytes: bytes sent to it by all ranks.
+        reason: why it failed; None if it did not.
+    """
+
+    fate: Fate
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +149,7 @@ class PushReport:
             in which an engine began no request, from the call to pause. Parts of ``send``: ``look_up`` of the weights,
             on the slowest rank; and on the slowest worker ``allocate`` memory beside the serving weights, ``move``
             (packing, transfer and unpacking, which overlap, plus any wait for ``look_up``), and ``verify``.
+        engines: what became of each engine, by name, the same on all ranks but for seconds.
     """
 
     version: int
@@ -100,3 +158,4 @@ class PushReport:
     beside_bytes: int
     backup_bytes: int
     seconds: Mapping[str, float]
+    engines: Mapping[str, EngineReport]

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import decode as raw_key
 
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.rendezvous_messages import (
+from megatron_patches.refit.parties.messages import (
     BEAT_S,
     TICK_S,
     Alert,
@@ -50,7 +50,7 @@ _CLOSING_S = 5.0  # for all parties to receive pending messages before the end
 _HANDSHAKE_S = 5.0  # for a new connection to prove that it was invited
 _ARRIVING_S = 3.0  # for a Join that was sent to be read here
 _MOST_BYTES = 1 << 30  # largest message from a party
-_ENDED = "has ended or closed its connection"
+_PING_S = 1.0  # between libzmq's own heartbeats, which a process answers unless it is stopped
 
 
 class _Member(NamedTuple):
@@ -65,9 +65,11 @@ class Rendezvous:
     """Serves the steps of ``parties`` parties, in a thread of its own, until :meth:`close`.
 
     Args:
-        parties: how many will join, numbered from 0.
+        parties: how many will join, numbered from 0; :meth:`expect` may change it until the last of them has joined.
         timeout_s: seconds that a step may take after its first party has finished.
         host: address to listen on; other machines must reach it if parties run there.
+        silence_s: seconds after which a party counts as gone whose process is stopped, or whose machine or network is
+            lost.
         answer: given a step's name and all parts, returns an answer for each party, or None to send all parts to all.
 
     Raises:
@@ -80,13 +82,16 @@ class Rendezvous:
         timeout_s: float,
         host: str = "127.0.0.1",
         answer: Callable[[str, list[bytes]], list[bytes] | None] = lambda _what, _parts: None,
+        *,
+        silence_s: float = 30.0,
     ) -> None:
-        self._answer = answer
+        self._size, self._answer = parties, answer
+        self._ended = f"has ended or closed its connection, or said nothing for {silence_s:g} s"
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
         self._parties: dict[bytes, int] = {}  # by zmq address
         self._gone: dict[int, str] = {}
-        self._culprits: set[int] = set()
+        self._given_up: str | None = None
         self._steps: dict[int, _Step] = {}
         self._open: set[int] = set()  # file descriptors of connections
         self._closed = False
@@ -95,6 +100,8 @@ class Rendezvous:
         self._router.linger = round(_CLOSING_S * 1000)
         self._router.handshake_ivl = round(_HANDSHAKE_S * 1000)
         self._router.maxmsgsize = _MOST_BYTES
+        self._router.heartbeat_ivl = round(_PING_S * 1000)
+        self._router.heartbeat_timeout = round(silence_s * 1000)
         # Unlimited: one machine may send gigabytes to hundreds of parties, and zmq drops messages beyond a limit.
         self._router.sndhwm = 0
         public, self._router.curve_secretkey = zmq.curve_keypair()
@@ -108,15 +115,27 @@ class Rendezvous:
                 f"cannot listen on {host} ({error.strerror or error}); host must be an address of this machine that "
                 "engines reach"
             ) from error
-        self.invitation = Invitation(host, port, raw_key(public).hex(), parties, timeout_s)
+        self.invitation = Invitation(host, port, raw_key(public).hex(), timeout_s)
         self._thread = threading.Thread(target=self._serve, name="refit-rendezvous", daemon=True)
         self._thread.start()
 
     @property
-    def culprits(self) -> frozenset[int]:
-        """Parties that failed, disconnected or timed out; not those that only passed on another's failure."""
+    def awaited(self) -> list[str]:
+        """Names of the parties that have not ended their part of a step that others have ended."""
         with self._lock:
-            return frozenset(self._culprits)
+            under_way = [step for step in self._steps.values() if not step.verdicts]
+            late = {party for step in under_way for party in range(self._size) if party not in step.outcomes}
+            return [self._name_of(party) for party in sorted(late)]
+
+    def expect(self, parties: int) -> None:
+        """Sets the number of parties. No step ends before all of them have taken part."""
+        with self._lock:
+            self._size = parties
+
+    def give_up(self, reason: str) -> None:
+        """Fails every step from now on, whoever has not taken part in it."""
+        with self._lock:
+            self._given_up = reason
 
     def check_joined(self, parties: Iterable[int], who: str) -> None:
         """Raises unless all of ``parties`` have joined, even if they have left since.
@@ -166,7 +185,7 @@ class Rendezvous:
     def _take_what_came(self) -> None:
         """Handles messages before disconnects, so that what a party sent before its connection ended counts."""
         closed = self._closed_connections()
-        ended = {party: _ENDED for party, member in self._members.items() if member.connection in closed}
+        ended = {party: self._ended for party, member in self._members.items() if member.connection in closed}
         while self._router.poll(0):
             address, *frames = self._router.recv_multipart(copy=False)
             party = self._parties.get(address.bytes)
@@ -180,7 +199,7 @@ class Rendezvous:
                 connection = frames[-1].get(zmq.SRCFD)
                 self._admit(message, address.bytes, connection)
                 if connection in closed - self._open:
-                    ended[message.party] = _ENDED
+                    ended[message.party] = self._ended
             elif party is not None and isinstance(message, Outcome):
                 self._report(party, message)
             elif party is not None:
@@ -202,7 +221,7 @@ class Rendezvous:
         return closed
 
     def _admit(self, joined: Join, address: bytes, connection: int) -> None:
-        if joined.party in self._members or not 0 <= joined.party < self.invitation.parties:
+        if joined.party in self._members or not 0 <= joined.party < self._size:
             logger.warning("refit: refused %s: there is no free place %d", joined.name, joined.party)
             self._router.send_multipart([address, encode(Rejection(f"there is no free place {joined.party}"))])
             return
@@ -221,7 +240,6 @@ class Rendezvous:
 
     def _leave(self, party: int, how: str) -> None:
         self._gone[party] = f"{self._members[party].name} {how}"
-        self._culprits.add(party)
         logger.debug("refit: %s", self._gone[party])
         self._tell_all(Notice("", party, self._gone[party]))
         for number, step in list(self._steps.items()):
@@ -248,17 +266,16 @@ class Rendezvous:
         if before is None or before.reason is None:  # keep a failure that was already reported for this party
             step.outcomes[party] = outcome
         if outcome.reason is not None and not step.verdicts:
-            if all(item.reason != outcome.reason for other, item in step.outcomes.items() if other != party):
-                self._culprits.add(party)
             step.fail()
             self._tell_all(Alert(outcome.step, outcome.reason))
         self._settle(outcome.step)
 
     def _settle(self, number: int) -> None:
         step = self._steps[number]
-        if step.verdicts or len(step.outcomes) < self.invitation.parties:
+        if step.verdicts or (len(step.outcomes) < self._size and self._given_up is None):
             return
-        reasons = list(dict.fromkeys(item.reason for item in step.outcomes.values() if item.reason is not None))
+        found = [item.reason for item in step.outcomes.values()] if self._given_up is None else [self._given_up]
+        reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
         if not reasons:
             parts = [step.outcomes[party].payload for party in sorted(step.outcomes)]
             try:
@@ -279,12 +296,13 @@ class Rendezvous:
     def _end_late_steps(self) -> None:
         """Ends steps that some party has not answered in time."""
         for number, step in list(self._steps.items()):
+            if self._given_up is not None:
+                self._settle(number)
             if not step.verdicts and time.monotonic() > step.deadline:
-                for party in set(range(self.invitation.parties)) - set(step.outcomes):
+                for party in set(range(self._size)) - set(step.outcomes):
                     reason = self._silence(party, step.what)
                     # After a failure elsewhere, a party that is still working is not a cause.
                     known = reason if not step.failed else None
-                    self._culprits |= {party} if known is not None else set()
                     step.outcomes[party] = Outcome(number, step.what, reason=known)
                 self._settle(number)
 
@@ -296,6 +314,9 @@ class Rendezvous:
             f"party {party}, which never joined, gave no answer to {what!r} in time; it must reach {here}, and its log "
             "says why it did not join if it did"
         )
+
+    def _name_of(self, party: int) -> str:
+        return self._members[party].name if party in self._members else f"party {party}, which has not joined"
 
     def _tell_all(self, message: Results | Failure | Alert | Notice | Beat) -> None:
         encoded = encode(message)

@@ -1,4 +1,9 @@
-"""Pushes successive versions of a training run's weights into running engines."""
+"""Pushes successive versions of a training run's weights into running engines.
+
+Each engine is its own subscription (:mod:`megatron_patches.refit.subscription`): no step is shared by two engines. The
+trainer's ranks meet in short collectives at the start and at the end of a push, never while any of them waits for an
+engine: what they wait for, they learn over the engine's own rendezvous.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +11,80 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.commit import Commit, Pauses, of_engines, on_each
-from megatron_patches.refit.engine_calls import EngineCalls
-from megatron_patches.refit.engines import EngineClient, check_different_servers, check_given_once
+from megatron_patches.refit.engine_control import EngineControl
+from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.exchange import default_exchange, describe_error, on_all, on_first
+from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.hf_config import build_config
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import DESCRIBING, RECORDING, Held, Moved
-from megatron_patches.refit.parties.registry import Registry
-from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.messages import Held, Invitation, Standing
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.push_options import PushReport, RefitOptions
-from megatron_patches.refit.rendezvous import Rendezvous
-from megatron_patches.refit.rendezvous_messages import Invitation
+from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
+from megatron_patches.refit.roster import Roster
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
-from megatron_patches.refit.transports.base import AUTO
+from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["PushReport", "RefitOptions", "RefitSession"]
+__all__ = ["EngineReport", "Fate", "OnEngineFailure", "PushReport", "RefitOptions", "RefitSession"]
+
+
+@dataclass
+class _Orders:
+    """What the first rank tells all ranks at the start of a push.
+
+    Attributes:
+        new: number and name of each engine that begins to join, and the invitation to its rendezvous.
+        ended: numbers of subscriptions to close.
+        taking: numbers of those that take the version.
+        fates: what became of engines since the last push, by name.
+        error: why the push fails, if it does.
+        engines: names of the engines to blame for that.
+        share: staging memory of each new subscription, in bytes.
+    """
+
+    new: list[tuple[int, str, Invitation]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    taking: list[int] = field(default_factory=list)
+    fates: dict[str, EngineReport] = field(default_factory=dict)
+    error: str | None = None
+    engines: tuple[str, ...] = ()
+    share: int = 0
+
+
+@dataclass
+class _Outcome:
+    """What became of one subscription's part, on one rank.
+
+    Attributes:
+        reason: why it failed; None if it did not.
+        paused_s: how long the engine was paused, in seconds; known on the first rank.
+        unreachable: whether the engine did not answer when it was to join; known on the first rank.
+    """
+
+    reason: str | None = None
+    paused_s: float = 0.0
+    unreachable: bool = False
 
 
 class RefitSession:
-    """One training run and the engines that it feeds. Every method is collective over the trainer's ranks.
+    """One training run and the engines that it feeds.
+
+    Methods are collective over the trainer's ranks, except for :meth:`attach`, :meth:`detach`, :meth:`state`,
+    :meth:`end` and :meth:`close`.
 
     Attributes:
         exchange: collectives over the trainer's ranks.
-        version: number of the last version pushed; -1 before the first push.
+        version: number of the last version that any engine was sent; -1 before.
+        reports: what became of each engine in the last :meth:`prepare` or :meth:`push`, by name.
 
     Args:
         model_chunks: this rank's part of the model: one GPTModel per virtual pipeline stage, wrapped or not.
@@ -67,162 +108,184 @@ class RefitSession:
         self._chunks, self._vocab_size = model_chunks, vocab_size
         self._options, self._tp_group = options or RefitOptions(), tp_group
         self.exchange = default_exchange(group)
-        self._engines: Sequence[EngineClient] = engines if self._first else ()
-        self._rendezvous: Rendezvous | None = None
-        self._party: SourceParty | None = None
-        self._assembly: Assembly | None = None
+        self._given: Sequence[EngineClient] | None = engines if self._first else None
+        self._roster = Roster()
+        self._controls: dict[int, EngineControl] = {}  # on the first rank, until their subscriptions begin
+        self._subscriptions: dict[int, Subscription] = {}
+        self._engines: dict[int, EngineClient] = {}  # on the first rank, by number of the subscription
+        self._before: dict[str, Subscription] = {}  # closed ones, by engine
+        self._next = 0
+        self._described: Once | None = None
         self._live: LiveMemory | None = None
-        self._commit: Commit | None = None  # of the last version pushed
-        self._left: Commit | None = None  # left under way by close()
-        self._sizes: list[int] = []  # number of workers of each engine
-        self._calls: EngineCalls | None = None  # the latest call to the engines
-        self._pauses = Pauses(self._options.pause)
         self._at_work = threading.Lock()
-        self.version = -1  # the last version pushed
+        self.reports: Mapping[str, EngineReport] = {}
+        self.version = -1
 
     @property
     def _first(self) -> bool:
         return self.exchange.rank == 0
 
     @property
-    def _in_place(self) -> bool:
-        return self._options.memory is MemoryMode.IN_PLACE
+    def _drops(self) -> bool:
+        return self._options.on_engine_failure is OnEngineFailure.DROP
 
     def prepare(self, engines: Sequence[EngineClient] | None = None) -> str:
-        """Connects to the engines and agrees with them on a plan. Call it again after losing an engine or a rank.
+        """Connects to the engines and agrees with each on a plan. Call it again after a rank or the model has changed.
 
         Args:
             engines: on the first rank, the engines to push to from now on; None keeps the current ones.
 
         Returns:
-            Digest of the plan.
+            Digest of the plans.
 
         Raises:
-            PartyFailedError: on every rank, if any rank or engine failed; the engines keep serving what they served.
+            PartyFailedError: on every rank, if an engine does not take part. With
+                :attr:`OnEngineFailure.DROP`, engines that cannot be reached are left out, unless none can.
         """
         with self._alone():
-            if engines is not None and self._first:
-                self._engines = engines
-            return self._prepare()
+            return self._prepare(engines)
 
-    def _prepare(self) -> str:
-        self.close()
-        self._on_first(self._let_end)
-        invitation, self._sizes = self._on_first(self._open)
-        self._on_all(partial(self._meet, invitation))
-        if self._calls is not None:
-            self._on_first(partial(self._calls.finish, self._options.timeout_s))
-        if self._party is None:
-            raise RefitError("the session was closed")
-        return self._party.plan.digest
+    def _prepare(self, engines: Sequence[EngineClient] | None) -> str:
+        self._close_all()
+        self._described = Once(self._describe)
+        engines, self._given = engines if engines is not None else self._given, None
+        self._agree(lambda: self._renewed(engines))
+        began = time.monotonic()
+        outcomes = self._outcomes({number: one.joined for number, one in self._subscriptions.items()})
+        failed = {number: outcome for number, outcome in outcomes.items() if outcome.reason is not None}
+        away = {number for number, outcome in failed.items() if outcome.unreachable}
+        leave_out = self._drops and away == failed.keys() and len(away) < len(outcomes)
+        if failed and not leave_out:
+            names = [self._subscriptions[number].name for number in failed]
+            reasons = dict.fromkeys(str(outcome.reason) for outcome in failed.values())
+            self._close_all()
+            raise PartyFailedError(f"cannot start the refit: {'; '.join(reasons)}", names)
+        self.reports = {
+            one.name: EngineReport(Fate.FAILED, reason=failed[number].reason)
+            if number in failed
+            else EngineReport(Fate.JOINED)
+            for number, one in self._subscriptions.items()
+        }
+        for number in failed:
+            self._drop(number, time.monotonic() - began)
+        return "+".join(sorted({one.party.agreed.digest for one in self._subscriptions.values()}))
 
-    def _meet(self, invitation: Invitation) -> None:
-        """Makes the engines join the rendezvous and agrees on a plan with their workers."""
-        rank = self.exchange.rank
-        self._assembly = Assembly(invitation, rank, f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}")
-        device = str(next(self._chunks[0].parameters()).device)
-        self._party = SourceParty(self._assembly, self._link_options(), device)
-        self._calls = calls = EngineCalls(self._assembly, DESCRIBING)
-        for engine, parties in self._parties():
-            call = {"call": "join", **asdict(invitation), "first_party": parties.start, **self._joining()}
-            calls.start(engine, call, self._check_joined(engine, parties))
-        self._party.prepare(self._describe, partial(self._have_recorded, self._assembly, calls))
+    def attach(self, engine: EngineClient) -> None:
+        """Attaches an engine, on the first rank, at any time. It joins during the next push without delaying others.
 
-    def _have_recorded(self, assembly: Assembly, joining: EngineCalls) -> None:
-        """Makes the engines' workers record their models' layouts. Requests wait for this step of prepare() only."""
-        self._calls = calls = EngineCalls(assembly, RECORDING, after=joining)
-        for engine, _ in self._parties():
-            calls.start(engine, {"call": "record"})
+        It takes part in the first push after it has joined.
 
-    def _parties(self) -> Iterator[tuple[EngineClient, range]]:
-        """On the first rank, yields each engine with its workers' party numbers."""
-        first = self.exchange.size
-        for engine, size in zip(self._engines, self._sizes, strict=False):
-            yield engine, range(first, first + size)
-            first += size
+        Raises:
+            ValueError: if it is attached already.
+            RefitError: on other ranks.
+        """
+        self._on_the_first_rank()
+        self._roster.add([engine])
+
+    def detach(self, name: str) -> None:
+        """Detaches an engine, on the first rank, at any time. It keeps what it serves; the next push leaves it out.
+
+        Raises:
+            ValueError: if there is no engine of this name.
+            RefitError: on other ranks.
+        """
+        self._on_the_first_rank()
+        self._roster.remove(name)
+
+    def state(self) -> Mapping[str, Standing]:
+        """What each engine's subscription is at, and on the first rank whom it waits for. Any thread may ask."""
+        return {one.name: one.standing for one in list(self._subscriptions.values())}
 
     def push(self, version: int, *, wait: bool = True) -> PushReport:
         """Sends the current weights and makes the engines serve them as ``version``.
 
-        The weights may change again once it returns.
+        The weights may change again once it returns. Each engine receives and commits on its own.
 
         Args:
             version: number of the weights, at least 0 and greater than any that this session has pushed.
-            wait: whether to wait until all engines have committed the version. If False, they commit in the background,
-                and :meth:`wait`, which the next push calls first, raises any error.
+            wait: whether to wait until all engines have committed the version. If False, they commit in the background.
+
+        Returns:
+            The report. With :attr:`OnEngineFailure.DROP` it says which engines failed, came back or lag.
 
         Raises:
-            RefitError: on every rank, if any rank or engine failed. Each engine serves the old weights or, if its own
-                commit succeeded, the new ones; never a mixture.
+            RefitError: on every rank, if a rank failed or, with :attr:`OnEngineFailure.RAISE`, an engine, now or in the
+                commit of the last version. Each engine serves the old weights or the new ones; never a mixture.
             ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
             return self._push(version, wait=wait)
 
     def _push(self, version: int, *, wait: bool) -> PushReport:
-        self._wait()
-        party, assembly = self._party, self._assembly
-        if party is None or assembly is None:
+        if self._described is None:
             raise RefitError("prepare() has not succeeded")
-        if version < 0:
-            raise ValueError(f"version is {version}; versions begin with 0")
-        if version <= self.version:
-            raise ValueError(
-                f"version {version} is not later than {self.version}, which was pushed before; versions rise within a "
-                "session, and a new RefitSession may begin anywhere"
-            )
-        finish_parameter_gather(self._chunks)  # collective, so here, before any rank can have failed
-        self._pauses.begin_push()
-        if self._in_place:
-            self._on_first(partial(self._pause_all, assembly))
-        started = time.perf_counter()
-        calls = self._calls = EngineCalls(assembly, f"sending version {version}")
-        commit = self._make_commit(version, calls)
-        receiving = {"call": "receive", "version": version, "step": assembly.next_step, "linked": party.linked}
-        moved = self._send(version, commit, party, partial(calls.start, call=receiving))
-        seconds = {"send": time.perf_counter() - started, **moved.seconds}
-        self.version, self._commit = version, commit
-        commit.start()
+        self._check_version(version)
+        waited_for = {number: one for number, one in self._subscriptions.items() if not one.lags}
+        self._await(self._served(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
+        try:
+            orders = self._agree(self._orders)
+        finally:
+            for one in self._subscriptions.values():
+                one.forget()  # each failure is told once
+        for one in self._subscriptions.values():
+            one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
+        finish_parameter_gather(self._chunks)
+        taking = {number: self._subscriptions[number] for number in orders.taking}
+        look_up, began = Once(self._memory), time.perf_counter()
+        self._let_streams_follow(taking)
+        for turn in self._turns(taking):
+            for one in turn:
+                one.send(version, look_up)
+            self._await({number: one.sent for number, one in enumerate(turn)})
+        seconds = {"send": time.perf_counter() - began}
+        outcomes = self._outcomes({number: one.sent for number, one in taking.items()})
+        failed = {number: one for number, one in taking.items() if outcomes[number].reason is not None}
+        if failed and not self._drops:  # whoever calls prepare() next wants no engine to be busy or paused
+            for number, stuck in self._outcomes(self._served(failed)).items():
+                told = (outcomes[number].reason, stuck.reason)
+                outcomes[number].reason = "; ".join(dict.fromkeys(filter(None, told)))
+                failed[number].forget()
         if wait:
-            started = time.perf_counter()
-            paused = self._wait()
-            seconds |= {"commit": time.perf_counter() - started, "paused": paused}
+            committed = self._outcomes(self._served(taking))
+            for one in taking.values():
+                one.forget()
+            seconds["commit"] = time.perf_counter() - began - seconds["send"]
+            seconds["paused"] = max((one.paused_s for one in committed.values()), default=0.0)
+            outcomes = {
+                number: one if one.reason is not None else committed[number] for number, one in outcomes.items()
+            }
+        moved = [one.sent.result() for one in taking.values() if one.sent.exception() is None]
+        if moved or self._drops:
+            self.version = version
+        good = Fate.SERVES if wait else Fate.SENT
+        reports = {one.name: one.report(good, outcomes[number].reason) for number, one in taking.items()}
+        self.reports = orders.fates | reports
+        self._judge({number: one for number, one in outcomes.items() if one.reason is not None}, began)
         return PushReport(
             version=version,
-            nbytes=party.plan.nbytes,
-            staged_bytes=moved.staged_bytes,
-            beside_bytes=moved.beside_bytes,
-            backup_bytes=moved.backup_bytes,
-            seconds=seconds,
+            nbytes=sum(report.nbytes for report in reports.values()),
+            staged_bytes=max((one.staged_bytes for one in moved), default=0),
+            beside_bytes=max((one.beside_bytes for one in moved), default=0),
+            backup_bytes=max((one.backup_bytes for one in moved), default=0),
+            seconds=seconds | longest(moved),
+            engines=self.reports,
         )
 
-    def _send(self, version: int, commit: Commit, party: SourceParty, receive: Callable[[EngineClient], None]) -> Moved:
-        """Makes the engines receive a version. If that fails, paused engines resume with the old version."""
-        found: list[Moved] = []
-
-        def send() -> None:
-            for engine in self._engines:
-                receive(engine)
-            found.append(party.push(version, self._memory))
-
-        try:
-            self._on_all(send)
-        except PartyFailedError as error:
-            # In place, workers that could not receive everything have restored the old weights.
-            stuck = self._on_first(commit.give_up)
-            told = [str(error), *(describe_error(why) for _, why in stuck)]
-            raise PartyFailedError("; ".join(told), {*error.engines, *(name for name, _ in stuck)}) from error
-        (moved,) = found
-        return moved
-
-    def wait(self) -> None:
-        """Waits until all engines serve the last version pushed.
+    def wait(self) -> Mapping[str, EngineReport]:
+        """Waits until all engines serve the last version pushed. Returns what became of those that do not.
 
         Raises:
-            PartyFailedError: on every rank, if an engine did not commit it.
+            PartyFailedError: on every rank with :attr:`OnEngineFailure.RAISE`, if an engine did not commit it.
         """
         with self._alone():
-            self._wait()
+            began, all_of_them = time.perf_counter(), dict(self._subscriptions)
+            served = self._served(all_of_them)
+            self._await(served)
+            failed = {number: one for number, one in self._outcomes(served).items() if one.reason is not None}
+            for one in all_of_them.values():
+                one.forget()
+            self._judge(failed, began)
+            return {all_of_them[n].name: all_of_them[n].report(Fate.FAILED, one.reason) for n, one in failed.items()}
 
     def end(self) -> None:
         """:meth:`wait` and :meth:`close` for a rank that ends on its own: waits for no other rank.
@@ -230,45 +293,218 @@ class RefitSession:
         Raises:
             PartyFailedError: on the first rank, if an engine did not commit the last version pushed.
         """
-        commit = self._commit
         try:
-            if commit is not None and self._first:
-                commit.check()
+            if self._first:
+                served = self._served(self._subscriptions)
+                self._await(served)
+                failed = {number: one for number, one in map(_outcome, served.items()) if one.reason is not None}
+                if failed:
+                    raise self._error(failed)
         finally:
             self.close()
 
     def close(self) -> None:
         """Disconnects from the engines, which keep what they serve; a commit under way continues."""
-        if self._party is not None:
-            self._party.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        self._rendezvous, self._party, self._assembly = None, None, None
-        self._left, self._commit = self._commit or self._left, None
+        self._roster.close()
+        self._close_all()
 
-    def _wait(self) -> float:
-        """Implements :meth:`wait`. Returns the longest time, in seconds, that an engine was paused."""
-        commit = self._commit
-        if commit is None:
-            return 0.0
-        failure, under_way, paused_s = self._on_first(partial(self._outcome, commit))
-        if not under_way:  # otherwise the commit would resume engines during the next push
-            self._commit = None
-        if failure is not None:
-            raise PartyFailedError(*failure)
-        return paused_s
+    def _close_all(self) -> None:
+        closed = [self._end(number) for number in list(self._subscriptions)]
+        for one in closed:
+            one.result()
+        self._described = None
 
-    def _outcome(self, commit: Commit) -> tuple[tuple[str, tuple[str, ...]] | None, bool, float]:
-        """Why a commit failed and on which engines; whether it is under way; an engine's longest pause in seconds."""
-        try:
-            commit.check()
-        except PartyFailedError as error:
-            return (str(error), error.engines), commit.under_way, 0.0
-        return None, False, self._pauses.longest_s
+    def _end(self, number: int) -> Future[None]:
+        one = self._subscriptions.pop(number)
+        self._engines.pop(number, None)
+        self._before[one.name] = one
+        return one.close()
+
+    def _drop(self, number: int, cost_s: float) -> None:
+        """Ends the subscription of an engine that failed. The first rank asks from time to time whether it is back."""
+        engine = self._engines.get(number)
+        self._end(number)
+        if engine is not None:
+            self._roster.drop(engine, cost_s)
+
+    def _judge(self, failed: Mapping[int, _Outcome], began: float) -> None:
+        """Drops engines that failed, or raises, as the options say.
+
+        Raises:
+            PartyFailedError: with the reasons and the names of these engines.
+        """
+        if failed and not self._drops:
+            raise self._error(failed)
+        for number in failed:
+            self._drop(number, time.perf_counter() - began)
+
+    def _error(self, failed: Mapping[int, _Outcome]) -> PartyFailedError:
+        reasons = dict.fromkeys(str(outcome.reason) for outcome in failed.values())
+        return PartyFailedError("; ".join(reasons), [self._subscriptions[number].name for number in failed])
+
+    @staticmethod
+    def _served(of: Mapping[int, Subscription]) -> dict[int, Future[float]]:
+        return {number: one.served for number, one in of.items()}
+
+    @staticmethod
+    def _await(futures: Mapping[int, Future[Any]], timeout_s: float | None = None) -> None:
+        """Waits on this rank alone, not in a collective. Without a timeout, those of steps end the wait."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for future in futures.values():
+            try:
+                future.exception(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return
+
+    def _outcomes(self, futures: Mapping[int, Future[Any]]) -> dict[int, _Outcome]:
+        """What has become of each subscription's part: failed if it failed on any rank, with the first rank's reason.
+
+        Each rank waits for its own part before it meets the others, which end theirs at the same time.
+        """
+        self._await(futures)
+        mine = dict(map(_outcome, futures.items()))
+        if self._first:
+            for number, outcome in mine.items():
+                outcome.unreachable = self._subscriptions[number].unreachable
+        first, *others = self.exchange.gather(mine)
+        for other in others:
+            for number, outcome in other.items():
+                if first[number].reason is None:
+                    first[number].reason = outcome.reason
+        return first
+
+    def _agree(self, decide: Callable[[], _Orders]) -> _Orders:
+        """Carries out on all ranks what the first rank decides, without waiting for an engine.
+
+        Raises:
+            PartyFailedError: on every rank, if it decides that the push fails.
+        """
+        orders = _Orders()
+        if self._first:
+            try:
+                orders = decide()
+            except (RefitError, ValueError) as error:
+                engines = error.engines if isinstance(error, PartyFailedError) else ()
+                orders = _Orders(error=f"cannot start the refit: {describe_error(error)}", engines=engines)
+        (orders, *_) = self.exchange.gather(orders)
+        if orders.error is not None:
+            raise PartyFailedError(orders.error, orders.engines)
+        for number in orders.ended:
+            self._end(number)
+        for number, name, invitation in orders.new:
+            self._subscribe(number, name, invitation, orders.share)
+        return orders
+
+    def _subscribe(self, number: int, name: str, invitation: Invitation, share: int) -> None:
+        if self._described is None:
+            raise RefitError("prepare() has not succeeded")
+        import torch
+
+        weights = (weight for chunk in self._chunks for weight in chunk.parameters())
+        device = next((weight.device for weight in weights), torch.device("cpu"))
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+        rank = self.exchange.rank
+        me = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
+        options = LinkOptions(
+            transport=self._options.transport,
+            staging_bytes=share,
+            sources=self.exchange.size,
+            memory=self._options.memory,
+        )
+        self._subscriptions[number] = Subscription(
+            name,
+            invitation,
+            Trainer(rank, me, str(device), stream, self._described),
+            options,
+            control=self._controls.pop(number, None),
+            check=self._roster.check_other,
+            after=self._before.pop(name, None),
+        )
+
+    def _renewed(self, engines: Sequence[EngineClient] | None) -> _Orders:
+        """On the first rank, the orders that attach all engines anew."""
+        if engines is not None:
+            self._roster.set(engines)
+        if not self._roster.present:
+            raise RefitError("there is no engine to push to")
+        return self._orders()
+
+    def _orders(self) -> _Orders:
+        """On the first rank, decides who takes part in a push, from what is known now.
+
+        Raises:
+            PartyFailedError: if engines failed, unless the options say to leave them out.
+        """
+        orders, failed = _Orders(), dict[str, str]()
+        for engine in self._roster.take_back():
+            orders.fates[engine.name] = EngineReport(Fate.BACK)
+        present = self._roster.present
+        for number, one in self._subscriptions.items():
+            engine = self._engines[number]
+            reason = one.failure
+            if all(other is not engine for other in present):
+                orders.ended.append(number)
+                orders.fates[one.name] = EngineReport(Fate.LEFT)
+            elif reason is None and not one.joined.done():
+                orders.fates[one.name] = EngineReport(Fate.JOINING)
+            elif reason is None and not one.served.done():
+                orders.fates[one.name] = EngineReport(Fate.LAGS)
+                if not self._drops:
+                    failed[one.name] = (
+                        f"committing version {one.standing.version} failed: {one.name} did not say within "
+                        f"{self._options.timeout_s:.0f} s that it serves"
+                    )
+            elif reason is None:
+                orders.taking.append(number)
+            elif self._drops:
+                orders.ended.append(number)
+                orders.fates[one.name] = one.report(Fate.FAILED, reason)
+                self._roster.drop(engine, one.lasted_s)
+            else:
+                failed[one.name] = reason
+        if failed:
+            raise PartyFailedError("; ".join(failed.values()), failed)
+        known = {id(engine) for engine in self._engines.values()}
+        orders.share = self._options.staging_bytes // max(1, len(present))
+        for engine in present:
+            if id(engine) not in known and engine.name not in {one.name for one in self._subscriptions.values()}:
+                control = EngineControl(engine, self.exchange.size, self._options)
+                self._engines[self._next], self._controls[self._next] = engine, control
+                orders.new.append((self._next, engine.name, control.rendezvous.invitation))
+                self._next += 1
+        return orders
+
+    def _turns(self, taking: Mapping[int, Subscription]) -> list[list[Subscription]]:
+        """Subscriptions that may send at the same time. Over NCCL one at a time does, in the same order on all ranks.
+
+        Otherwise kernels of several engines' communicators could wait for each other on one GPU.
+        """
+        if any(one.over_nccl for one in taking.values()):
+            return [[one] for one in taking.values()]
+        return [list(taking.values())]
+
+    @staticmethod
+    def _let_streams_follow(taking: Mapping[int, Subscription]) -> None:
+        """Lets what subscriptions give a GPU come after what this thread has given it, which wrote the weights."""
+        import torch
+
+        for stream in {one.stream for one in taking.values() if one.stream is not None}:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def _check_version(self, version: int) -> None:
+        if version < 0:
+            raise ValueError(f"version is {version}; versions begin with 0")
+        if version <= self.version:
+            raise ValueError(
+                f"version {version} is not later than {self.version}, which was pushed before; versions rise within a "
+                "session, and a new RefitSession may begin anywhere"
+            )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Allows one thread at a time in prepare, push or wait: a failure in another would resume the engines mid-push.
+        """Allows one thread at a time in prepare, push or wait.
 
         Raises:
             RefitError: if another thread is in one of them.
@@ -283,131 +519,9 @@ class RefitSession:
         finally:
             self._at_work.release()
 
-    def _on_all(self, work: Callable[[], None]) -> None:
-        """Runs ``work`` on every rank. Raises on all ranks if it fails on any."""
-        on_all(self.exchange, work, self._blamed)
-
-    def _on_first[T](self, work: Callable[[], T]) -> T:
-        """Runs ``work``, which may wait for engines, on the first rank. Every rank gets its result or its error."""
-        return on_first(self.exchange, work)
-
-    def _blamed(self) -> list[str]:
-        """On the first rank, names of the engines that have failed since the session connected to them."""
-        failed = set() if self._calls is None else set(self._calls.culprits)
-        if self._rendezvous is not None:
-            culprits = self._rendezvous.culprits
-            failed |= {engine.name for engine, parties in self._parties() if culprits.intersection(parties)}
-        return sorted(failed)
-
-    def _link_options(self) -> LinkOptions:
-        return LinkOptions(
-            transport=self._options.transport,
-            staging_bytes=self._options.staging_bytes,
-            sources=self.exchange.size,
-            memory=self._options.memory,
-        )
-
-    def _joining(self) -> dict[str, float | str]:
-        """Options that workers need to build the same :meth:`_link_options`."""
-        return {
-            "sources": self.exchange.size,
-            "transport": AUTO if self._options.transport is None else self._options.transport.value,
-            "staging_bytes": self._options.staging_bytes,
-            "memory": self._options.memory.value,
-            "lease_s": self._options.lease_s,
-        }
-
-    def _check_joined(self, engine: EngineClient, parties: range) -> Callable[[], None] | None:
-        """Returns a check that raises if an engine has answered "join" but its workers did not join."""
-        if self._rendezvous is None:
-            return None
-        return partial(self._rendezvous.check_joined, parties, engine.name)
-
-    def _make_commit(self, version: int, calls: EngineCalls) -> Commit:
-        """Makes the commit of a version that engines receive through ``calls``."""
-        return Commit(
-            version,
-            self._engines,
-            self._pauses,
-            received=partial(calls.finish, self._options.timeout_s),
-            confirm=partial(self._confirm, version),
-            in_place=self._in_place,
-            timeout_s=self._options.timeout_s,
-        )
-
-    def _pause_all(self, assembly: Assembly) -> None:
-        """Pauses all engines, unless workers have left: another trainer may have paused their engine by now.
-
-        Raises:
-            PartyFailedError: if workers have left, or an engine cannot be paused.
-        """
-        gone = assembly.gone()
-        if gone:
-            raise PartyFailedError("; ".join(gone), self._blamed())
-        self._pauses.begin_all(self._engines)
-
-    def _let_end(self) -> None:
-        """Waits for a commit that :meth:`close` left under way, as it still pauses and resumes engines.
-
-        Raises:
-            PartyFailedError: if it does not end.
-        """
-        if self._left is None:
-            return
-        try:
-            self._left.check()
-        except PartyFailedError as error:
-            if self._left.under_way:
-                raise PartyFailedError(
-                    f"version {self._left.version} was pushed before, and {error}", error.engines
-                ) from error
-        self._left = None
-
-    def _confirm(self, version: int) -> None:
-        """Waits until the workers report that they serve a version.
-
-        Raises:
-            PartyFailedError: with the reason of each worker that does not.
-        """
-        party = self._party  # another thread may close the session in the meantime
-        if party is None:
-            raise PartyFailedError("the session was closed")
-        reasons = party.collect_commits(version, sum(self._sizes), self._options.timeout_s)
-        if reasons:
-            failed = {self.exchange.size + worker for worker in reasons}
-            engines = [engine.name for engine, parties in self._parties() if failed.intersection(parties)]
-            told = [f"engine worker {worker}: {reason}" for worker, reason in sorted(reasons.items())]
-            raise PartyFailedError("; ".join(told), engines)
-
-    def _open(self) -> tuple[Invitation, list[int]]:
-        """Opens the rendezvous on the first rank, sized for the workers of all engines.
-
-        Raises:
-            PartyFailedError: if there are no engines, or one does not answer.
-        """
-        sizes: dict[int, int] = {}
-
-        def ask(engine: EngineClient) -> None:
-            sizes[id(engine)] = engine.world_size()
-
-        try:
-            if not self._engines:
-                raise RefitError("there is no engine to push to")
-            check_given_once(self._engines)
-            failures = on_each(self._engines, ask)
-            if failures:
-                raise of_engines(failures)
-            check_different_servers(self._engines)
-            self._rendezvous = Rendezvous(
-                self.exchange.size + sum(sizes.values()),
-                self._options.timeout_s,
-                self._options.host,
-                Registry(self.exchange.size).answer,
-            )
-        except Exception as error:
-            engines = error.engines if isinstance(error, PartyFailedError) else ()
-            raise PartyFailedError(f"cannot start the refit: {describe_error(error)}", engines) from error
-        return self._rendezvous.invitation, [sizes[id(engine)] for engine in self._engines]
+    def _on_the_first_rank(self) -> None:
+        if not self._first:
+            raise RefitError(f"rank {self.exchange.rank} knows no engines; the first rank attaches and detaches them")
 
     def _describe(self) -> Held:
         """Describes what this rank holds."""
@@ -423,3 +537,13 @@ class RefitSession:
         if self._live is None:
             raise RefitError("prepare() has not succeeded")
         return self._live.look_up()
+
+
+def _outcome(item: tuple[int, Future[Any]]) -> tuple[int, _Outcome]:
+    """What became of a subscription's part that has ended."""
+    number, future = item
+    error = future.exception()
+    if error is not None:
+        return number, _Outcome(describe_error(error))
+    found = future.result()
+    return number, _Outcome(paused_s=found if isinstance(found, float) else 0.0)

@@ -21,12 +21,11 @@ from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Reach, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.messages import Held, Invitation
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.rendezvous import Rendezvous
-from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.transports import cuda_vmm, turns
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.cuda_ipc import CudaIpcTransport

@@ -36,7 +36,6 @@ JOIN = {
     "host": "127.0.0.1",
     "port": 9,
     "token": "0" * 64,
-    "parties": 2,
     "sources": 1,
     "timeout_s": 30.0,
 }

@@ -138,6 +138,9 @@ class VllmConnection:
             raise RefitError(value)
         return value
 
+    def check_up(self) -> None:
+        self.world_size()
+
     def world_size(self) -> int:
         return int(self.run("world_size"))
 

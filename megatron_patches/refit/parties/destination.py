@@ -115,6 +115,12 @@ class DestinationParty(Party[ReceivingEnd]):
             self._unlink()
             raise
 
+    @property
+    def awaited(self) -> str:
+        """What it waits for while it receives. Any thread may ask."""
+        end = self._end
+        return "links" if end is None else end.awaited
+
     def post_commit(self, version: int, reason: str | None) -> None:
         """Reports a commit to the sources. ``reason`` is why it failed, or None."""
         self._assembly.post(commit_topic(version), reason)

@@ -1,9 +1,17 @@
-"""The parties' messages at the rendezvous: what each holds or wants, and how a version was moved."""
+"""Every message that trainer ranks and engine workers exchange at a rendezvous, and the states of a subscription.
+
+Links have a few short messages of their own (``transports/messages.py``). The trainer's calls to an engine are in
+``vllm/refit_call.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -13,6 +21,8 @@ from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.planning.layouts import Layout, Region
 from megatron_patches.refit.planning.requests import Request
 from megatron_patches.refit.planning.tensors import TensorGrid
+
+logger = logging.getLogger(__name__)
 
 DESCRIBING = "describing the trainer's weights"
 RECORDING = "recording the engine's layout"
@@ -24,6 +34,93 @@ LINKING = "linking"
 SENDING = "sending version"
 """Steps; the registry (``parties/registry.py``) computes an answer for each party from all parts. A version's number
 follows the last one's name."""
+
+
+class State(StrEnum):
+    """Where a subscription stands, on either side.
+
+    joining -> ready -> sending -> committing -> ready -> ... -> closed. From any state it may become failed. A version
+    that does not arrive or is not committed leaves it ready if its workers are still there.
+    """
+
+    JOINING = "joining"
+    """The engine's workers join, describe what they want and agree on a plan."""
+    READY = "ready"
+    """Nothing is under way."""
+    SENDING = "sending"
+    """A version is on its way. The weights must not change."""
+    COMMITTING = "committing"
+    """The workers have verified a version, and make it serve."""
+    FAILED = "failed"
+    """The workers have left, or joining failed. Only a new subscription can serve the engine again."""
+    CLOSED = "closed"
+    """The trainer has ended it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a subscription is at.
+
+    Attributes:
+        state: its state.
+        version: number of the version under way, or of the last one that serves; -1 if there is none.
+        seconds: how long it has been in this state.
+        waits_for: whom it waits for, as far as this process knows; empty if for nobody.
+    """
+
+    state: State
+    version: int
+    seconds: float
+    waits_for: tuple[str, ...] = ()
+
+
+class StateLog:
+    """The state of one subscription in one process. Each change is logged once. Any thread may use it.
+
+    Args:
+        who: the other side, for the log.
+        level: of the log.
+
+    Attributes:
+        lasted: seconds that each state lasted, since the last version was begun.
+    """
+
+    def __init__(self, who: str, level: int) -> None:
+        self._who, self._level = who, level
+        self._lock = threading.Lock()
+        self._state, self._version, self._since = State.JOINING, -1, time.monotonic()
+        self.lasted: dict[State, float] = {}
+
+    def enter(self, state: State, version: int | None = None, reason: str = "") -> None:
+        """Changes the state.
+
+        Args:
+            state: the next state.
+            version: number of the version that it is about; None for the same as before.
+            reason: why, if something failed.
+        """
+        now = time.monotonic()
+        with self._lock:
+            left, seconds = self._state, now - self._since
+            self._state, self._since = state, now
+            self._version = self._version if version is None else version
+            if state is State.SENDING:
+                self.lasted = {}
+            else:
+                self.lasted[left] = seconds
+            told = f" version {self._version}" if self._version >= 0 else ""
+        because = f": {reason}" if reason else ""
+        logger.log(self._level, "refit: %s%s: %s for %.3f s, now %s%s", self._who, told, left, seconds, state, because)
+
+    def standing(self, waits_for: Callable[[State], Sequence[str]]) -> Standing:
+        """What it is at.
+
+        Args:
+            waits_for: whom a state waits for.
+        """
+        with self._lock:
+            state, version, seconds = self._state, self._version, time.monotonic() - self._since
+        return Standing(state, version, seconds, tuple(waits_for(state)))
 
 
 @dataclass(frozen=True)
@@ -171,3 +268,97 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
 def commit_topic(version: int) -> str:
     """Topic under which workers post the results of their commits."""
     return f"committing version {version}"
+
+
+def served_topic(version: int) -> str:
+    """Topic under which the first rank posts how an engine's commit of a version went."""
+    return f"serving version {version}"
+
+
+class Join(msgspec.Struct, tag=True):
+    """A party introduces itself."""
+
+    party: int
+    name: str
+
+
+class Outcome(msgspec.Struct, tag=True):
+    """The result of a party's part of a step."""
+
+    step: int
+    what: str
+    payload: bytes = b""
+    reason: str | None = None
+
+
+class Results(msgspec.Struct, tag=True):
+    """All parts of a step, by party."""
+
+    step: int
+    payloads: list[bytes]
+
+
+class Failure(msgspec.Struct, tag=True):
+    """A step has failed."""
+
+    step: int
+    reasons: list[str]
+
+
+class Alert(msgspec.Struct, tag=True):
+    """A party has failed in a step that others are still working on."""
+
+    step: int
+    reason: str
+
+
+class Notice(msgspec.Struct, tag=True):
+    """A party's message outside of any step. An empty topic means that the party has disconnected."""
+
+    topic: str
+    party: int
+    reason: str | None = None
+
+
+class Rejection(msgspec.Struct, tag=True):
+    """The party may not join."""
+
+    reason: str
+
+
+class Beat(msgspec.Struct, tag=True):
+    """The rendezvous is alive."""
+
+
+LONGEST_TIMEOUT_S = 3600.0
+"""Longest timeout of a step, in seconds. An engine may answer no requests while it waits."""
+BEAT_S = 1.0
+"""Interval of the server's :class:`Beat`, in seconds."""
+TICK_S = 0.2
+"""Polling interval of waits on either side, in seconds."""
+
+decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
+decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Rejection | Beat).decode
+encode = msgspec.msgpack.encode
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a party needs to know to join.
+
+    Attributes:
+        host: address that the server listens on.
+        port: its port.
+        token: the server's public key as 64 hexadecimal digits. Secret nevertheless: anyone who has it may join.
+        timeout_s: seconds that a step may take after its first party has finished.
+    """
+
+    host: str
+    port: int
+    token: str
+    timeout_s: float
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The zmq endpoint of a port at an IPv4 or IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -41,6 +41,12 @@ class SourceParty(Party[SendingEnd]):
         """
         self._follow(agree_as_source(self._assembly, held, told))
 
+    @property
+    def late(self) -> list[int]:
+        """Destination ranks whose packets are under way. Any thread may ask."""
+        end = self._end
+        return [] if end is None else end.late
+
     def push(self, version: int, look_up: Callable[[], Memory]) -> Moved:
         """Sends one version; when this returns, every destination has verified it.
 

@@ -174,8 +174,8 @@ class ReceivingEnd:
 
     @property
     def awaited(self) -> str:
-        """What the end is waiting for, for error messages."""
-        announced = sorted({arriving.source for arriving in self._arriving})
+        """What the end is waiting for, for messages. Any thread may ask."""
+        announced = sorted({arriving.source for arriving in list(self._arriving)})
         if announced:
             return f"what source ranks {announced[:8]} have announced and not delivered"
         return f"a packet from any of source ranks {sorted(self._links)[:8]}"

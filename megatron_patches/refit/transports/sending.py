@@ -102,6 +102,11 @@ class SendingEnd:
         """Seconds that one wait may take."""
         return self._place.timeout_s
 
+    @property
+    def late(self) -> list[int]:
+        """Destination ranks that have not taken all packets that were sent to them. Any thread may ask."""
+        return [rank for rank, link in list(self._links.items()) if not link.quiet]
+
     def offer(self, slot_bytes: int, memory: Memory) -> Offer:
         """What other parties must know of this end.
 
@@ -223,7 +228,7 @@ class SendingEnd:
         Raises:
             PartyFailedError: if a destination is late or has gone, or ``check`` raises.
         """
-        while late := [rank for rank, link in self._links.items() if not link.quiet]:
+        while late := self.late:
             self.wait_for_news(check, f"destination ranks {late[:8]} to take their packets")
         if self._transport.turns is not None:
             self._transport.turns.finish()

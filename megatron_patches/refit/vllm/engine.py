@@ -24,6 +24,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferUpdateInfo
 
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
+from megatron_patches.refit.parties.messages import Standing, State, StateLog
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import Joining
@@ -68,6 +69,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._session: WorkerSession | None = None
         self._token = ""  # of the session
         self._trainer = ""  # address of the session's trainer
+        self._log: StateLog | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
@@ -107,6 +109,20 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             raise
         except Exception:
             logger.exception("refit: %s failed; version %d serves on", init_info.call, self.version)
+
+    def state(self) -> Standing | None:
+        """What the session is at and what this worker waits for; None if it has joined none. Any thread may ask."""
+        session = self._session
+
+        def waits_for(state: State) -> list[str]:
+            if state is State.SENDING and session is not None:
+                return [session.awaited]
+            return {
+                State.JOINING: [f"the trainer at {self._trainer}, or other workers, to agree on a plan"],
+                State.COMMITTING: [f"the trainer at {self._trainer} to commit"],
+            }.get(state, [])
+
+        return None if self._log is None else self._log.standing(waits_for)
 
     def start_weight_update(self) -> None:
         """Unused: RefitSession drives this engine."""
@@ -149,8 +165,14 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         """
         self._check_allowed(call)
         self._end()
-        self._joining = Joining(call, ServingModel(self.model, self.vllm_config, self.device), self.version)
         self._token, self._trainer = call.token, f"{call.host}:{call.port}"
+        self._log = StateLog(f"the trainer at {self._trainer}", self._level)
+        serving = ServingModel(self.model, self.vllm_config, self.device)
+        try:
+            self._joining = Joining(call, serving, self.version, self._log)
+        except BaseException:
+            self._token = ""
+            raise
 
     def _record(self, call: RefitCall) -> None:
         if self._joining is None or call.token != self._token:

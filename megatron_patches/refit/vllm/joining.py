@@ -10,13 +10,13 @@ from torch import nn
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Model
+from megatron_patches.refit.parties.messages import TICK_S, Invitation, Model, State, StateLog
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.rendezvous_messages import TICK_S, Invitation
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.transports.base import TransportName, named_transport
 from megatron_patches.refit.vllm.aside import Aside
@@ -45,14 +45,15 @@ class Joining:
         call: the call to join.
         serving: the serving model.
         version: number of its weights.
+        log: the state of the session.
 
     Raises:
         RefitError: if the rendezvous cannot be reached.
         ValueError: if the call has values that this worker does not know.
     """
 
-    def __init__(self, call: RefitCall, serving: ServingModel, version: int) -> None:
-        self._call, self._serving, self._version = call, serving, version
+    def __init__(self, call: RefitCall, serving: ServingModel, version: int, log: StateLog) -> None:
+        self._call, self._serving, self._version, self._log = call, serving, version, log
         self._memory = MemoryMode(call.memory)
         options = LinkOptions(
             transport=named_transport(call.transport),
@@ -62,10 +63,10 @@ class Joining:
         )
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-        name = f"engine worker {call.first_party - call.sources + worker} on {socket.gethostname()}:{os.getpid()}"
+        name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
         # A party that has joined must answer, so anything in the call that may be invalid is checked first.
-        invitation = Invitation(call.host, call.port, call.token, call.parties, call.timeout_s)
-        self._assembly = Assembly(invitation, call.first_party + worker, name)
+        invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
+        self._assembly = Assembly(invitation, call.sources + worker, name)
         self._party = DestinationParty(self._assembly, options, str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[Layout] = Future()  # from record()
@@ -109,6 +110,7 @@ class Joining:
             version=self._version,
             may_go_on=self._memory is MemoryMode.BESIDE and not nccl,
             timeout_s=self._call.timeout_s,
+            log=self._log,
         )
 
     def end(self) -> None:
@@ -128,8 +130,10 @@ class Joining:
             in_place = self._layout.result(0).in_place
             if in_place is not None:
                 in_place.backup.start()
+            self._log.enter(State.READY)
         except Exception as error:
             self._failure = error
+            self._log.enter(State.FAILED, reason=describe_error(error))
             if not self._model.done():
                 self._model.set_exception(error)
             self._party.close()

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from megatron_patches.refit.lease import EMPTY_CACHES, RESUME
-from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send, answer
 
 logger = logging.getLogger(__name__)

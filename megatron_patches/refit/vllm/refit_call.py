@@ -10,7 +10,7 @@ from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.rendezvous_messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import AUTO
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
@@ -25,10 +25,8 @@ class RefitCall(WeightTransferInitInfo):
         host: for join: address of the rendezvous.
         port: for join: its port.
         token: secret that all parties of a session share.
-        parties: for join: number of all parties.
         timeout_s: for join: seconds that one step may take after its first party has finished.
-        first_party: for join: party number of this engine's worker 0.
-        sources: for join: number of trainer ranks.
+        sources: for join: number of trainer ranks; the parties with the first numbers. Workers follow.
         transport: for join: name of the transport, or ``auto``.
         staging_bytes: for join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: for join: seconds without a message of the trainer after which the worker gives up its current step.
@@ -42,10 +40,8 @@ class RefitCall(WeightTransferInitInfo):
     host: Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:%_-]{0,255}\Z")] = ""
     port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     token: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
-    parties: Count = 0
     timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     lease_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
-    first_party: Count = 0
     sources: Count = 0
     transport: Annotated[str, Meta(max_length=32)] = AUTO
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
@@ -55,9 +51,9 @@ class RefitCall(WeightTransferInitInfo):
     linked: bool = False
 
     def __post_init__(self) -> None:
-        joins = self.host and self.port and self.token and self.parties and self.timeout_s and self.sources
+        joins = self.host and self.port and self.token and self.timeout_s and self.sources
         if self.call == "join" and not joins:
-            raise ValueError("to join, a call names host, port, token, parties, timeout_s and sources")
+            raise ValueError("to join, a call names host, port, token, timeout_s and sources")
 
 
 def read_call(content: dict[str, Any]) -> RefitCall:

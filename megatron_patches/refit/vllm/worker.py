@@ -1,7 +1,8 @@
-"""A worker extension for vLLM's ``--worker-extension-cls`` that reports the version of the weights."""
+"""A worker extension for vLLM's ``--worker-extension-cls`` that reports the weights' version and a refit's state."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 
@@ -13,3 +14,8 @@ class RefitWorker:
     def weights_version(self) -> int:
         """Version of the serving weights; 0 for those that vLLM loaded itself."""
         return int(getattr(self.weight_transfer_engine, "version", 0))
+
+    def refit_state(self) -> dict[str, Any] | None:
+        """What a refit is at, and what this worker waits for; None if no trainer has joined. Fields of ``Standing``."""
+        standing = self.weight_transfer_engine.state()
+        return None if standing is None else asdict(standing)

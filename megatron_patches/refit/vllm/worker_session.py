@@ -32,6 +32,7 @@ from megatron_patches.refit.errors import (
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import State, StateLog
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
@@ -92,6 +93,7 @@ class WorkerSession:
         version: number of the serving weights.
         may_go_on: whether requests are answered while a version arrives; see [Note: meanwhile].
         timeout_s: timeout of one step, in seconds.
+        log: the state of the session.
 
     Attributes:
         version: number of the serving weights.
@@ -106,8 +108,9 @@ class WorkerSession:
         version: int,
         may_go_on: bool,
         timeout_s: float,
+        log: StateLog,
     ) -> None:
-        self.version = version
+        self.version, self._log = version, log
         self._party, self._serving, self._layout = party, serving, layout
         self._may_go_on, self._timeout_s = may_go_on, timeout_s
         # Without conversion rules, only the location of the new weights matters, which is known before they arrive.
@@ -134,6 +137,7 @@ class WorkerSession:
         """
         self._come_to_rest()
         self._staged, self._instead = None, "nothing has been received"
+        self._log.enter(State.SENDING, version)
         if self._may_go_on:
             self._aside.start(f"receive-{version}", lambda: self._take(version, step, linked))
         else:
@@ -149,9 +153,17 @@ class WorkerSession:
         try:
             self._commit(version)
         except Exception as error:
-            self._tell(version, f"{type(error).__name__}: {describe_error(error)}")
+            reason = f"{type(error).__name__}: {describe_error(error)}"
+            self._log.enter(State.FAILED if self._lost is not None else State.READY, version, reason)
+            self._tell(version, reason)
             raise
+        self._log.enter(State.READY, version)
         self._tell(version, None)
+
+    @property
+    def awaited(self) -> str:
+        """What it waits for while a version arrives. Any thread may ask."""
+        return self._party.awaited
 
     def abandon(self) -> None:
         """Drops what has been received.
@@ -182,6 +194,7 @@ class WorkerSession:
         self._aside.finish(LEAVING_S)
         self._party.close()
         self._staged = None
+        self._log.enter(State.CLOSED)
 
     def _tell(self, version: int, reason: str | None) -> None:
         try:
@@ -224,7 +237,9 @@ class WorkerSession:
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._staged = version, replacement
+            self._log.enter(State.COMMITTING, version)
         except Exception as error:
+            self._log.enter(State.READY, version, describe_error(error))
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
             self._settle()  # does nothing while requests continue
             raise

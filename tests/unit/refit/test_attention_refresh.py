@@ -7,6 +7,7 @@ multi-latent attention on CPUs; its processing of weights needs none, and is run
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch import nn
 
 from megatron_patches.refit.errors import LostWeightsError, TransferError
 from megatron_patches.refit.manifest import Manifest, Storage
+from megatron_patches.refit.parties.messages import StateLog
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -181,6 +183,7 @@ class Worker:
             version=0,
             may_go_on=not in_place,
             timeout_s=30.0,
+            log=StateLog("a trainer", logging.DEBUG),
         )
         self.captured = self.model.derived()  # as a graph has it: these tensors' memory, whatever the layers have later
 

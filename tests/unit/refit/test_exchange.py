@@ -13,7 +13,7 @@ import pytest
 
 from megatron_patches.refit import exchange as exchange_module
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.exchange import on_all, on_first
+from megatron_patches.refit.exchange import on_first
 
 RANKS = 3
 
@@ -58,26 +58,6 @@ def together(body: Callable[[Rank], Any]) -> tuple[list[Any], list[Rank]]:
 
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(run, ranks)), ranks
-
-
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 2}])
-def test_whichever_rank_fails_all_do(failing: set[int]) -> None:
-    def body(rank: Rank) -> None:
-        def work() -> None:
-            if rank.rank in failing:
-                raise OSError(f"rank {rank.rank} is out of memory")
-
-        on_all(rank, work, lambda: ["http://a"] if rank.rank == 0 else [])
-
-    found, _ = together(body)
-    reasons = "; ".join(f"rank {rank} is out of memory" for rank in sorted(failing))
-    assert [(str(error), error.engines) for error in found] == [(reasons, ("http://a",))] * RANKS
-    assert [isinstance(error.__cause__, OSError) for error in found] == [rank in failing for rank in range(RANKS)]
-
-
-def test_what_all_do_well_is_no_failure_whoever_is_to_blame_for_an_earlier_one() -> None:
-    found, _ = together(lambda rank: on_all(rank, lambda: None, lambda: ["http://a"]))
-    assert found == [None] * RANKS
 
 
 def test_all_get_what_the_first_one_finds_and_wait_for_it_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.push_flags import add_flags, options_from
-from megatron_patches.refit.session import RefitOptions
+from megatron_patches.refit.session import OnEngineFailure, RefitOptions
 from megatron_patches.refit.transports.base import TransportName
 
 GIVEN = [
@@ -76,8 +77,12 @@ def test_the_transport_that_is_named_or_none() -> None:
 def test_a_training_script_takes_them_with_their_prefix() -> None:
     parser = refit_training.add_arguments(argparse.ArgumentParser())
     args = parser.parse_args([*flags("refit-"), "--refit-timeout", "7"])
+    # A training run goes on without engines that fail, unless it is told otherwise.
+    assert refit_training.options_from_args(args) == replace(MEANT, on_engine_failure=OnEngineFailure.DROP)
+    args = parser.parse_args([*flags("refit-"), "--refit-timeout", "7", "--refit-on-failure", "stop"])
     assert refit_training.options_from_args(args) == MEANT
-    assert refit_training.options_from_args(parser.parse_args([])) == RefitOptions()
+    args = parser.parse_args([])
+    assert refit_training.options_from_args(args) == RefitOptions(on_engine_failure=OnEngineFailure.DROP)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,7 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
         ("--refit-timeout 0", r"--refit-timeout: timeout_s is 0"),
         ("--refit-timeout -1", r"--refit-timeout: timeout_s is -1"),
         ("--refit-timeout inf", r"--refit-timeout: timeout_s is inf"),
+        ("--refit-lag -1", r"--refit-lag: lag_s is -1"),
         ("--refit-lease 0.5", r"--refit-lease: lease_s is 0\.5"),
         ("--refit-host 0.0.0.0", r"--refit-host: host is 0\.0\.0\.0, to which engines cannot connect"),
         ("--refit-host ::", r"--refit-host: host is ::, to which engines cannot connect"),

@@ -16,13 +16,12 @@ from megatron_patches.refit.boxes import TensorSpec, View
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.parties.messages import Held, Invitation
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.rendezvous import Rendezvous
-from megatron_patches.refit.rendezvous_messages import Invitation
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Place, TransportName
 from megatron_patches.refit.transports.c10d import C10dTransport, _decode_details

@@ -18,6 +18,7 @@ from megatron_patches.refit.rendezvous import Rendezvous
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from megatron_patches.refit.parties.messages import StateLog
 from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm import engine as engine_module
 from megatron_patches.refit.vllm.engine import EtpWeightTransferEngine
@@ -26,7 +27,7 @@ from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
 FIRST, SECOND = "1" * 64, "2" * 64
-JOIN = {"host": "10.0.0.5", "port": 1, "parties": 2, "timeout_s": 1.0, "sources": 1}
+JOIN = {"host": "10.0.0.5", "port": 1, "timeout_s": 1.0, "sources": 1}
 
 
 def engine(workers: int, settings: dict[str, Any] | None = None) -> EtpWeightTransferEngine:
@@ -84,7 +85,7 @@ def test_a_call_of_another_version_of_the_package_is_refused(
         ("timeout_s", 3601.0),
         ("timeout_s", float("inf")),
         ("timeout_s", float("nan")),
-        ("parties", -1),
+        ("sources", -1),
         ("version", -1),
         ("transport", "x" * 1000),
         ("linked", "yes"),
@@ -117,7 +118,11 @@ def test_no_trainer_is_joined_where_nobody_asks_who_it_is(
     assert not joins(under_test, monkeypatch)
     assert "this server obeys whoever reaches it, so its workers join no trainer" in caplog.text
     under_test.init_transfer_engine(under_test.parse_init_info({"call": "admit"}))
+    assert under_test.state() is None
     assert joins(under_test, monkeypatch)
+    state = under_test.state()
+    assert state is not None
+    assert state.waits_for == ("the trainer at 10.0.0.5:1, or other workers, to agree on a plan",)
     assert joins(engine(1, {"unguarded": True}), monkeypatch)
 
 
@@ -178,7 +183,7 @@ def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: s
         config = SimpleNamespace(parallel_config=parallel)
         serving = ServingModel(nn.Linear(1, 1), cast(Any, config), torch.device("cpu"))
         with pytest.raises(ValueError, match=value):
-            Joining(RefitCall(**cast(Any, call)), serving, 0)
+            Joining(RefitCall(**cast(Any, call)), serving, 0, StateLog("a trainer", logging.DEBUG))
         with pytest.raises(RefitError, match="1 of the workers of it did not join"):
             rendezvous.check_joined([0], "it")
     finally:

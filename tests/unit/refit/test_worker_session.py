@@ -18,12 +18,15 @@ from torch import nn
 from megatron_patches.refit.conversion import CONVERT, Rule, Step
 from megatron_patches.refit.errors import LostWeightsError, PartyFailedError, RefitError, TransferError
 from megatron_patches.refit.manifest import Manifest, Storage
+from megatron_patches.refit.parties.messages import State, StateLog
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none, worker_session
 from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
+
+LOG = StateLog("a trainer", logging.DEBUG)
 
 
 class Party:
@@ -152,7 +155,7 @@ def session(
     serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
     layout = Layout(Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place))
-    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0)
+    return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0, log=LOG)
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -165,6 +168,9 @@ def test_a_version_is_received_and_committed(aside: bool) -> None:
     assert party.asked == ["received 7 at 3, linked: True", "commit of 7: None"]
     assert Replacement.done == [*(["begin"] if aside else ["build"]), "build", "apply", "forget"]
     assert party.beside_bytes == 0
+    standing = LOG.standing(lambda _: [])
+    assert (standing.state, standing.version) == (State.READY, 7)
+    assert {State.SENDING, State.COMMITTING} <= LOG.lasted.keys()
 
 
 def test_weights_are_put_together_while_they_arrive() -> None:

@@ -1,0 +1,246 @@
+"""The first rank's side of one engine: makes its workers join, receive and commit, and pauses it meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.engines import EngineClient, PauseMode
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.messages import DESCRIBING, RECORDING
+from megatron_patches.refit.parties.registry import Registry
+from megatron_patches.refit.push_options import RefitOptions
+from megatron_patches.refit.rendezvous import Rendezvous
+from megatron_patches.refit.transports.base import AUTO
+from megatron_patches.refit.transports.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class EngineControl:
+    """Calls one engine, from one thread at a time, because an engine's methods need not be thread-safe.
+
+    Args:
+        engine: the engine.
+        sources: number of trainer ranks.
+        options: of the session.
+
+    Attributes:
+        engine: the engine.
+        rendezvous: where trainer ranks and this engine's workers meet.
+        workers: number of its workers; 0 until it is known.
+        unreachable: whether it did not even answer its health check.
+        paused_s: how long it was paused for the last version, in seconds.
+
+    Raises:
+        PartyFailedError: if the rendezvous cannot listen.
+    """
+
+    def __init__(self, engine: EngineClient, sources: int, options: RefitOptions) -> None:
+        self.engine = engine
+        self._sources, self._options = sources, options
+        # The number of workers is not known yet, but there is one at least, without which no step ends.
+        self.rendezvous = Rendezvous(
+            sources + 1, options.timeout_s, options.host, Registry(sources).answer, silence_s=options.lease_s
+        )
+        self._caller = Worker(f"refit-calls-{engine.name}")
+        self._call: Future[None] | None = None
+        self._paused_at: float | None = None
+        self.workers, self.unreachable, self.paused_s = 0, False, 0.0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether versions overwrite the serving weights."""
+        return self._options.memory is MemoryMode.IN_PLACE
+
+    def join(self, assembly: Assembly, staging_bytes: int, check: Callable[[EngineClient], None]) -> None:
+        """Starts to make the workers join. If that fails, the step that the caller is about to take fails for all.
+
+        Args:
+            assembly: the caller's connection to the rendezvous.
+            staging_bytes: of :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+            check: raises if an engine that has answered must not take part.
+        """
+        self._start(assembly, assembly.next_step, DESCRIBING, lambda: self._join(staging_bytes, check))
+
+    def record(self, assembly: Assembly) -> None:
+        """Starts to make the workers record their layouts. Requests wait for this step of joining only."""
+        self._start(assembly, assembly.next_step, RECORDING, lambda: self.engine.call({"call": "record"}))
+
+    def receive(self, assembly: Assembly, version: int, step: int, *, linked: bool) -> None:
+        """Makes the workers receive a version, after pausing the engine if it would overwrite what serves.
+
+        Args:
+            assembly: the caller's connection to the rendezvous.
+            version: number of the weights.
+            step: number of the step in which they begin.
+            linked: whether the sources' links are up.
+
+        Raises:
+            RefitError: if workers have left, so that another trainer may use the engine, or it cannot be paused.
+        """
+        if self.in_place:
+            gone = assembly.gone()
+            if gone:
+                raise PartyFailedError("; ".join(gone))
+            self._pause()
+        call = {"call": "receive", "version": version, "step": step, "linked": linked}
+        self._start(assembly, step, f"sending version {version}", lambda: self.engine.call(call))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last call failed; None if it did not, or has not ended."""
+        error = self._call.exception() if self._call is not None and self._call.done() else None
+        return None if error is None else describe_error(error)
+
+    def wait(self) -> None:
+        """Waits for the last call.
+
+        Raises:
+            RefitError: if it failed or does not end in time.
+        """
+        if self._call is not None:
+            try:
+                self._call.result(self._options.timeout_s)
+            except TimeoutError as error:
+                raise RefitError(
+                    f"{self.engine.name} did not answer a call within {self._options.timeout_s:.0f} s"
+                ) from error
+
+    def commit(self, version: int, confirm: Callable[[], None]) -> None:
+        """Makes a received version serve, or the previous one if that fails.
+
+        Args:
+            version: number of the weights.
+            confirm: waits until the workers report that they serve it; raises RefitError otherwise.
+
+        Raises:
+            RefitError: if it was not committed.
+        """
+        asked = False
+        try:
+            self.wait()
+            self._pause()
+            asked = True
+            self.engine.commit(version, reset_cache=self._empties_caches)
+        except BaseException:
+            self._settle(asked=asked)
+            raise
+        self._resume(reset_cache=False)
+        confirm()
+
+    def give_up(self) -> None:
+        """Resumes the engine with its old weights if it is paused, because a version did not arrive.
+
+        Raises:
+            RefitError: if it stays paused.
+        """
+        if self._paused_at is None:
+            return
+        try:
+            self.wait()
+        except RefitError as error:  # the reason for giving up is known already
+            logger.debug("refit: %s", error)
+        self._settle(asked=False)
+
+    def close(self) -> None:
+        """Closes the rendezvous. A commit under way goes on."""
+        self._caller.close(0.0)
+        self.rendezvous.close()
+
+    @property
+    def _empties_caches(self) -> bool:
+        """Whether cache entries computed with the old weights must be dropped."""
+        return self._options.pause is not PauseMode.KEEP
+
+    def _start(self, assembly: Assembly, step: int, what: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                try:
+                    assembly.fail(step, what, f"{self.engine.name}: {describe_error(error)}")
+                except PartyFailedError as lost:  # then the step has failed already
+                    logger.debug("refit: %s", lost)
+                raise
+
+        self._call = self._caller.submit(run)
+
+    def _join(self, staging_bytes: int, check: Callable[[EngineClient], None]) -> None:
+        engine, options = self.engine, self._options
+        try:
+            self.workers = engine.world_size()
+            check(engine)
+        except Exception as error:
+            self.unreachable = not _is_up(engine)
+            self.rendezvous.give_up(describe_error(error))  # nobody waits for workers that were never asked
+            raise
+        self.rendezvous.expect(self._sources + self.workers)
+        invitation = self.rendezvous.invitation
+        call: Mapping[str, Any] = {
+            "call": "join",
+            "host": invitation.host,
+            "port": invitation.port,
+            "token": invitation.token,
+            "timeout_s": invitation.timeout_s,
+            "sources": self._sources,
+            "transport": AUTO if options.transport is None else options.transport.value,
+            "staging_bytes": staging_bytes,
+            "memory": options.memory.value,
+            "lease_s": options.lease_s,
+        }
+        engine.call(dict(call))
+        self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
+
+    def _pause(self) -> None:
+        if self._paused_at is None:
+            began = time.perf_counter()
+            try:
+                self.engine.pause(self._options.pause)
+            except Exception as error:
+                raise RefitError(f"{self.engine.name} cannot be paused: {describe_error(error)}") from error
+            self._paused_at = began
+
+    def _resume(self, *, reset_cache: bool) -> None:
+        began, self._paused_at = self._paused_at, None
+        if began is not None:
+            try:
+                self.engine.resume(reset_cache=reset_cache and self._empties_caches)
+            finally:
+                self.paused_s = time.perf_counter() - began
+
+    def _settle(self, *, asked: bool) -> None:
+        """Resumes an engine that may not have committed.
+
+        Args:
+            asked: whether it was asked to commit. If only its answer was lost, it serves the new weights, and cache
+                entries of the old ones must go. If it could not restore the old weights, it serves none.
+
+        Raises:
+            RefitError: if it does not answer; it then stays paused, because it might serve a mixture.
+        """
+        if self._paused_at is not None and (self.in_place or asked):
+            try:
+                self.engine.call({"call": "abandon"})
+            except Exception as error:
+                self._paused_at = None
+                raise RefitError(
+                    f"{self.engine.name} stays paused, as it did not say that its old weights are back "
+                    f"({describe_error(error)}); start it anew, or resume it if it was too slow to answer"
+                ) from error
+        self._resume(reset_cache=asked)
+
+
+def _is_up(engine: EngineClient) -> bool:
+    try:
+        engine.check_up()
+    except Exception as error:  # noqa: BLE001 - whatever the reason, it does not answer
+        logger.debug("refit: %s is not up: %s", engine.name, error)
+        return False
+    return True

@@ -1,0 +1,367 @@
+"""One engine's subscription to a training run, as each trainer rank keeps it.
+
+A subscription has a rendezvous, links and a thread of its own on every rank, so engines join, receive, commit, lag and
+fail independently of each other. Its states are those of :class:`megatron_patches.refit.parties.messages.State`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.engine_control import EngineControl
+from megatron_patches.refit.engines import EngineClient
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.parties.messages import (
+    LONGEST_TIMEOUT_S,
+    Held,
+    Invitation,
+    Moved,
+    Standing,
+    State,
+    StateLog,
+    served_topic,
+)
+from megatron_patches.refit.parties.source import SourceParty
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.push_options import EngineReport, Fate
+from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.transports.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a rank's subscriptions have in common.
+
+    Attributes:
+        rank: of this process.
+        name: of this process, for messages.
+        device: device of its weights: ``cpu``, or torch's name of a GPU.
+        stream: stream of what subscriptions do on a GPU; None on a CPU.
+        describe: describes what this rank holds.
+    """
+
+    rank: int
+    name: str
+    device: str
+    stream: torch.cuda.Stream | None
+    describe: Callable[[], Held]
+
+
+class Subscription:
+    """One engine on one trainer rank. Joins at once, in its own thread.
+
+    Args:
+        name: name of the engine.
+        invitation: to its rendezvous.
+        trainer: this rank.
+        options: how to move bytes.
+        control: on the first rank, the engine; None on other ranks.
+        check: see :meth:`EngineControl.join`.
+        after: an earlier subscription of the engine, which may still be committing.
+
+    Attributes:
+        name: name of the engine.
+        joined: done once the workers have agreed on a plan.
+        sent: done once this rank's part of the last version has been received and verified, or has failed; the weights
+            may then change.
+        served: done once the last version serves, or has failed.
+        lags: whether it has missed a version because it was committing another, so that no push waits for it again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        invitation: Invitation,
+        trainer: Trainer,
+        options: LinkOptions,
+        *,
+        control: EngineControl | None,
+        check: Callable[[EngineClient], None],
+        after: Subscription | None,
+    ) -> None:
+        self.name = name
+        self._invitation, self._trainer, self._options = invitation, trainer, options
+        self._control, self._check, self._after = control, check, after
+        self._assembly: Assembly | None = None
+        self._party: SourceParty | None = None
+        self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
+        self.lags = False
+        self._worker = Worker(f"refit-{name}")
+        self.sent: Future[Moved] = Future()
+        self.served: Future[float] = Future()
+        self.served.set_result(0.0)
+        self.joined = self._run(self._join)
+
+    @property
+    def unreachable(self) -> bool:
+        """On the first rank, whether the engine could not be reached when it was to join."""
+        return self._control is not None and self._control.unreachable
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds that the last version has taken so far."""
+        return sum(self._log.lasted.values())
+
+    @property
+    def party(self) -> SourceParty:
+        """This rank's party.
+
+        Raises:
+            PartyFailedError: before it has joined.
+        """
+        if self._party is None:
+            raise PartyFailedError(f"{self.name} has not joined")
+        return self._party
+
+    @property
+    def failure(self) -> str | None:
+        """Why it takes part in no further version: joining or the last commit failed; None otherwise."""
+        for ended in (self.joined, self.served):
+            error = ended.exception() if ended.done() else None
+            if error is not None:
+                return describe_error(error)
+        return None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Stream on which it packs and digests; None on a CPU."""
+        return self._trainer.stream
+
+    @property
+    def over_nccl(self) -> bool:
+        """Whether versions travel through kernels that occupy a GPU until the engine takes them."""
+        return self._trainer.stream is not None and self.party.transport is TransportName.C10D
+
+    @property
+    def gone(self) -> list[str]:
+        """A sentence for each party that has left."""
+        return [] if self._assembly is None else self._assembly.gone()
+
+    @property
+    def standing(self) -> Standing:
+        """What it is at."""
+        return self._log.standing(self._awaited)
+
+    def _awaited(self, state: State) -> list[str]:
+        """The engine, workers that have not taken what was sent to them, or parties that have not ended a step."""
+        if state is State.COMMITTING:
+            return [self.name]
+        late = [] if self._party is None or state is not State.SENDING else self._party.late
+        if late or self._control is None:
+            return [f"worker {rank}" for rank in late]
+        return self._control.rendezvous.awaited
+
+    def send(self, version: int, look_up: Callable[[], Memory]) -> None:
+        """Starts to send a version, once the last one has been committed or given up. The engine commits it by itself.
+
+        Args:
+            version: number of the weights.
+            look_up: see :meth:`megatron_patches.refit.parties.source.SourceParty.push`.
+        """
+        self.sent = sent = self._run(lambda: self._send(version, look_up))
+        self.served = self._run(lambda: self._serve(version, sent))
+
+    def forget(self) -> None:
+        """Forgets that the last commit failed."""
+        if self.served.done():
+            self.served = Future()
+            self.served.set_result(0.0)
+
+    def report(self, fate: Fate, reason: str | None) -> EngineReport:
+        """What became of the last version at this engine.
+
+        Args:
+            fate: what, if there is no ``reason``.
+            reason: why it failed.
+        """
+        sent = self.sent.done() and self.sent.exception() is None
+        return EngineReport(
+            fate if reason is None else Fate.FAILED,
+            seconds={state.value: seconds for state, seconds in self._log.lasted.items()},
+            nbytes=self.party.agreed.nbytes if sent else 0,
+            reason=reason,
+        )
+
+    def close(self) -> Future[None]:
+        """Ends the subscription: whatever is under way fails, but for a commit, which goes on.
+
+        Returns:
+            Done once the other parties have received what was on its way to them.
+        """
+        if self._party is not None:
+            self._party.leave()
+        self._run(self._close)
+        self._worker.close(0.0)
+        closer = Worker(f"refit-closing-{self.name}")
+        control = self._control
+        closed = closer.submit(control.close if control is not None else lambda: None)
+        closer.close(0.0)
+        return closed
+
+    def finish(self) -> None:
+        """Waits until nothing is under way, in a subscription that was closed.
+
+        Raises:
+            RefitError: if the last commit does not end in time.
+        """
+        try:
+            self.served.result(2 * self._invitation.timeout_s)
+        except TimeoutError as error:
+            raise RefitError(
+                f"version {self.standing.version} was pushed before, and {self.name} has not said how its commit went"
+            ) from error
+        except RefitError as error:  # whoever pushed it was told
+            logger.debug("refit: %s", error)
+
+    def _join(self) -> None:
+        try:
+            if self._after is not None:
+                self._after.finish()
+            self._assembly = Assembly(self._invitation, self._trainer.rank, self._trainer.name)
+            self._party = SourceParty(self._assembly, self._options, self._trainer.device)
+            if self._control is not None:
+                self._control.join(self._assembly, self._options.staging_bytes, self._check)
+            self._party.prepare(self._trainer.describe, self._have_recorded)
+            if self._control is not None:
+                self._control.wait()
+        except Exception as error:
+            of_engine = self._control.failure if self._control is not None else None
+            reason = of_engine or describe_error(error)
+            self._log.enter(State.FAILED, -1, reason)
+            if self._party is not None:
+                self._party.leave()  # so that nobody waits for this rank
+            raise PartyFailedError(reason, [self.name]) from error
+        self._log.enter(State.READY, -1)
+
+    def _have_recorded(self) -> None:
+        if self._control is not None and self._assembly is not None:
+            self._control.record(self._assembly)
+
+    def _send(self, version: int, look_up: Callable[[], Memory]) -> Moved:
+        self.joined.result(0)
+        party, assembly, control = self.party, self._assembly, self._control
+        self._log.enter(State.SENDING, version)
+        if assembly is None:
+            raise PartyFailedError(f"{self.name} has not joined")
+        step, linked, asked = assembly.next_step, party.linked, False
+
+        def begin() -> Memory:
+            # In the first step of this push, which fails for all parties if this fails.
+            nonlocal asked
+            if control is not None and not asked:
+                asked = True
+                control.receive(assembly, version, step, linked=linked)
+            return look_up()
+
+        try:
+            moved = party.push(version, begin)
+        except Exception as error:
+            self._fail(version, describe_error(error))
+            raise PartyFailedError(describe_error(error), [self.name]) from error
+        self._log.enter(State.COMMITTING, version)
+        return moved
+
+    def _serve(self, version: int, sent: Future[Moved]) -> float:
+        """Commits a version, or gives it up if it did not arrive, on the first rank. Other ranks wait for its word.
+
+        Returns:
+            On the first rank, seconds for which the engine was paused.
+        """
+        assembly, control, arrived = self._assembly, self._control, sent.exception() is None
+        if assembly is None:
+            raise PartyFailedError(f"{self.name} has not joined")
+        if control is None:
+            reason = assembly.collect(served_topic(version), [0], LONGEST_TIMEOUT_S)[0]
+        else:
+            reason = None
+            try:
+                if arrived:
+                    control.commit(version, lambda: self._confirm(version, control))
+                else:
+                    control.give_up()  # in place, the workers have restored the old weights
+            except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
+                doing = "committing" if arrived else "giving up"
+                reason = f"{doing} version {version} failed: {describe_error(error)}"
+            try:
+                assembly.post(served_topic(version), reason)
+            except PartyFailedError as error:  # the subscription was closed
+                logger.debug("refit: %s", error)
+        if reason is not None and (arrived or control is not None):
+            self._fail(version, reason)
+            raise PartyFailedError(reason, [self.name])
+        if arrived:
+            self._log.enter(State.READY, version)
+        return 0.0 if control is None else control.paused_s
+
+    def _confirm(self, version: int, control: EngineControl) -> None:
+        reasons = self.party.collect_commits(version, control.workers, self._invitation.timeout_s)
+        if reasons:
+            raise PartyFailedError(
+                "; ".join(f"worker {worker} of {self.name}: {reason}" for worker, reason in sorted(reasons.items()))
+            )
+
+    def _fail(self, version: int, reason: str) -> None:
+        self._log.enter(State.FAILED if self.gone else State.READY, version, reason)
+
+    def _close(self) -> None:
+        if self._party is not None:
+            self._party.close()
+        self._log.enter(State.CLOSED)
+
+    def _run[T](self, work: Callable[[], T]) -> Future[T]:
+        def run() -> T:
+            with self._on_stream():
+                return work()
+
+        return self._worker.submit(run)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Makes the trainer's stream, which follows what writes the weights, this thread's own."""
+        import torch
+
+        stream = self._trainer.stream
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+class Once:
+    """A value that several threads share, computed by whichever asks first. An error is raised to all."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute, self._lock = compute, threading.Lock()
+        self._found: Future[Any] = Future()
+
+    def __call__(self) -> Any:
+        """The value."""
+        with self._lock:
+            if not self._found.done():
+                try:
+                    self._found.set_result(self._compute())
+                except Exception as error:  # noqa: BLE001 - raised below
+                    self._found.set_exception(error)
+        return self._found.result()
+
+
+def longest(found: Sequence[Moved]) -> dict[str, float]:
+    """The longest time of each part of a push, over engines."""
+    parts = sorted({part for moved in found for part in moved.seconds})
+    return {part: max(moved.seconds.get(part, 0.0) for moved in found) for part in parts}

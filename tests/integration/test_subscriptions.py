@@ -1,0 +1,327 @@
+"""Two engines of one training, each a process: whatever becomes of one, the other has each version in time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_patches.refit import roster
+from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.messages import Standing, State
+from megatron_patches.refit.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.integration.live_refit import STAGING, fill, start, value
+from tests.integration.tiny_models import QWEN3
+from tests.support import plain_engine
+from tests.support.launch import run_megatron
+from tests.support.live_models import Case
+from tests.support.plain_engine import PlainEngine
+
+pytestmark = pytest.mark.timeout(300)
+
+CASE = Case(TrainerMesh(etp=2), (), QWEN3)
+LEASE_S = 3.0
+NAMES = [f"engine {number}" for number in range(5)]
+
+
+@contextlib.contextmanager
+def engines(folder: Path, count: int) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
+    """Addresses and processes of engines."""
+    started = []
+    try:
+        for number in range(count):
+            address = str(folder / f"{number}.sock")
+            started.append((address, plain_engine.start(address)))
+        yield started
+    finally:
+        for _, process in started:
+            process.kill()
+            process.wait()
+
+
+def expected(seed: int) -> dict[str, str]:
+    """What an engine holds of model ``seed``."""
+    shapes = family_from_config(CASE.config).shapes()
+    found = {}
+    for name, shape in shapes.items():
+        content = value(TensorSpec(name, tuple(shape), "bfloat16").box, tuple(shape), seed).bfloat16()
+        found[name] = plain_engine.digest(name, content.contiguous().view(-1).view(dtype=_int16()).numpy().tobytes())
+    return found
+
+
+def _int16() -> Any:
+    import torch
+
+    return torch.int16
+
+
+Push = Callable[..., PushReport]
+Scene = Callable[[RefitSession, list[PlainEngine], Push], Any]
+
+
+def body(rank: int, world_size: int, addresses: list[str], scene: Scene, options: dict[str, Any]) -> Any:
+    """Runs a scene on this rank."""
+    del world_size
+    chunks = start(CASE)
+    clients = [PlainEngine(NAMES[number], address, 20.0) for number, address in enumerate(addresses)]
+    settings = RefitOptions(staging_bytes=STAGING, timeout_s=20.0, lease_s=LEASE_S, **options)
+    session = RefitSession(chunks, clients if rank == 0 else [], vocab_size=37, options=settings)
+
+    def push(version: int, *, wait: bool = False) -> PushReport:
+        fill(CASE, chunks, version)
+        return session.push(version, wait=wait)
+
+    roster._AGAIN_S, roster._COST_FACTOR = 0.2, 0.0
+    with contextlib.closing(session):
+        session.prepare()
+        return scene(session, clients, push)
+
+
+def run(folder: Path, scene: Scene, count: int = 2, **options: Any) -> list[Any]:
+    with engines(folder, count) as started:
+        addresses = [address for address, _ in started]
+        found: list[Any] = run_megatron(body, 2, args=(addresses, scene, options), timeout_s=150)
+        return found
+
+
+def until(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def both_serve(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    report = push(1, wait=True)
+    found = [client.run("content") for client in clients] if session.exchange.rank == 0 else []
+    session.exchange.gather(None)
+    return {name: one.fate for name, one in report.engines.items()}, found
+
+
+def test_each_engine_serves_what_the_trainer_pushed(tmp_path: Path) -> None:
+    (fates, found), (fates_of_other, _) = run(tmp_path, both_serve)
+    assert fates == fates_of_other == {"engine 0": Fate.SERVES, "engine 1": Fate.SERVES}
+    assert found == [(1, expected(1))] * 2
+
+
+@dataclass
+class Fault:
+    """What happens to engine 1.
+
+    Attributes:
+        how: SIGSTOP or SIGKILL.
+        state: in which it happens.
+    """
+
+    how: signal.Signals
+    state: str
+
+
+def one_fails(fault: Fault, session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 1 fails in a state, is left out, and comes back. What each rank saw, and what both serve at last."""
+    first = session.exchange.rank == 0
+    waited = collectives(session)
+    push(1, wait=True)
+    serves, standing = list[float](), list[Standing]()
+    pid, watching = 0, None
+    if first:
+        pid = clients[1].run("pid")
+        clients[1].run("fail_in", fault.state, int(fault.how))
+        watching = threading.Thread(target=watch, args=(session, clients[0], serves, standing))
+        watching.start()
+    fates, took = [], []
+    for version in (2, 3, 4):
+        began = time.monotonic()
+        fates.append({name: one.fate for name, one in push(version).engines.items()})
+        took.append(time.monotonic() - began)
+    longest = max(waited)
+    if watching is not None:
+        watching.join()
+        until(lambda: clients[0].run("content")[0] == 4)
+    again = None
+    if first and fault.how is signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+    elif first:
+        again = plain_engine.start(clients[1].address)
+    version = until_all_serve(push, 5, 2)
+    found = [client.run("content") for client in clients] if first else []
+    if again is not None:
+        again.kill()
+        again.wait()
+    return Seen(took, serves, standing, fates, found, version, session.state(), longest)
+
+
+class Seen(NamedTuple):
+    """What a rank saw.
+
+    Attributes:
+        took: seconds of the pushes of versions 2, 3 and 4, during which engine 1 fails.
+        serves: seconds until engine 0 served version 2.
+        standing: what engine 1 was at when it did.
+        fates: what became of the engines in these pushes.
+        found: what the engines serve at last.
+        version: its number.
+        states: what the subscriptions are at, at last.
+        waited: the longest time in a collective, in seconds.
+    """
+
+    took: list[float]
+    serves: list[float]
+    standing: list[Standing]
+    fates: list[dict[str, Fate]]
+    found: list[tuple[int, dict[str, str]]]
+    version: int
+    states: Mapping[str, Standing]
+    waited: float
+
+
+def collectives(session: RefitSession) -> list[float]:
+    """Seconds of each collective from now on."""
+    gather, waited = session.exchange.gather, list[float]()
+
+    def timed(value: Any) -> list[Any]:
+        began = time.monotonic()
+        try:
+            return gather(value)
+        finally:
+            waited.append(time.monotonic() - began)
+
+    session.exchange.gather = timed  # type: ignore[method-assign]
+    return waited
+
+
+def watch(session: RefitSession, engine: PlainEngine, serves: list[float], standing: list[Standing]) -> None:
+    """Notes after how many seconds an engine serves version 2, and what engine 1 is at then."""
+    began = time.monotonic()
+    until(lambda: engine.run("content")[0] == 2)
+    serves.append(time.monotonic() - began)
+    standing.append(session.state()["engine 1"])
+
+
+def until_all_serve(push: Push, version: int, count: int) -> int:
+    """Pushes until all engines serve a version. Returns its number."""
+    while [one.fate for one in push(version, wait=True).engines.values()] != [Fate.SERVES] * count:
+        time.sleep(0.1)
+        version += 1
+        assert version < 400
+    return version
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "memory"),
+    [
+        (signal.SIGSTOP, "sending", MemoryMode.BESIDE),
+        (signal.SIGSTOP, "sending", MemoryMode.IN_PLACE),
+        (signal.SIGSTOP, "committing", MemoryMode.BESIDE),
+        (signal.SIGKILL, "sending", MemoryMode.BESIDE),
+        (signal.SIGKILL, "committing", MemoryMode.IN_PLACE),
+    ],
+)
+def test_an_engine_that_fails_costs_the_other_nothing_and_comes_back(
+    tmp_path: Path, how: signal.Signals, state: str, memory: MemoryMode
+) -> None:
+    options: dict[str, Any] = {"on_engine_failure": OnEngineFailure.DROP, "lag_s": 0.5, "memory": memory}
+    of_ranks = run(tmp_path, functools.partial(one_fails, Fault(how, state)), **options)
+    seen: Seen = of_ranks[0]
+    assert seen.serves[0] < 2.0  # whatever the other does
+    assert max(seen.took) < LEASE_S + 2.0
+    assert sorted(seen.took)[1] < 2.0  # it is waited for once
+    assert [fates["engine 0"] for fates in seen.fates] == [Fate.SENT] * 3
+    assert Fate.FAILED in [fates.get("engine 1") for fates in seen.fates] or state == "committing"
+    if how is signal.SIGSTOP:
+        assert seen.standing[0].state == (State.SENDING if state == "sending" else State.COMMITTING)
+        assert seen.standing[0].waits_for == (("worker 0",) if state == "sending" else ("engine 1",))
+        if state == "committing":
+            assert [fates["engine 1"] for fates in seen.fates] == [Fate.SENT, Fate.LAGS, Fate.LAGS]
+    assert seen.found == [(seen.version, expected(seen.version))] * 2
+    assert {name: one.state for name, one in seen.states.items()} == dict.fromkeys(NAMES[:2], State.READY)
+    assert of_ranks[1].fates == seen.fates
+    assert max(one.waited for one in of_ranks) < 1.0  # no rank waits in a collective while an engine is waited for
+
+
+def some_come_late(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Of four engines two are attached late and one is killed while it receives; another hangs while it joins."""
+    first, started, took = session.exchange.rank == 0, [], []
+
+    def timed(version: int) -> dict[str, Fate]:
+        began = time.monotonic()
+        found = {name: one.fate for name, one in push(version).engines.items()}
+        took.append(time.monotonic() - began)
+        return found
+
+    fates = [timed(1)]
+    if first:
+        clients[1].run("fail_in", "sending", int(signal.SIGKILL))
+        for number in (2, 3, 4):
+            address = clients[0].address.replace("0.sock", f"{number}.sock")
+            started.append(plain_engine.start(address))
+            clients.append(PlainEngine(NAMES[number], address, 20.0))
+            if number == 4:
+                clients[4].run("fail_in", "joining", int(signal.SIGSTOP))
+            session.attach(clients[number])
+    version = 2
+    while True:
+        fates.append(timed(version))
+        if [fates[-1].get(name) for name in NAMES[2:4]] == [Fate.SENT] * 2:
+            break
+        time.sleep(0.1)
+        version += 1
+        assert version < 100
+    if first:
+        session.detach(NAMES[4])
+        session.detach(NAMES[0])
+    version += 1
+    fates.append(timed(version))
+    session.wait()
+    found = [clients[number].run("content") for number in (0, 2, 3)] if first else []
+    for process in started:
+        process.kill()
+        process.wait()
+    return took, fates, found, version
+
+
+def test_engines_come_and_go_at_any_time(tmp_path: Path) -> None:
+    (took, fates, found, version), other = run(tmp_path, some_come_late, on_engine_failure=OnEngineFailure.DROP)
+    assert max(took) < 3.0
+    assert fates[0] == dict.fromkeys(NAMES[:2], Fate.SENT)
+    assert fates[1] == {NAMES[0]: Fate.SENT, NAMES[1]: Fate.FAILED}
+    assert all(of_version[NAMES[0]] is Fate.SENT for of_version in fates[:-1])
+    assert all(Fate.SENT is not of_version.get(NAMES[4]) for of_version in fates)
+    assert fates[-1] == {**dict.fromkeys((NAMES[0], NAMES[4]), Fate.LEFT), **dict.fromkeys(NAMES[2:4], Fate.SENT)}
+    assert found == [(version - 1, expected(version - 1)), *[(version, expected(version))] * 2]
+    assert other[1] == fates
+
+
+def one_is_killed(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 1 is killed while it receives, and the session is one that raises."""
+    push(1, wait=True)
+    if session.exchange.rank == 0:
+        clients[1].run("fail_in", "sending", int(signal.SIGKILL))
+    with pytest.raises(PartyFailedError) as raised:
+        push(2, wait=True)
+    session.exchange.gather(None)
+    found = [clients[0].run("content")] if session.exchange.rank == 0 else []
+    session.prepare(clients[:1])
+    push(3, wait=True)
+    found += [clients[0].run("content")] if session.exchange.rank == 0 else []
+    return raised.value.engines, found
+
+
+def test_a_push_that_raises_names_the_engine_and_the_other_one_serves_the_version(tmp_path: Path) -> None:
+    (culprits, found), (culprits_of_other, _) = run(tmp_path, one_is_killed)
+    assert culprits == culprits_of_other == ("engine 1",)
+    assert found == [(2, expected(2)), (3, expected(3))]

@@ -1,0 +1,250 @@
+"""An engine that is one process and has no model: it keeps what it receives, for tests of sessions.
+
+Run as ``python -m tests.support.plain_engine ADDRESS``. :class:`PlainEngine` is an engine for a session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.boxes import View
+from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Invitation, Model
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.transports.base import named_transport
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+
+
+def digest(name: str, content: bytes) -> str:
+    """Of one tensor."""
+    return hashlib.sha256(name.encode() + content).hexdigest()[:16]
+
+
+class Engine:
+    """The process's side; serves one connection after another.
+
+    Attributes:
+        version: number of the version that serves.
+        serving: its storages.
+    """
+
+    def __init__(self) -> None:
+        self.version, self.serving = -1, dict[str, Bits]()
+        self._fault: tuple[str, int] | None = None  # the state in which the process sends itself a signal, and which
+        self._received: tuple[int, dict[str, Bits]] | None = None
+        self._party: DestinationParty | None = None
+        self._manifest: Manifest | None = None
+        self._thread: threading.Thread | None = None
+
+    def call(self, call: dict[str, Any]) -> None:
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        getattr(self, f"_{call['call']}")(call)
+
+    def commit(self, version: int) -> None:
+        """Makes the received version serve."""
+        self._fail_at("committing")
+        self._finish()
+        received, self._received = self._received, None
+        if self._party is None or received is None or received[0] != version:
+            raise RefitError(f"version {version} has not been received")
+        self.version, self.serving = received
+        self._party.post_commit(version, None)
+
+    def content(self) -> tuple[int, dict[str, str]]:
+        """The version that serves, and digests of its tensors."""
+        return self.version, {name: digest(name, array.tobytes()) for name, array in self.serving.items()}
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def fail_in(self, state: str, how: int) -> None:
+        """Lets the process send itself a signal in a state."""
+        self._fault = state, how
+
+    def _join(self, call: dict[str, Any]) -> None:
+        self._fail_at("joining")
+        if self._party is not None:
+            self._party.leave()
+            self._finish()
+            self._party.close()
+        invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
+        options = LinkOptions(
+            transport=named_transport(call["transport"]),
+            staging_bytes=call["staging_bytes"],
+            sources=call["sources"],
+            memory=MemoryMode(call["memory"]),
+        )
+        party = DestinationParty(Assembly(invitation, call["sources"], "engine worker 0"), options)
+        self._party = party
+        self._start(lambda: setattr(self, "_manifest", party.prepare(whole)))
+
+    def _record(self, call: dict[str, Any]) -> None:
+        """Nothing: there is no model to wait for."""
+
+    def _receive(self, call: dict[str, Any]) -> None:
+        self._finish()
+        self._received = None
+        self._start(lambda: self._take(call))
+
+    def _abandon(self, call: dict[str, Any]) -> None:  # noqa: ARG002 - likewise
+        self._finish()
+        self._received = None
+
+    def _take(self, call: dict[str, Any]) -> None:
+        if self._party is None or self._manifest is None:
+            raise RefitError("nobody has joined")
+        storages = self._manifest.storages
+
+        def room() -> dict[str, Bits]:
+            self._fail_at("sending")
+            return {one.name: np.full(one.numel, 0xABCD, np.uint16) for one in storages}
+
+        found = self._party.receive(call["version"], call["step"], call["linked"], room)
+        self._received = call["version"], {name: np.asarray(array) for name, array in found.items()}
+
+    def _fail_at(self, state: str) -> None:
+        if self._fault is not None and self._fault[0] == state:
+            (_, how), self._fault = self._fault, None
+            os.kill(os.getpid(), how)
+
+    def _start(self, work: Any) -> None:
+        def run() -> None:
+            try:
+                work()
+            except RefitError:
+                logger.exception("the engine goes on with what it served")
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def whole(model: Model) -> Manifest:
+    """All of every tensor, each in a storage of its own."""
+    storages, placements = [], []
+    for spec in model.tensors:
+        box = spec.box
+        strides = tuple(int(np.prod(box.shape[dim + 1 :])) for dim in range(len(box.shape)))
+        storages.append(Storage(spec.name, spec.dtype, box.volume, box.volume))
+        placements.append(Placement(box, View(spec.name, 0, box.shape, strides)))
+    return Manifest(0, "here", tuple(storages), tuple(placements))
+
+
+class PlainEngine:
+    """Calls the process; an :class:`megatron_patches.refit.engines.EngineClient`.
+
+    Args:
+        name: name for messages.
+        address: where the process listens.
+        timeout_s: of one call.
+
+    Attributes:
+        name: name for messages.
+        address: where the process listens.
+    """
+
+    def __init__(self, name: str, address: str, timeout_s: float = 60.0) -> None:
+        self.name, self.address, self._timeout_s = name, address, timeout_s
+
+    def run(self, command: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Runs a method of :class:`Engine`.
+
+        Raises:
+            RefitError: with its reason if it fails, or does not end in time.
+        """
+        try:
+            with Client(self.address, "AF_UNIX", None) as connection:
+                connection.send((command, args))
+                if not connection.poll(self._timeout_s if timeout_s is None else timeout_s):
+                    raise RefitError(f"{self.name} did not answer {command}")
+                good, value = connection.recv()
+        except (OSError, EOFError) as error:
+            raise RefitError(f"cannot reach {self.name}: {error}") from error
+        if not good:
+            raise RefitError(value)
+        return value
+
+    def world_size(self) -> int:
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        self.check_up()
+        return 1
+
+    def check_up(self) -> None:
+        """Likewise."""
+        self.run("content", timeout_s=1.0)
+
+    def call(self, call: dict[str, Any]) -> None:
+        """Likewise."""
+        self.run("call", call)
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - there is no cache
+        """Likewise."""
+        self.run("commit", version)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Nothing is served between two calls."""
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """Likewise."""
+
+
+def start(address: str) -> subprocess.Popen[bytes]:
+    """Starts the process and waits until it answers."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.plain_engine", address])
+    deadline = time.monotonic() + _START_S
+    while True:
+        with suppress(RefitError):
+            PlainEngine("starting", address).check_up()
+            return process
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the engine did not start")
+        time.sleep(0.05)
+
+
+def _answer(engine: Engine, connection: Connection) -> None:
+    with connection, suppress(EOFError, OSError):
+        command, args = connection.recv()
+        try:
+            answer = True, getattr(engine, command)(*args)
+        except RefitError as error:
+            answer = False, str(error)
+        connection.send(answer)
+
+
+def main() -> None:
+    """Serves until the process is killed."""
+    logging.basicConfig(level=logging.INFO)
+    engine = Engine()
+    Path(sys.argv[1]).unlink(missing_ok=True)
+    with Listener(sys.argv[1], "AF_UNIX") as listener:
+        while True:
+            _answer(engine, listener.accept())
+
+
+if __name__ == "__main__":
+    main()
