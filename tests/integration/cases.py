@@ -19,8 +19,9 @@ NORM_FACTOR = 10.0
 # rounding, changes all that follows. In bf16 stock Megatron differs from itself by up to 6e-3 in 20 steps, all-reducing
 # gradients or reduce-scattering them, among three seeds. In fp32 the tolerance is that of all cases.
 SIGNS_BF16_TOLERANCE = 2e-2
-# The norm is a sum over all weights, which are cut in the one run and whole in the other.
-EXACT_NORM_TOLERANCE = 1e-6
+# The norm is a sum in fp32 over up to three million gradients, of weights that are cut in the one run and whole in the
+# other.
+EXACT_NORM_TOLERANCE = 5e-6
 
 ONE_MICROBATCH = "--micro-batch-size 4 --clip-grad 0"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

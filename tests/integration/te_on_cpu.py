@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from tests.integration.megatron_run import Trajectory
-from tests.support.te_site import put_on_path
+from tests.support.te_site import add_fp8_kernels, put_on_path
 
 _NORMS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 # As the shim replaces these for the whole process, Megatron would take it for one with GPUs.
@@ -46,6 +46,7 @@ def prepare(shim: str) -> None:
     put_on_path(shim)
     import te_cpu_shim  # type: ignore[import-not-found]
 
+    add_fp8_kernels()
     for name, function in cuda.items():
         setattr(torch.cuda, name, function)
     _let_layers_believe_in_a_gpu(te_cpu_shim)

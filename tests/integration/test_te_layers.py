@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 
 STEPS = 5
+SAVED_STEP = 3
 SHORT = f"--transformer-impl transformer_engine --train-iters {STEPS} --eval-iters 1"
 DENSE = {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "VocabParallelEmbedding", "ColumnParallelLinear"}
 GROUPED = {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
@@ -33,6 +35,9 @@ CHOSEN = {
     "moe_etp2_expert_etp2_recomputed": DENSE | GROUPED,
     "tp2_etp2_sequence": DENSE,
     "dp2_etp2_fused_accumulation": DENSE,
+    "fp8_blockwise_overlapped": DENSE,
+    "fp8_blockwise_ends_in_bf16": DENSE,
+    "fp8_blockwise_experts": DENSE | GROUPED,
 }
 
 
@@ -86,3 +91,25 @@ def test_grouped_experts_are_loaded_at_other_sizes(megatron: MegatronPool, tmp_p
     for flags in (ep2, f"--expert-etp-size 4 {pad}"):
         loaded = losses(f"{flags} --load {tmp_path} --ckpt-step {step}")
         assert loaded == pytest.approx(saved[step:], rel=test_checkpoints.FP32_TOLERANCE, abs=0.0)
+
+
+def test_a_training_in_fp8_resumes_at_other_sizes_and_in_another_precision(
+    megatron: MegatronPool, tmp_path: Path
+) -> None:
+    """Checkpoints know nothing of formats."""
+    (case,) = [case for case in CASES if case.name == "fp8_blockwise_overlapped"]
+    saved, _ = train(megatron, case, UNFUSED_ACCUMULATION, *case.sharded.split(), *_saving(tmp_path))
+    loading = (UNFUSED_ACCUMULATION, "--load", str(tmp_path), "--ckpt-step", str(SAVED_STEP))
+    for flags in (case.sharded.split(), ()):
+        loaded, _ = train(megatron, case, *loading, *flags)
+        for before, after in zip(saved, loaded, strict=True):
+            assert after.losses == before.losses[SAVED_STEP:]
+    in_fp32 = dataclasses.replace(case, common=case.common.replace("--fp8-format e4m3 --fp8-recipe blockwise", ""))
+    for after in train(megatron, in_fp32, *loading, *case.sharded.split())[0]:
+        # Weights of three bits, and weights as they are.
+        assert after.losses[0] == pytest.approx(saved[0].losses[SAVED_STEP], rel=0.05)
+        assert after.losses[0] != saved[0].losses[SAVED_STEP]
+
+
+def _saving(folder: Path) -> tuple[str, ...]:
+    return ("--save", str(folder), "--save-interval", str(SAVED_STEP))

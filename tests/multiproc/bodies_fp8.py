@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import etp
 from tests.support.launch import device, on_gpus
-from tests.support.te_site import put_on_path
+from tests.support.te_site import add_fp8_kernels, put_on_path
 
 IN, EXPERTS = 256, 3
 # Rows of blocks that do not divide over the ranks, so that the last shard has padding.
@@ -30,15 +30,8 @@ def prepare(shim: str) -> None:
         return
     put_on_path(shim)
     import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401 - puts CPU kernels under TE's Python layer
-    import transformer_engine_torch as tex
 
-    def transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) -> torch.Tensor:
-        return data.t().contiguous() if out is None else out.copy_(data.t())
-
-    def split(tensor: torch.Tensor, sizes: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
-        return [q(part) for q, part in zip(quantizers, tensor.split(sizes), strict=True)]
-
-    tex.fp8_transpose, tex.split_quantize = transpose, split
+    add_fp8_kernels()
 
 
 def _recipe(name: str) -> Any:

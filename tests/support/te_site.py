@@ -11,8 +11,10 @@ import sys
 import tarfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "gpu"
 PIECES = sorted(SHARED.glob("te-site.tar.xz.[0-9][0-9]"))
@@ -27,6 +29,26 @@ def unpack(folder: Path) -> None:
     packed = io.BytesIO(b"".join(piece.read_bytes() for piece in PIECES))
     with lzma.open(packed) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extractall(folder, filter="data")
+
+
+def add_fp8_kernels() -> None:
+    """Give Transformer Engine CPU kernels for FP8 that the shim does not have."""
+    import transformer_engine_torch as tex
+
+    def transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) -> torch.Tensor:
+        return data.t().contiguous() if out is None else out.copy_(data.t())
+
+    def split(tensor: torch.Tensor, sizes: list[int], quantizers: list[Any], **_: Any) -> list[Any]:
+        return [q(part) for q, part in zip(quantizers, tensor.split(sizes), strict=True)]
+
+    def repad(rows: torch.Tensor, out: torch.Tensor, sizes: list[int], wanted: list[int]) -> None:
+        for part, target in zip(rows.split(sizes), out.split(wanted), strict=True):
+            kept = min(len(part), len(target))
+            target[:kept] = part[:kept]
+            target[kept:] = 0
+
+    tex.fp8_transpose, tex.split_quantize = transpose, split
+    tex.fused_multi_row_padding = tex.fused_multi_row_unpadding = repad
 
 
 def put_on_path(folder: str) -> None:
