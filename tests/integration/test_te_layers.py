@@ -38,6 +38,7 @@ CHOSEN = {
     "fp8_blockwise_overlapped": DENSE,
     "fp8_blockwise_ends_in_bf16": DENSE,
     "fp8_blockwise_experts": DENSE | GROUPED,
+    "fp8_blockwise_stages": DENSE,
 }
 
 
@@ -68,8 +69,10 @@ def test_sharded_training_follows_stock(megatron: MegatronPool, case: Case) -> N
     sharded, classes = train(megatron, case, *accumulation, *case.sharded.split())
     assert not none
     assert classes == CHOSEN[case.name]
+    # Of a pipeline, only the last stage has losses.
+    assert {len(expected.losses) for expected in stock} in ({STEPS}, {0, STEPS})
     for expected, found in zip(stock, sharded, strict=True):
-        assert len(expected.losses) == STEPS
+        assert len(expected.grad_norms) == STEPS
         assert found.losses == pytest.approx(expected.losses, rel=case.tolerance, abs=0.0)
         assert found.grad_norms == pytest.approx(expected.grad_norms, rel=case.norm_tolerance, abs=0.0)
 
