@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, overload
+from typing import Any, Self, overload
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -46,7 +47,7 @@ class Stack(Sequence[torch.Tensor]):
         ValueError: if they differ in shape, dtype or device, or one is not contiguous.
     """
 
-    __slots__ = ("device", "dtype", "nbytes", "numel", "plans", "runs", "shape", "tensors")
+    __slots__ = ("device", "dtype", "nbytes", "notes", "numel", "plans", "runs", "shape", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         first = tensors[0]
@@ -65,6 +66,8 @@ class Stack(Sequence[torch.Tensor]):
                 )
         self.runs = _runs(self.tensors, self.nbytes)
         """The tensors in order; see [Note: runs]."""
+        self.notes: WeakKeyDictionary[object, dict[Any, Any]] | None = None
+        """What others have made of these tensors and want to find again, as long as they live; None: nothing yet."""
         self.plans: dict[int, object] = {}
         """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
 

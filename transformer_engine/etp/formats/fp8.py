@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -78,6 +79,40 @@ class Float8Quantization(Quantization):
         """Each shard, and its copy."""
         for stack, copies in zip(self._shards, self.copies, strict=True):
             yield from zip(stack, copies, strict=True)
+
+    def tensors(
+        self,
+        index: int,
+        gathered: Stack,
+        trained: Sequence[bool],
+        *,
+        transposed: bool,
+        make: Callable[..., torch.Tensor],
+    ) -> list[Any]:
+        """Transformer Engine's tensors for group ``index``, whose data the caller sets, at each visit anew.
+
+        Those of rows are made once for each slot, because 128 take a millisecond. Those of columns are not kept, since
+        they would keep the memory of their data.
+
+        Args:
+            index: the group's place.
+            gathered: the slot's buffers.
+            trained: ``requires_grad`` of each weight.
+            transposed: whether they are columns.
+            make: makes one, given its place among all weights and its ``requires_grad``.
+        """
+        if gathered.notes is None:
+            gathered.notes = WeakKeyDictionary()
+        made = {} if transposed else gathered.notes.setdefault(self, {})
+        key = index, tuple(trained)
+        if key not in made:
+            made[key] = [make(number, requires) for number, requires in enumerate(trained, self.firsts[index])]
+        return list(made[key])
+
+    def rows(self, index: int, gathered: Stack) -> Sequence[torch.Tensor]:
+        """The weights of group ``index``, ``[rows, columns]``, without padding."""
+        layout = self.layouts[index]
+        return [weight[: layout.rows] for weight in gathered] if layout.pad_rows else gathered.tensors
 
     def transposed(self, index: int, gathered: Stack) -> Sequence[torch.Tensor]:
         """The transpose of each weight of group ``index``, ``[columns, rows]`` without padding, in one launch."""

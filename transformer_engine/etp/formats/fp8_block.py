@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -109,10 +109,16 @@ class _BlockQuantization(Float8Quantization):
             for _ in stack
         ]
         columns = [_padded_rows(part[:down, :across].t()) for part, (down, across) in zip(rows, logical, strict=True)]
-        self._column_shapes = [tuple(part.shape) for part in columns]
         self._column_order = torch.cat([part.reshape(-1) for part in columns]).to(self.device)
-        self._column_places = [0, *accumulate(part.numel() for part in columns)]
-        self._column_scales = torch.ones(self._column_places[-1], device=self.device)
+        self._column_scales = torch.ones(len(self._column_order), device=self.device)
+        # Views of both, for each weight.
+        whole = self._scales.split([self._ranks * size for size in sizes])
+        self._scales_of_rows = [
+            part.view(-1, across)[:down]
+            for part, (_, across), (down, _) in zip(whole, self._shapes, logical, strict=True)
+        ]
+        parts = self._column_scales.split([part.numel() for part in columns])
+        self._scales_of_columns = [part.view(like.shape) for part, like in zip(parts, columns, strict=True)]
 
     def measure(self) -> torch.Tensor:
         """Quantize the shards, and return the inverse scales of their blocks."""
@@ -142,38 +148,42 @@ class _BlockQuantization(Float8Quantization):
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
     ) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
-        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-
-        layout, quantizer = self.layouts[index], self._quantizer
-        data = self.transposed(index, gathered) if transposed else [weight[: layout.rows] for weight in gathered]
-        weights: list[torch.Tensor] = []
-        for number, (bytes_, requires_grad) in enumerate(zip(data, trained, strict=True), self.firsts[index]):
-            scales = self._scales_of_columns(number) if transposed else self._scales_of_rows(number, layout.rows)
-            weights.append(
-                Float8BlockwiseQTensor(
-                    shape=layout.shape,
-                    dtype=dtype,
-                    device=self.device,
-                    requires_grad=requires_grad,
-                    rowwise_data=None if transposed else bytes_,
-                    rowwise_scale_inv=None if transposed else scales,
-                    columnwise_data=bytes_ if transposed else None,
-                    columnwise_scale_inv=scales if transposed else None,
-                    fp8_dtype=quantizer.dtype,
-                    quantizer=quantizer,
-                    is_2D_scaled=True,
-                )
-            )
+        make = partial(self._tensor, self.layouts[index].shape, dtype, transposed)
+        weights = self.tensors(index, gathered, trained, transposed=transposed, make=make)
+        data = self.transposed(index, gathered) if transposed else self.rows(index, gathered)
+        first = self.firsts[index]
+        if transposed:
+            for weight, bytes_, scales in zip(weights, data, self._scales_of_columns[first:], strict=False):
+                weight._columnwise_data, weight._columnwise_scale_inv = bytes_, scales
+                weight._rowwise_data = weight._rowwise_scale_inv = None
+        else:
+            for weight, bytes_, scales in zip(weights, data, self._scales_of_rows[first:], strict=False):
+                weight._rowwise_data, weight._rowwise_scale_inv = bytes_, scales
+                weight._columnwise_data = weight._columnwise_scale_inv = None
         return weights
 
-    def _scales_of_rows(self, number: int, rows: int) -> torch.Tensor:
-        across = self._shapes[number][1]
-        start = self._ranks * self._places[number]
-        return self._scales[start : start + _blocks(rows) * across].view(-1, across)
+    def _tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, number: int, requires_grad: bool
+    ) -> torch.Tensor:
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
 
-    def _scales_of_columns(self, number: int) -> torch.Tensor:
-        start, stop = self._column_places[number : number + 2]
-        return self._column_scales[start:stop].view(self._column_shapes[number])
+        scales = (self._scales_of_columns if transposed else self._scales_of_rows)[number]
+        # It holds no data yet, but its kind must be known.
+        nothing = scales.new_empty(0, dtype=torch.uint8)
+        tensor: torch.Tensor = Float8BlockwiseQTensor(
+            shape=shape,
+            dtype=dtype,
+            device=self.device,
+            requires_grad=requires_grad,
+            rowwise_data=None if transposed else nothing,
+            rowwise_scale_inv=None if transposed else scales,
+            columnwise_data=nothing if transposed else None,
+            columnwise_scale_inv=scales if transposed else None,
+            fp8_dtype=self._quantizer.dtype,
+            quantizer=self._quantizer,
+            is_2D_scaled=True,
+        )
+        return tensor
 
     @cached_property
     def _quantizer(self) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -100,27 +100,37 @@ class _TensorQuantization(Float8Quantization):
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
     ) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
         from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
-        layout, quantizer = self.layouts[index], self._quantizer
         # Blackwell's GEMMs read rows in the backward pass too.
         transposed = transposed and not is_non_tn_fp8_gemm_supported()
-        data = self.transposed(index, gathered) if transposed else [weight[: layout.rows] for weight in gathered]
-        return [
-            Float8Tensor(
-                shape=layout.shape,
-                dtype=dtype,
-                device=self.device,
-                requires_grad=requires_grad,
-                data=None if transposed else bytes_,
-                data_transpose=bytes_ if transposed else None,
-                fp8_scale_inv=self._inverse[number, :1],
-                fp8_dtype=quantizer.dtype,
-                quantizer=quantizer,
-            )
-            for number, (bytes_, requires_grad) in enumerate(zip(data, trained, strict=True), self.firsts[index])
-        ]
+        make = partial(self._tensor, self.layouts[index].shape, dtype, transposed)
+        weights = self.tensors(index, gathered, trained, transposed=transposed, make=make)
+        data = self.transposed(index, gathered) if transposed else self.rows(index, gathered)
+        for weight, bytes_ in zip(weights, data, strict=True):
+            weight._data, weight._transpose = (None, bytes_) if transposed else (bytes_, None)
+            weight._transpose_invalid = not transposed
+        return weights
+
+    def _tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, transposed: bool, number: int, requires_grad: bool
+    ) -> torch.Tensor:
+        from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+        # It holds no data yet, but its kind must be known.
+        nothing = self._inverse.new_empty(0, dtype=torch.uint8)
+        tensor: torch.Tensor = Float8Tensor(
+            shape=shape,
+            dtype=dtype,
+            device=self.device,
+            requires_grad=requires_grad,
+            data=None if transposed else nothing,
+            data_transpose=nothing if transposed else None,
+            fp8_scale_inv=self._inverse[number, :1],
+            fp8_dtype=self._quantizer.dtype,
+            quantizer=self._quantizer,
+        )
+        return tensor
 
     @cached_property
     def _quantizer(self) -> Any:
