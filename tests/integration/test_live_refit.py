@@ -205,7 +205,9 @@ def test_a_push_in_place_leaves_the_same_bits(model: str, tp: int, pushed: Calla
     for report in found.reports:
         assert report.beside_bytes == IN_PLACE[model][1] // tp
         assert report.backup_bytes * tp >= report.nbytes
-        assert 0 < report.seconds["send"] < report.seconds["paused"]
+        # By clocks of different ranks, which begin before the engine is paused.
+        assert 0 < report.seconds["move"] <= report.seconds["send"]
+        assert report.seconds["paused"] > 0
 
 
 @pytest.mark.parametrize(
