@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tests.integration import te_on_cpu, test_checkpoints
 from tests.integration.cases import CASES, MOE, UNFUSED_ACCUMULATION, Case
 from tests.integration.megatron_run import MegatronPool, Trajectory
 from tests.support.prepared import torch_for_megatron
-from tests.support.te_site import MARKS, SHARED, unpack
+from tests.support.te_site import MARKS, SHARED, on_path
 
 pytestmark = [
     pytest.mark.integration,
@@ -45,12 +44,8 @@ CHOSEN = {
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronPool]:
     """Processes that find Transformer Engine and see no GPU missing."""
-    site = tmp_path_factory.mktemp("site")
-    unpack(site)
     pool = MegatronPool(torch_for_megatron)
-    with pytest.MonkeyPatch.context() as patch:
-        # Behind everything else: of what is unpacked only Transformer Engine is wanted. Workers get this path.
-        patch.setattr(sys, "path", [*sys.path, str(site)])
+    with on_path(tmp_path_factory.mktemp("site")):
         yield pool
     pool.close()
 

@@ -6,14 +6,13 @@ unpacked for the processes of these tests alone: see :mod:`tests.support.te_site
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.multiproc import bodies_fp8 as bodies
 from tests.support.launch import run_distributed
-from tests.support.te_site import MARKS, SHARED, unpack
+from tests.support.te_site import MARKS, SHARED, on_path
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("tests/gpu/test_fp8.py runs the real kernels"), *MARKS]
 
@@ -21,11 +20,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("tests/gpu/test_fp8.py
 @pytest.fixture(scope="module", autouse=True)
 def transformer_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Transformer Engine where fresh processes find it."""
-    site = tmp_path_factory.mktemp("site")
-    unpack(site)
-    with pytest.MonkeyPatch.context() as patch:
-        # Behind everything else: of what is unpacked only Transformer Engine is wanted. Workers get this path.
-        patch.setattr(sys, "path", [*sys.path, str(site)])
+    with on_path(tmp_path_factory.mktemp("site")):
         yield
 
 

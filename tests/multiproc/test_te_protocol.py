@@ -5,14 +5,13 @@ Its files are unpacked for the processes of these tests alone: see :mod:`tests.s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.multiproc import bodies_te_protocol as bodies
 from tests.support.launch import run_distributed
-from tests.support.te_site import MARKS, SHARED, unpack
+from tests.support.te_site import MARKS, SHARED, on_path
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -24,11 +23,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def transformer_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Transformer Engine where fresh processes find it."""
-    site = tmp_path_factory.mktemp("site")
-    unpack(site)
-    with pytest.MonkeyPatch.context() as patch:
-        # Behind everything else: of what is unpacked only Transformer Engine is wanted. Workers get this path.
-        patch.setattr(sys, "path", [*sys.path, str(site)])
+    with on_path(tmp_path_factory.mktemp("site")):
         yield
 
 

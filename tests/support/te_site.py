@@ -9,6 +9,8 @@ import io
 import lzma
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,16 @@ def unpack(folder: Path) -> None:
     packed = io.BytesIO(b"".join(piece.read_bytes() for piece in PIECES))
     with lzma.open(packed) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         archive.extractall(folder, filter="data")
+
+
+@contextmanager
+def on_path(folder: Path) -> Iterator[None]:
+    """Unpack Transformer Engine into ``folder``, and let fresh processes find it there."""
+    unpack(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # Behind everything else: of what is unpacked only Transformer Engine is wanted. Workers get this path.
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        yield
 
 
 def add_fp8_kernels() -> None:
