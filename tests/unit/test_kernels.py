@@ -1,4 +1,4 @@
-"""The kernel that sums gradient parts, under Triton's interpreter: equal to PyTorch, bit for bit, at any size."""
+"""Triton's kernels under its interpreter: equal to PyTorch, bit for bit, at any size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from etp.collectives.sums import accumulate_parts
+from etp.formats.fp8_block import quantize_blocks
 from etp.stack import Stack
 from tests.support.launch import run_distributed
 
@@ -88,3 +89,49 @@ def sums_parts_far_apart(rank: int, world_size: int) -> list[float]:
 
 def test_a_weight_may_have_more_elements_than_32_bits_count() -> None:
     assert run_distributed(sums_parts_far_apart, 1, None, fresh=True) == [[111.0, 161.0]]
+
+
+def quantizes_tiles(rank: int, world_size: int) -> int:
+    """The numbers of all tiles, and that each byte comes from its element: the interpreter does not round to E4M3."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from etp.formats import kernels
+
+    torch.manual_seed(0)
+    compared = 0
+    for dtype, power_of_two in itertools.product((torch.bfloat16, torch.float32), (True, False)):
+        weights = [torch.randn(shape).to(dtype) for shape in ((128, 256), (200, 130), (96, 300), (1, 7))]
+        # One more row, which no tile may touch.
+        memory = [torch.full((len(w) + 1, w.shape[1]), 7, dtype=torch.uint8) for w in weights]
+        pairs = [(weight, copy[:-1]) for weight, copy in zip(weights, memory, strict=True)]
+        expected = [quantize_blocks(weight, power_of_two=power_of_two) for weight in weights]
+        places = [0, *itertools.accumulate(scales.numel() for _, scales in expected)]
+        strides = [scales.shape[1] for _, scales in expected]
+        numbers = torch.full((places.pop(),), float("nan"))
+        table = kernels.TileTable(list(zip(pairs, places, strides, strict=True)))
+        kernels.quantize_blocks(table, numbers, power_of_two=power_of_two, epsilon=0.0)
+        assert torch.equal(numbers, torch.cat([scales.flatten() for _, scales in expected]))
+        largest = torch.zeros(len(weights))
+        whole = kernels.TileTable([(pair, place, 0) for place, pair in enumerate(pairs)])
+        kernels.largest_magnitudes(whole, largest)
+        assert torch.equal(largest, torch.stack([weight.float().abs().max() for weight in weights]))
+        for (bytes_, _), copy in zip(expected, memory, strict=True):
+            assert (copy[-1] == 7).all()
+            assert _is_near(copy[:-1], bytes_)
+            compared += bytes_.numel()
+        kernels.cast(whole, 448.0 / largest)
+        for weight, copy, magnitude in zip(weights, memory, largest, strict=True):
+            cast = (weight.float() * (448.0 / magnitude)).to(torch.float8_e4m3fn).view(torch.uint8)
+            assert _is_near(copy[:-1], cast)
+    return compared
+
+
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    values, wanted = (bytes_.view(torch.float8_e4m3fn).float() for bytes_ in (found, expected))
+    normal = wanted.abs() >= 2.0**-5
+    ratio = values[normal] / wanted[normal]
+    return bool(((ratio >= 0.5) & (ratio <= 1.125)).all())
+
+
+def test_tiles_of_any_size_are_quantized() -> None:
+    elements = 128 * 256 + 200 * 130 + 96 * 300 + 7
+    assert run_distributed(quantizes_tiles, 1, None, fresh=True) == [4 * elements]
