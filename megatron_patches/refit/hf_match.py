@@ -167,7 +167,7 @@ def check_tensors(files: HuggingFaceFiles, family: ModelFamily) -> Mapping[str, 
     ]
     if unexpected:
         raise LoadError(
-            f"{_listed(sorted(unexpected))} in {files.directory}, and the model of this run has no place for that"
+            f"{_listed(sorted(unexpected))} unexpected in {files.directory}: the model of this run has no such tensor"
         )
     return repeated
 
