@@ -155,3 +155,86 @@ def test_what_is_exported_from_a_loaded_model_is_what_was_loaded(tmp_path: Path,
             assert loaded.unset == []
             assert loaded.conversions == ({("float32", "bfloat16"): len(narrowed)} if narrowed else {})
             assert loaded.read == loaded.needed
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A checkpoint that does not fit.
+
+    Attributes:
+        name: of its folder.
+        message: part of the error, on every rank.
+        config: of the model.
+        touched: whether weights may have changed: only contents that contradict each other are found afterwards.
+    """
+
+    name: str
+    message: str
+    config: str = "llama_tied"
+    touched: bool = False
+
+
+REFUSED = (
+    Refused("nowhere", "nowhere is not a directory"),
+    Refused("missing", "model.layers.3.mlp.down_proj.weight is missing in"),
+    Refused("extra", "lm_head.bias is unexpected in"),
+    Refused("shape", "model.norm.weight in"),
+    Refused("layers", "num_hidden_layers is 3 in config.json and 4 in this run (--num-layers)"),
+    Refused("tokens", "vocab_size is 36 in config.json, and the run's tokenizer has 37 tokens"),
+    Refused("rows", "vocab_size is 41 in config.json, and the model's embedding has 40 rows; pass --padded-vocab-size"),
+    Refused("integers", "model.norm.weight is int32; only float32, bfloat16, float16 can be loaded"),
+    Refused("cut_off", "is cut off: "),
+    Refused("head", "of lm_head.weight[", touched=True),
+    Refused("copy", "of model.layers.4.embed_tokens.weight[", config="deepseek_v3", touched=True),
+)
+
+
+def write_refused(folder: Path) -> None:
+    """Write the checkpoints of :data:`REFUSED`."""
+    tied = tiny_models.LLAMA
+    good = random_tensors(tied)
+    write_checkpoint(folder / "missing", tied, {name: good[name] for name in good if "3.mlp.down" not in name})
+    write_checkpoint(folder / "extra", tied, {**good, "lm_head.bias": torch.randn(VOCABULARY)})
+    write_checkpoint(folder / "shape", tied, {**good, "model.norm.weight": torch.randn(65)})
+    write_checkpoint(folder / "layers", tied | {"num_hidden_layers": 3}, good)
+    for name, rows in (("tokens", 36), ("rows", 41)):
+        write_checkpoint(folder / name, tied | {"vocab_size": rows}, random_tensors(tied | {"vocab_size": rows}))
+    write_checkpoint(folder / "integers", tied, {**good, "model.norm.weight": torch.ones(64, dtype=torch.int32)})
+    write_checkpoint(folder / "cut_off", tied, good)
+    with (folder / "cut_off" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000 + file.seek(0, 2) // 2)
+    write_checkpoint(folder / "head", tied, {**good, "lm_head.weight": torch.randn(VOCABULARY, 64)})
+    copied = random_tensors(tiny_models.DEEPSEEK_V3_ODD)
+    copied["model.layers.4.embed_tokens.weight"][VOCABULARY - 1, 3] += 1
+    write_checkpoint(folder / "copy", tiny_models.DEEPSEEK_V3_ODD, copied)
+
+
+def load_refused(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:
+    """Each error's message, and whether all weights are as before."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    from megatron_patches.refit.errors import RefitError
+    from megatron_patches.refit.load_hf import load_hf_checkpoint
+    from megatron_patches.refit.source.describe import describe_model
+
+    found = []
+    for case in REFUSED:
+        chunks = build(Spread(case.config, TrainerMesh(etp=2, expert_etp=2 if "deep" in case.config else 1)), rank)
+        before = [live.memory.clone() for live in describe_model(chunks)]
+        with pytest.raises(RefitError) as raised:
+            load_hf_checkpoint(chunks, Path(folder) / case.name, tokens=VOCABULARY)
+        after = [live.memory for live in describe_model(chunks)]
+        same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
+        found.append((str(raised.value), same))
+    return found
+
+
+@pytest.mark.quick
+def test_what_does_not_fit_is_refused_on_all_ranks_before_a_weight_changes(tmp_path: Path) -> None:
+    write_refused(tmp_path)
+    first, second = run_megatron(load_refused, 2, timeout_s=240, args=(str(tmp_path),), fresh=True)
+    assert first == second
+    for case, (message, same) in zip(REFUSED, first, strict=True):
+        assert case.message in message
+        assert same is not case.touched
