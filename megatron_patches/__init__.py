@@ -40,7 +40,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         IncompatibleMegatronError: if megatron-core or Transformer Engine has an unsupported version or modified
             sources, or if Megatron's process groups already exist.
     """
-    from megatron_patches import command_line, contract, cpu, fixes, refit_training, registry, seam
+    from megatron_patches import command_line, contract, cpu, fixes, hf_training, refit_training, registry, seam
     from megatron_patches.checkpoint import patches as checkpoint
 
     present = seam.installed()
@@ -60,6 +60,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         *fixes.records(),
         *checkpoint.records(),
         *command_line.records(api),
+        *hf_training.records(),
         *refit_training.records(),
     )
     registry.verify((*contract.records(), *checkpoint.sources(), *patches))

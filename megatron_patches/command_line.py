@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-from megatron_patches import arguments, cpu, last_line, refit_training
+from megatron_patches import arguments, cpu, hf_training, last_line, refit_training
 from megatron_patches.registry import PatchRecord
 
 USAGE_ERROR = 2
@@ -72,7 +72,8 @@ def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
 def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_megatron_arguments)
     def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = refit_training.add_arguments(arguments.add_arguments(add_megatron_arguments(parser)))
+        parser = arguments.add_arguments(add_megatron_arguments(parser))
+        parser = refit_training.add_arguments(hf_training.add_arguments(parser))
         _mend_help(parser)
         _tell_mistakes_in_one_line(parser)
         return parser
@@ -97,6 +98,7 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
         try:
             arguments.apply_to_megatron(args)
             arguments.check(args)
+            hf_training.check(args)
             refit_training.check(args)
             config = arguments.config_from_args(args)
         except arguments.UnsupportedConfigurationError as error:

@@ -1,8 +1,8 @@
 """Pushes the weights of a Megatron training run into running engines, from inside the training loop.
 
 With ``--refit-engines`` every Megatron script pushes after every ``--refit-interval`` steps. A run that loads a
-checkpoint, to resume or with ``--finetune``, also pushes the loaded weights before its first step. A version is the
-number of steps of the run that the weights have been trained for.
+checkpoint, to resume or with ``--finetune`` or ``--load-hf``, also pushes the loaded weights before its first step. A
+version is the number of steps of the run that the weights have been trained for.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ class Pusher:
             return
         try:
             self._session = self._open(args, model)
-            if iteration > 0 or args.finetune:
+            if iteration > 0 or args.finetune or args.load_hf is not None:
                 self._push(iteration)
         except RefitError as error:  # no step was taken, so nothing is lost
-            _exit_with(error)
+            end_with(error)
 
     def after_step(self, iteration: int) -> None:
         """Push if the interval is due. ``iteration`` is the number of completed steps.
@@ -240,7 +240,7 @@ def _line(report: PushReport, until_served: float | None) -> str:
     return line if until_served is None else f"{line}, served {max(until_served - seconds, 0.0):.3f} s later"
 
 
-def _exit_with(error: RefitError) -> NoReturn:
+def end_with(error: RefitError) -> NoReturn:
     """End the run on all ranks, with one line from the first.
 
     Raises:

@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_patches.refit import check_command, checkpoint_model, plan_command, push_command, simulate_command
+from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
-from megatron_patches.refit.export import FLOAT_DTYPES, ExportOptions, ExportReport, export_checkpoint
+from megatron_patches.refit.export import ExportOptions, ExportReport, export_checkpoint
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory

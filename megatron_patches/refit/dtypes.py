@@ -30,6 +30,9 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType({name: size for name, size, _ in 
 SAFETENSORS_CODE: Mapping[str, str] = MappingProxyType({name: code for name, _, code in _TABLE})
 """Code of the dtype in a safetensors header, by dtype name."""
 
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that weights of checkpoints may have, and be converted between."""
+
 _EXACTLY_IN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "float8_e4m3fn": frozenset({"float16", "bfloat16", "float32", "float64"}),

@@ -53,6 +53,10 @@ class CheckpointReadError(ExportError):
     """One rank found a Megatron checkpoint damaged or incomplete; other ranks may not know."""
 
 
+class LoadError(RefitError):
+    """A Hugging Face checkpoint cannot be read, or does not fit the model that is to be loaded from it."""
+
+
 class PartyFailedError(RefitError):
     """Another party of the refit failed, left, or did not answer in time. Carries its reason.
 

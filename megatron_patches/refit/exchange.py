@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from megatron_patches.refit.errors import ExportError, PartyFailedError
+from megatron_patches.refit.errors import ExportError, PartyFailedError, RefitError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,19 +120,21 @@ def _outcome[T](task: Future[T] | None) -> _Outcome[T] | None:
     return _Outcome(cast(T, None), describe_error(error), engines)
 
 
-def together[T](exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
+def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type[RefitError] = ExportError) -> list[T]:
     """Runs ``work`` on every rank. If it fails on any, raises on all with every reason.
 
     Args:
         exchange: the ranks.
         what: the activity, for messages, such as "export to /data/model".
         work: this rank's part.
+        kind: the error to raise.
 
     Returns:
         The results, by rank.
 
     Raises:
-        ExportError: with each rank that failed, its host and reason. On those ranks its cause is the original error.
+        RefitError: of the given kind, with each rank that failed, its host and reason. On those ranks its cause is the
+            original error.
     """
     mine: Exception | None = None
     outcome: tuple[bool, T | str]
@@ -145,7 +147,7 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]
     reasons = [str(value) for good, value in outcomes if not good]
     if reasons:
         shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
-        raise ExportError(f"{what} failed on {shown}") from mine
+        raise kind(f"{what} failed on {shown}") from mine
     return [value for _, value in outcomes]  # type: ignore[misc]
 
 

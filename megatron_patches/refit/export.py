@@ -11,11 +11,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_patches.refit.digest import combine
+from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import ExportError, PlanMismatchError
 from megatron_patches.refit.exchange import Exchange, default_exchange, together
 from megatron_patches.refit.hf_config import build_config
@@ -24,6 +25,7 @@ from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.progress import Progress, Quiet
 from megatron_patches.refit.proof import prove
+from megatron_patches.refit.source.agree import check_same_model
 from megatron_patches.refit.source.family import ModelFamily
 from megatron_patches.refit.source.live import describe_rank, finish_parameter_gather
 from megatron_patches.refit.source.traits import ModelTraits
@@ -34,8 +36,6 @@ from megatron_patches.refit.transports.safetensors_layout import CheckpointLayou
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
-
-FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class _Job:
             held: list[tuple[str, ModelTraits, Manifest]] = self._together(
                 partial(self._describe, chunks, vocab_size, tp_group, families.append)
             )
-            _check_same([(architecture, traits) for architecture, traits, _ in held])
+            check_same_model([(architecture, traits) for architecture, traits, _ in held], ExportError)
             (family,) = families
             plan, layout = self._plan(family, [manifest for _, _, manifest in held])
             self._on_first(lambda: self._directory.allocate(layout))
@@ -281,19 +281,3 @@ class _Job:
         started = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - started
-
-
-def _check_same(found: Sequence[tuple[str, ModelTraits]]) -> None:
-    """Checks that all ranks describe one model.
-
-    Raises:
-        ExportError: with the first rank and field that differ from rank 0's.
-    """
-    architecture, first = found[0]
-    for rank, (name, traits) in enumerate(found):
-        pairs = [("architecture", name, architecture)]
-        if name == architecture:
-            pairs = [(item.name, getattr(traits, item.name), getattr(first, item.name)) for item in fields(traits)]
-        for what, mine, other in pairs:
-            if mine != other:
-                raise ExportError(f"rank {rank} describes another model than rank 0: {what} {mine} instead of {other}")

@@ -21,6 +21,7 @@ from megatron_patches import fixes, refit_training
 from megatron_patches.arguments import add_arguments
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
+from megatron_patches.refit.hf_match import FLAGS as FLAGS_OF_FIELDS
 
 pytestmark = pytest.mark.quick
 
@@ -77,6 +78,46 @@ def test_readme_complete_run_trains_and_is_exported(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert (config["architectures"], config["num_hidden_layers"]) == (["LlamaForCausalLM"], 4)
+
+
+@pytest.mark.slow
+def test_example_of_an_import_trains(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "import.md"
+    (writing,), (training,) = _fenced(page, "python"), _fenced(page, "sh")
+    launcher, *arguments = training.replace("\\\n", " ").split()
+    assert launcher == "torchrun"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    output = ""
+    for command in (["-c", writing], ["-m", "torch.distributed.run", "--standalone", *arguments]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        output += done.stdout
+    assert "load-hf: Qwen3ForCausalLM, 25 tensors of " in output
+    assert len(re.findall(r"lm loss: (\S+)", output)) == 3
+
+
+def test_flags_named_when_a_configuration_differs_are_megatrons(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_patches", str(tmp_path / "script.py"), "--help"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    named = {flag for flags in FLAGS_OF_FIELDS.values() for flag in re.findall(r"--[a-z0-9-]+", flags)}
+    assert {flag for flag in named if not re.search(rf"{flag}\b(?!-)", done.stdout)} == set()
 
 
 def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:

@@ -37,11 +37,13 @@ class Holdings:
         family: the model.
         manifest: where its boxes lie.
         memory: the manifest's storages by name, one-dimensional tensors that share the parameters' memory.
+        shards: the parameters and buffers, in the order of the manifest's storages.
     """
 
     family: ModelFamily
     manifest: Manifest
     memory: Mapping[str, torch.Tensor]
+    shards: tuple[ParamShard, ...]
 
 
 def describe_rank(
@@ -59,14 +61,17 @@ def describe_rank(
         RefitError: if the model has no Hugging Face form, or a parameter has no counterpart in it.
     """
     family = family_of(unwrapped(chunks[0]), vocab_size)
+    shards: list[ParamShard] = []
     storages: list[Storage] = []
     held: list[Placement] = []
     memory: dict[str, torch.Tensor] = {}
     for live in describe_model(chunks, tp_group):
+        shards.append(live.shard)
         storages.append(live.shard.as_storage())
         held.extend(placements(live.shard, family.pieces(live.shard)))
         memory[live.shard.storage] = live.memory
-    return Holdings(family, Manifest(rank, socket.gethostname(), tuple(storages), tuple(held)), memory)
+    manifest = Manifest(rank, socket.gethostname(), tuple(storages), tuple(held))
+    return Holdings(family, manifest, memory, tuple(shards))
 
 
 class LiveMemory:

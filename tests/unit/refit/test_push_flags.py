@@ -177,12 +177,15 @@ def test_whoever_leaves_the_training_loop_in_order_lets_the_last_commit_end(
     assert pushing.asked == asked
 
 
-@pytest.mark.parametrize(("iteration", "finetune", "pushed"), [(0, False, []), (0, True, [0]), (4, False, [4])])
+@pytest.mark.parametrize(
+    ("iteration", "finetune", "load_hf", "pushed"),
+    [(0, False, None, []), (0, True, None, [0]), (4, False, None, [4]), (0, False, "/model", [0])],
+)
 def test_what_a_run_has_loaded_is_pushed_before_its_first_step(
-    iteration: int, finetune: bool, pushed: list[int], monkeypatch: pytest.MonkeyPatch
+    iteration: int, finetune: bool, load_hf: str | None, pushed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    args = argparse.Namespace(refit_engines=["http://a"], finetune=finetune)
+    args = argparse.Namespace(refit_engines=["http://a"], finetune=finetune, load_hf=load_hf)
     pusher = refit_training.Pusher()
     monkeypatch.setattr(refit_training, "_args", lambda: args)
     monkeypatch.setattr(pusher, "_open", lambda *_: object())

@@ -1,0 +1,156 @@
+"""Starts a Megatron training run from a Hugging Face checkpoint, with ``--load-hf`` in any Megatron script."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit_training import end_with
+from megatron_patches.registry import PatchRecord
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.load_hf import LoadReport
+
+# Settings that build or save the weights while Megatron sets the model up, before they are loaded here.
+_IN_CONFLICT = ("pretrained_checkpoint", "moe_use_upcycling", "ckpt_convert_format")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flag to ``parser`` and return it."""
+    group = parser.add_argument_group(title="Hugging Face")
+    group.add_argument(
+        "--load-hf",
+        metavar="DIR",
+        help="Start from the weights of a Hugging Face checkpoint (config.json and safetensors files), read straight "
+        "into the shards of this run. A checkpoint in --load is preferred, so a restarted run continues.",
+    )
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse settings with which the checkpoint cannot be loaded. Call before Megatron's own checks.
+
+    Raises:
+        UnsupportedConfigurationError: naming the flag.
+    """
+    if args.load_hf is None:
+        return
+    for name in _IN_CONFLICT:
+        if getattr(args, name, None):
+            raise UnsupportedConfigurationError(
+                f"--load-hf does not work with --{name.replace('_', '-')}, which needs other weights; drop one of them"
+            )
+    if args.load is None and not (Path(args.load_hf) / "config.json").is_file():
+        raise UnsupportedConfigurationError(
+            f"--load-hf {args.load_hf} has no config.json; name the folder of a Hugging Face checkpoint"
+        )
+
+
+class Loader:
+    """Loads the weights of one training run; does nothing without ``--load-hf``."""
+
+    def __init__(self) -> None:
+        self._resumes = False
+
+    def saw_checkpoint(self) -> None:
+        """Megatron has found a checkpoint in ``--load``."""
+        self._resumes = True
+
+    def load(self, model: Sequence[Any], optimizer: Any) -> None:
+        """Load the weights into the model, and from there into the optimizer's own copies of them."""
+        args = _args()
+        resumes, self._resumes = self._resumes, False
+        if args.load_hf is None:
+            return
+        if resumes:
+            _print(f"load-hf: the run continues from the checkpoint in --load {args.load}; {args.load_hf} is not read")
+            return
+        if args.load is not None:
+            _print(f"load-hf: --load {args.load} has no checkpoint; the weights come from {args.load_hf}")
+        try:
+            report = self._load(args, model)
+        except RefitError as error:
+            end_with(error)
+        if optimizer is not None:
+            optimizer.reload_model_params()
+        for line in _lines(report):
+            _print(f"load-hf: {line}")
+
+    def _load(self, args: argparse.Namespace, model: Sequence[Any]) -> LoadReport:
+        from megatron_patches.refit.load_hf import load_hf_checkpoint
+        from megatron_patches.refit.megatron_checkpoint import vocabulary_of
+
+        return load_hf_checkpoint(model, Path(args.load_hf), tokens=vocabulary_of(args))
+
+
+def _lines(report: LoadReport) -> Iterator[str]:
+    """What users should know of a load."""
+    size, most = report.nbytes / 1e6, max(report.bytes_by_rank) / 1e6
+    yield (
+        f"{report.architecture}, {report.tensors} tensors of {size:.1f} MB in {report.seconds:.1f} s, at most "
+        f"{most:.1f} MB on a rank; digests agree"
+    )
+    for (read, write), count in sorted(report.conversions.items()):
+        yield f"{count} tensors are {read} in the checkpoint and {write} in this run, and were converted"
+    if report.padding_rows:
+        yield (
+            f"the embedding has {report.padding_rows} more rows than the checkpoint's {report.vocab_size}; they are "
+            "zero"
+        )
+
+
+def _args() -> argparse.Namespace:
+    from megatron.training.global_vars import get_args
+
+    args: argparse.Namespace = get_args()
+    return args
+
+
+def _print(text: str) -> None:
+    from megatron.training.utils import print_rank_0
+
+    print_rank_0(text)
+
+
+def records() -> tuple[PatchRecord, ...]:
+    """The replacements in Megatron's set-up of a training run."""
+    loader = Loader()
+
+    def around_setup(setup: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(setup)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = setup(*args, **kwargs)
+            loader.load(model, optimizer)
+            return model, optimizer, scheduler
+
+        return replacement
+
+    def around_reading(load_base_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load_base_checkpoint)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            result = load_base_checkpoint(*args, **kwargs)
+            if result[0] is not None:
+                loader.saw_checkpoint()
+            return result
+
+        return replacement
+
+    return (
+        PatchRecord(
+            target="megatron.training.training:setup_model_and_optimizer",
+            replace=around_setup,
+            reason="loads a Hugging Face checkpoint into the model",
+            sha256="566575af25f10acc",
+        ),
+        PatchRecord(
+            target="megatron.training.checkpointing:_load_base_checkpoint",
+            replace=around_reading,
+            reason="tells whether there is a checkpoint to continue from",
+            sha256="9cea3821104a16ce",
+        ),
+    )

@@ -1,0 +1,78 @@
+"""Slices of safetensors files are read to their places, and whatever else lies there is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.errors import DigestError
+from megatron_patches.refit.hf_files import HuggingFaceFiles, open_checkpoint
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.plan import PartOf, PlanOptions, make_part
+from megatron_patches.refit.proof import prove
+from megatron_patches.refit.transports.hf_slices import read_slices, verify_slices
+from tests.support.random_checkpoint import write_checkpoint
+
+TENSORS = {"a": torch.randn(12, 10), "b": torch.randn(9), "c": torch.randn(4, 3, 5).bfloat16()}
+# Rows and columns of a matrix, part of a vector, and all of a smaller matrix, one after another in memory.
+PLACES = (
+    Placement(Box("a", (3, 2), (11, 7)), View("first", 0, (8, 5), (5, 1))),
+    Placement(Box("b", (4,), (9,)), View("first", 40, (5,), (1,))),
+    Placement(Box("c", (1, 0, 0), (4, 3, 5)), View("second", 0, (3, 3, 5), (15, 5, 1))),
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> HuggingFaceFiles:
+    write_checkpoint(tmp_path / "model", {}, TENSORS, files=2)
+    return open_checkpoint(tmp_path / "model")
+
+
+def loaded(files: HuggingFaceFiles, dtype: torch.dtype, staging_bytes: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Memory that the places were read into, and the bytes read."""
+    name = str(dtype).removeprefix("torch.")
+    storages = (Storage("first", name, 45, 45), Storage("second", "float32", 45, 45))
+    wanted, source = Manifest(0, "", storages, PLACES), files.manifest(TENSORS)
+    options = PlanOptions(conversions=frozenset({("float32", "bfloat16"), ("bfloat16", "float32")}))
+    specs = [files.tensors[name].spec for name in TENSORS]
+    plan = make_part(specs, [source], [wanted], PartOf("destination", 0), options)
+    assert prove(plan, [source], [wanted], options).elements == 90
+    memory = {"first": torch.full((45,), torch.nan, dtype=dtype), "second": torch.full((45,), torch.nan)}
+    return memory, read_slices(plan.transfers, files, memory, staging_bytes, lambda _: None)
+
+
+@pytest.mark.parametrize("staging_bytes", [8, 50, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_slice_arrives_converted(files: HuggingFaceFiles, dtype: torch.dtype, staging_bytes: int) -> None:
+    memory, nbytes = loaded(files, dtype, staging_bytes)
+    assert nbytes == 45 * 4 + 45 * 2
+    expected = torch.cat([TENSORS["a"][3:11, 2:7].flatten(), TENSORS["b"][4:]]).to(dtype)
+    assert torch.equal(memory["first"], expected)
+    assert torch.equal(memory["second"], TENSORS["c"][1:].flatten().float())
+    verify_slices(PLACES, files, memory, staging_bytes, lambda _: None)
+
+
+def _flip(memory: dict[str, torch.Tensor]) -> None:
+    memory["first"].view(torch.int32)[17] ^= 1
+
+
+def _swap(memory: dict[str, torch.Tensor]) -> None:
+    memory["first"][[3, 8]] = memory["first"][[8, 3]]
+
+
+def _shift(memory: dict[str, torch.Tensor]) -> None:
+    memory["second"].copy_(memory["second"].roll(1))
+
+
+@pytest.mark.parametrize("damage", [_flip, _swap, _shift])
+def test_other_values_in_memory_are_found(
+    files: HuggingFaceFiles, damage: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    memory, _ = loaded(files, torch.float32, 1 << 20)
+    damage(memory)
+    with pytest.raises(DigestError, match=r"(first|second) does not hold what model-0000.* has of [ac]\["):
+        verify_slices(PLACES, files, memory, 64, lambda _: None)
