@@ -197,14 +197,14 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class Asked[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
-    """What a destination requests of each source, by rank; digest and bytes of its plan.
+    """What a destination requests of each source, by rank; digest of its plan, and the bytes that each source sends it.
 
     The registry forwards the requests without decoding them: the source checks them.
     """
 
     requests: dict[int, R]
     digest: str
-    nbytes: int
+    nbytes: dict[int, int]
 
 
 class Orders[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
