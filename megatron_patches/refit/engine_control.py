@@ -48,7 +48,7 @@ class EngineControl:
         self._registry = Registry(sources)
         # The number of workers is not known yet, but there is one at least, without which no step ends.
         self.rendezvous = Rendezvous(
-            sources + 1, options.timeout_s, options.host, self._registry.answer, silence_s=options.lease_s
+            sources + 1, options.timeout_s, self._registry.answer, options.host, silence_s=options.lease_s
         )
         self._caller = Worker(f"refit-calls-{engine.name}")
         self._call: Future[None] | None = None

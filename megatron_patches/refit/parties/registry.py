@@ -69,18 +69,20 @@ class Registry:
             LINKING: _nothing,
         }
 
-    def answer(self, what: str, payloads: list[bytes]) -> list[bytes] | None:
-        """Each party's answer at the end of a step; None if every party receives all parts.
+    def answer(self, what: str, payloads: list[bytes]) -> list[bytes]:
+        """Each party's answer at the end of a step.
 
         Args:
             what: name of the step.
             payloads: the parts of all parties, in order of their numbers.
 
         Raises:
-            RefitError: if the parts are inconsistent.
+            RefitError: if the parts are inconsistent, or there is no such step.
         """
         step = self._moved if what.startswith(SENDING) else self._steps.get(what)
-        return None if step is None else step(payloads)
+        if step is None:
+            raise RefitError(f"there is no step {what!r}; do all run the same version of this package?")
+        return step(payloads)
 
     def _describe(self, payloads: list[bytes]) -> list[bytes]:
         """Keeps the sources' layouts. Returns the model, for every party."""

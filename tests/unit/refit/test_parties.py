@@ -158,7 +158,7 @@ def scene(
     host: str = "127.0.0.1",
 ) -> Iterator[Scene]:
     count = len(case.sources)
-    server = Rendezvous(count + len(case.destinations), timeout_s, host, Registry(count).answer)
+    server = Rendezvous(count + len(case.destinations), timeout_s, Registry(count).answer, host)
     options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8)
     assemblies = [Assembly(server.invitation, i, f"party {i}") for i in range(count + len(case.destinations))]
     sources = [SourceParty(member, options) for member in assemblies[:count]]
