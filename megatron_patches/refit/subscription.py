@@ -148,7 +148,8 @@ class Subscription:
     @property
     def over_nccl(self) -> bool:
         """Whether versions travel through kernels that occupy a GPU until the engine takes them."""
-        return self._trainer.stream is not None and self.party.transport is TransportName.C10D
+        # Joining ends here a moment later than on the first rank.
+        return self.joined.exception() is None and self.party.transport is TransportName.C10D
 
     @property
     def gone(self) -> list[str]:
