@@ -42,10 +42,12 @@ setup(
         ],
         "te": ["transformer-engine[core_cu13,pytorch]>=2.19,<2.21"],
         "nixl": ["nixl>=1.5,<2"],
+        "metrics": ["prometheus_client>=0.20"],  # serves a push's telemetry to Prometheus
         "dev": [
             "hypothesis",
             "matplotlib",  # draws what benchmarks/train_step.py measured
             "mypy",
+            "prometheus_client",
             "onnxscript",  # Transformer Engine's Python layer, which some tests unpack, imports it
             "pytest<9.2",  # with 9.2 pytest-xdist 3.8 forgets which tests belong together
             "pytest-timeout",

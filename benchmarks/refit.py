@@ -72,7 +72,7 @@ TINY: Mapping[str, object] = {
     "vocab_size": 1000,
 }
 MODELS = {"qwen3-8b": (QWEN3_8B, "etp=2"), "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"), "tiny": (TINY, "etp=2")}
-TRANSPORTS = {"cuda": ("c10d", "cuda_ipc", "nixl", "shm"), "cpu": ("shm", "tcp", "c10d", "nixl")}
+TRANSPORTS = {"cuda": ("c10d", "cuda_ipc", "nixl", "shm"), "cpu": ("shm", "tcp", "nixl")}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

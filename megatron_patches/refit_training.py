@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_patches import last_line
@@ -23,6 +24,7 @@ from megatron_patches.refit.engines import http_engines
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.session import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
+from megatron_patches.refit.telemetry import Telemetry, address_from
 from megatron_patches.registry import PatchRecord
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="go on with the next step only when all engines serve the weights of this one; without it they commit "
         "meanwhile, and may answer with the version before for some time",
     )
+    group.add_argument(
+        "--refit-telemetry",
+        type=Path,
+        metavar="FILE",
+        help="append what each version cost at each engine to this file, as one JSON object a line; none by default",
+    )
+    group.add_argument(
+        "--refit-metrics-port",
+        metavar="[ADDRESS:]PORT",
+        help="serve the same to Prometheus, at 127.0.0.1 unless an address is given; needs the package "
+        "prometheus_client; not served by default",
+    )
     push_flags.add_flags(group, _PREFIX)
     return parser
 
@@ -96,7 +110,11 @@ def check(args: argparse.Namespace) -> None:
         options = options_from_args(args)
     except ValueError as error:
         raise UnsupportedConfigurationError(str(error)) from error
-    if getattr(args, "rank", 0) == 0:  # it is an address of the first rank's machine
+    if getattr(args, "rank", 0) == 0:  # addresses and the file are of the first rank's machine
+        try:
+            telemetry_from_args(args).close()
+        except (RefitError, ValueError) as error:
+            raise UnsupportedConfigurationError(str(error)) from error
         try:
             family = socket.getaddrinfo(options.host, 0, type=socket.SOCK_STREAM)[0][0]
             socket.create_server((options.host, 0), family=family).close()
@@ -131,6 +149,21 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
         raise ValueError(f"--refit-lag: {error}") from error
 
 
+def telemetry_from_args(args: argparse.Namespace) -> Telemetry:
+    """What is told the costs of versions, on the first rank.
+
+    Raises:
+        ValueError: if the address of the metrics is none.
+        RefitError: if the file or the port cannot be opened.
+    """
+    port = args.refit_metrics_port
+    try:
+        address = None if port is None else address_from(port)
+    except ValueError as error:
+        raise ValueError(f"--refit-metrics-port: {error}") from error
+    return Telemetry(args.refit_telemetry, address)
+
+
 class Pusher:
     """Pushes the weights of one training run; does nothing without ``--refit-engines``.
 
@@ -140,6 +173,7 @@ class Pusher:
 
     def __init__(self) -> None:
         self._session: RefitSession | None = None
+        self._telemetry: Telemetry | None = None
         self._alone = False  # whether no engine is left and users have been told
         self.stopped = False
 
@@ -179,6 +213,7 @@ class Pusher:
                 self._stop(error)
             finally:
                 session.close()
+                self._close_telemetry()
 
     def end(self) -> None:
         """Do the same if this rank exits by itself: its daemon thread would abandon the last commit."""
@@ -189,6 +224,12 @@ class Pusher:
             except PartyFailedError:
                 logger.exception("refit: the last commit failed")
                 self.stopped = _args().refit_on_failure == "stop"
+            finally:
+                self._close_telemetry()
+
+    def _close_telemetry(self) -> None:
+        if self._telemetry is not None:
+            self._telemetry.close()
 
     def _stop(self, error: PartyFailedError) -> None:
         if not self.stopped:
@@ -201,8 +242,17 @@ class Pusher:
         from megatron_patches.refit.megatron_checkpoint import vocabulary_of
 
         credentials = push_flags.credentials_from(args, _PREFIX)
-        engines = http_engines(args.refit_engines, args.refit_timeout, credentials) if dist.get_rank() == 0 else []
-        session = RefitSession(model, engines, vocab_size=vocabulary_of(args), options=options_from_args(args))
+        engines = []
+        if dist.get_rank() == 0:
+            engines = http_engines(args.refit_engines, args.refit_timeout, credentials)
+            self._telemetry = telemetry_from_args(args)
+        session = RefitSession(
+            model,
+            engines,
+            vocab_size=vocabulary_of(args),
+            options=options_from_args(args),
+            telemetry=self._telemetry,
+        )
         digest = session.prepare()
         self._tell(session.reports, 0)
         _print(f"refit: {len(session.state())} engine(s) follow plan {digest[:12]}")

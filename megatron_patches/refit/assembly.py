@@ -16,6 +16,7 @@ from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.parties.messages import (
     TICK_S,
     Alert,
+    Answer,
     Beat,
     Failure,
     Invitation,
@@ -23,7 +24,6 @@ from megatron_patches.refit.parties.messages import (
     Notice,
     Outcome,
     Rejection,
-    Results,
     decode_of_server,
     encode,
     endpoint,
@@ -58,7 +58,7 @@ class Assembly:
         self.party, self.name = party, name
         self.timeout_s = invitation.timeout_s
         self._condition = threading.Condition()
-        self._answers: dict[int, Results | Failure] = {}
+        self._answers: dict[int, Answer | Failure] = {}
         self._alerts: dict[int, str] = {}
         self._notices: dict[str, dict[int, str | None]] = {}
         self._lost: str | None = None
@@ -85,45 +85,21 @@ class Assembly:
         self._thread = threading.Thread(target=self._run, name="refit-assembly", daemon=True)
         self._thread.start()
 
-    def gather[T](self, what: str, kind: type[T], work: Callable[[], T]) -> list[T]:
-        """Does this party's part of the next step and waits for all others.
-
-        Args:
-            what: name of the step; the same for all parties.
-            kind: type of every part, which msgspec can encode.
-            work: this party's part.
-
-        Returns:
-            The parts of all parties, in order of their numbers.
-
-        Raises:
-            PartyFailedError: on every party if any failed, with all reasons; its cause is this party's own error. On
-                this party alone if it cannot decode another's answer.
-        """
-        found = self._take(what, work)
-        return [self._decode(what, kind, payload) for payload in found]
-
     def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
-        """Like :meth:`gather`, for a step in which the rendezvous computes a separate answer for each party.
+        """Does this party's part of the next step and waits for the answer that the rendezvous computes from all parts.
 
         Args:
             what: name of the step; the same for all parties.
             kind: type of the answer.
-            work: this party's part.
+            work: this party's part; returns what msgspec can encode.
 
         Returns:
             The answer for this party.
 
         Raises:
-            PartyFailedError: as :meth:`gather`; also if the rendezvous could not process the parts.
+            PartyFailedError: on every party if any failed, with all reasons, or if the rendezvous could not process the
+                parts; its cause is this party's own error. On this party alone if it cannot decode the answer.
         """
-        found = self._take(what, work)
-        if len(found) != 1:
-            raise PartyFailedError(f"{what}: the rendezvous of {self.name} has no registry that answers")
-        return self._decode(what, kind, found[0])
-
-    def _take(self, what: str, work: Callable[[], object]) -> list[bytes]:
-        """Takes a step. Returns the payloads that the rendezvous sends."""
         step, self.next_step = self.next_step, self.next_step + 1
         mine: Exception | None = None
         try:
@@ -139,11 +115,8 @@ class Assembly:
         answer = self._answer(step, what)
         if isinstance(answer, Failure):
             raise PartyFailedError(f"{what} failed: {'; '.join(answer.reasons)}") from mine
-        return answer.payloads
-
-    def _decode[T](self, what: str, kind: type[T], payload: bytes) -> T:
         try:
-            return msgspec.msgpack.decode(payload, type=kind)
+            return msgspec.msgpack.decode(answer.payload, type=kind)
         except msgspec.MsgspecError as error:
             raise PartyFailedError(
                 f"{what}: {self.name} cannot read what another party answered ({error}); do all run the same version "
@@ -216,7 +189,7 @@ class Assembly:
                 raise PartyFailedError(f"{self.name} lost the rendezvous: {self._lost}")
             self._saying.send(encode(message))
 
-    def _answer(self, step: int, what: str) -> Results | Failure:
+    def _answer(self, step: int, what: str) -> Answer | Failure:
         deadline = time.monotonic() + self.timeout_s + _GRACE_S
         with self._condition:
             while step not in self._answers:
@@ -269,7 +242,7 @@ class Assembly:
             self._dealer.send(said, zmq.NOBLOCK)
         return lost
 
-    def _note(self, message: Results | Failure | Alert | Notice | Beat) -> None:
+    def _note(self, message: Answer | Failure | Alert | Notice | Beat) -> None:
         self._heard = time.monotonic()
         with self._condition:
             if isinstance(message, Alert):

@@ -16,7 +16,7 @@ class MemoryMode(StrEnum):
     """Almost nothing more; the engine is paused from before the first byte, and the host keeps the old weights."""
 
 
-def may_go_directly(mode: MemoryMode, transport: TransportName, memory: str) -> bool:
+def may_go_directly(mode: MemoryMode, transport: TransportName) -> bool:
     """Whether boxes may travel without being packed. Both sides of a link compute the same.
 
     Bytes that a peer or a thread writes could still arrive after a push was abandoned. So only copies on the worker's
@@ -25,7 +25,5 @@ def may_go_directly(mode: MemoryMode, transport: TransportName, memory: str) -> 
     Args:
         mode: memory mode of the workers.
         transport: the transport in use.
-        memory: kind of memory of all storages: ``cpu`` or ``cuda``.
     """
-    awaited = transport is TransportName.CUDA_IPC or (transport is TransportName.C10D and memory != "cpu")
-    return mode is MemoryMode.BESIDE or awaited
+    return mode is MemoryMode.BESIDE or transport in (TransportName.CUDA_IPC, TransportName.C10D)

@@ -29,6 +29,7 @@ from megatron_patches.refit.parties.messages import (
     BEAT_S,
     TICK_S,
     Alert,
+    Answer,
     Beat,
     Failure,
     Invitation,
@@ -36,7 +37,6 @@ from megatron_patches.refit.parties.messages import (
     Notice,
     Outcome,
     Rejection,
-    Results,
     decode_of_party,
     encode,
     endpoint,
@@ -67,10 +67,10 @@ class Rendezvous:
     Args:
         parties: how many will join, numbered from 0; :meth:`expect` may change it until the last of them has joined.
         timeout_s: seconds that a step may take after its first party has finished.
+        answer: given a step's name and all parts, returns an answer for each party.
         host: address to listen on; other machines must reach it if parties run there.
         silence_s: seconds after which a party counts as gone whose process is stopped, or whose machine or network is
             lost.
-        answer: given a step's name and all parts, returns an answer for each party, or None to send all parts to all.
 
     Raises:
         PartyFailedError: if ``host`` is not an address of this machine.
@@ -80,8 +80,8 @@ class Rendezvous:
         self,
         parties: int,
         timeout_s: float,
+        answer: Callable[[str, list[bytes]], list[bytes]],
         host: str = "127.0.0.1",
-        answer: Callable[[str, list[bytes]], list[bytes] | None] = lambda _what, _parts: None,
         *,
         silence_s: float = 30.0,
     ) -> None:
@@ -283,14 +283,11 @@ class Rendezvous:
             except (RefitError, msgspec.MsgspecError) as error:
                 reasons = [f"the registry: {type(error).__name__}: {error}"]
             else:
-                step.verdicts = [Results(number, parts)] if answers is None else [Results(number, [a]) for a in answers]
+                step.verdicts = [Answer(number, answer) for answer in answers]
         if reasons:
             step.verdicts = [Failure(number, reasons)]
-        if len(step.verdicts) == 1:
-            self._tell_all(step.verdicts[0])
-        else:
-            for party in self._members:
-                self._tell(party, step.verdict_of(party))
+        for party in self._members:
+            self._tell(party, step.verdict_of(party))
         self._steps.pop(number - _REMEMBERED, None)
 
     def _end_late_steps(self) -> None:
@@ -318,12 +315,12 @@ class Rendezvous:
     def _name_of(self, party: int) -> str:
         return self._members[party].name if party in self._members else f"party {party}, which has not joined"
 
-    def _tell_all(self, message: Results | Failure | Alert | Notice | Beat) -> None:
+    def _tell_all(self, message: Answer | Failure | Alert | Notice | Beat) -> None:
         encoded = encode(message)
         for party in self._members:
             self._send(party, encoded)
 
-    def _tell(self, party: int, message: Results | Failure | Alert) -> None:
+    def _tell(self, party: int, message: Answer | Failure | Alert) -> None:
         self._send(party, encode(message))
 
     def _send(self, party: int, encoded: bytes) -> None:
@@ -337,10 +334,10 @@ class _Step:
     def __init__(self, what: str, deadline: float) -> None:
         self.what, self.deadline = what, deadline
         self.outcomes: dict[int, Outcome] = {}
-        self.verdicts: list[Results | Failure] = []  # one for all, or one per party
+        self.verdicts: list[Answer] | list[Failure] = []  # one per party, or a failure of all
         self.failed = False
 
-    def verdict_of(self, party: int) -> Results | Failure:
+    def verdict_of(self, party: int) -> Answer | Failure:
         """The verdict for one party; the step must have ended."""
         return self.verdicts[party if len(self.verdicts) > 1 else 0]
 

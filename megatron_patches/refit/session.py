@@ -29,6 +29,7 @@ from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFail
 from megatron_patches.refit.roster import Roster
 from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
 from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
+from megatron_patches.refit.telemetry import Telemetry
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,7 @@ class RefitSession:
         options: how to push; the same on all ranks. None for the defaults.
         group: ranks that hold the model, replicas included; None for all processes.
         tp_group: tensor-parallel group; None for Megatron's own.
+        telemetry: on the first rank, is told what each version cost at each engine; None for the log alone.
     """
 
     def __init__(
@@ -104,7 +106,9 @@ class RefitSession:
         options: RefitOptions | None = None,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
+        self._telemetry = telemetry or Telemetry()
         self._chunks, self._vocab_size = model_chunks, vocab_size
         self._options, self._tp_group = options or RefitOptions(), tp_group
         self.exchange = default_exchange(group)
@@ -416,7 +420,7 @@ class RefitSession:
         self._subscriptions[number] = Subscription(
             name,
             invitation,
-            Trainer(rank, me, str(device), stream, self._described),
+            Trainer(rank, me, str(device), stream, self._described, self._telemetry),
             options,
             control=self._controls.pop(number, None),
             check=self._roster.check_other,

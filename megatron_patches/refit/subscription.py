@@ -33,6 +33,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate
+from megatron_patches.refit.telemetry import Telemetry, cost_of
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.worker import Worker
 
@@ -52,6 +53,7 @@ class Trainer:
         device: device of its weights: ``cpu``, or torch's name of a GPU.
         stream: stream of what subscriptions do on a GPU; None on a CPU.
         describe: describes what this rank holds.
+        telemetry: is told on the first rank what each version cost.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class Trainer:
     device: str
     stream: torch.cuda.Stream | None
     describe: Callable[[], Held]
+    telemetry: Telemetry
 
 
 class Subscription:
@@ -99,6 +102,7 @@ class Subscription:
         self._assembly: Assembly | None = None
         self._party: SourceParty | None = None
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
+        self._planning_s = 0.0  # until a version has been charged for it
         self.lags = False
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
@@ -144,7 +148,8 @@ class Subscription:
     @property
     def over_nccl(self) -> bool:
         """Whether versions travel through kernels that occupy a GPU until the engine takes them."""
-        return self._trainer.stream is not None and self.party.transport is TransportName.C10D
+        # Joining ends here a moment later than on the first rank.
+        return self.joined.exception() is None and self.party.transport is TransportName.C10D
 
     @property
     def gone(self) -> list[str]:
@@ -246,6 +251,7 @@ class Subscription:
                 self._party.leave()  # so that nobody waits for this rank
             raise PartyFailedError(reason, [self.name]) from error
         self._log.enter(State.READY, -1)
+        self._planning_s = self._log.lasted[State.JOINING]
 
     def _have_recorded(self) -> None:
         if self._control is not None and self._assembly is not None:
@@ -302,10 +308,28 @@ class Subscription:
                 logger.debug("refit: %s", error)
         if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
-            raise PartyFailedError(reason, [self.name])
-        if arrived:
+        elif arrived:
             self._log.enter(State.READY, version)
+        if control is not None:
+            self._tell_cost(version, sent, control, reason)
+        if reason is not None and (arrived or control is not None):
+            raise PartyFailedError(reason, [self.name])
         return 0.0 if control is None else control.paused_s
+
+    def _tell_cost(self, version: int, sent: Future[Moved], control: EngineControl, reason: str | None) -> None:
+        lost = sent.exception()
+        cost = cost_of(
+            self.name,
+            version,
+            planning_s=self._planning_s,
+            lasted=self._log.lasted,
+            moved=sent.result() if lost is None else None,
+            paused_s=control.paused_s,
+            bytes_by_source=control.bytes_by_source,
+            reason=reason if lost is None else "; ".join(filter(None, (describe_error(lost), reason))),
+        )
+        self._planning_s = 0.0
+        self._trainer.telemetry.tell(cost)
 
     def _confirm(self, version: int, control: EngineControl) -> None:
         reasons = self.party.collect_commits(version, control.workers, self._invitation.timeout_s)

@@ -108,10 +108,7 @@ def session(
 
 
 def transport_of(case: Case) -> TransportName:
-    """Another transport for some kinds of mesh, so that several meet a live engine.
-
-    c10d between processes is tested in tests/unit/refit/test_transports.py.
-    """
+    """Another transport for some kinds of mesh, so that several meet a live engine."""
     mesh, is_llama = case.mesh, "LlamaForCausalLM" in str(case.config["architectures"])
     if mesh.dp > 1 and is_llama and importlib.util.find_spec("nixl_cu12") is not None:
         return TransportName.NIXL

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from megatron_patches.refit.parties.messages import Standing, State
 from megatron_patches.refit.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.telemetry import Telemetry
 from tests.integration.live_refit import STAGING, fill, start, value
 from tests.integration.tiny_models import QWEN3
 from tests.support import plain_engine
@@ -79,7 +82,8 @@ def body(rank: int, world_size: int, addresses: list[str], scene: Scene, options
     chunks = start(CASE)
     clients = [PlainEngine(NAMES[number], address, 20.0) for number, address in enumerate(addresses)]
     settings = RefitOptions(staging_bytes=STAGING, timeout_s=20.0, lease_s=LEASE_S, **options)
-    session = RefitSession(chunks, clients if rank == 0 else [], vocab_size=37, options=settings)
+    telemetry = Telemetry(Path(addresses[0]).with_name("costs.jsonl")) if rank == 0 else None
+    session = RefitSession(chunks, clients if rank == 0 else [], vocab_size=37, options=settings, telemetry=telemetry)
 
     def push(version: int, *, wait: bool = False) -> PushReport:
         fill(CASE, chunks, version)
@@ -105,6 +109,14 @@ def until(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def costs(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """What versions cost, by engine and version."""
+    lines = [json.loads(line) for line in (folder / "costs.jsonl").read_text().splitlines()]
+    found = {(line["engine"], line["version"]): line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
 def both_serve(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
     report = push(1, wait=True)
     found = [client.run("content") for client in clients] if session.exchange.rank == 0 else []
@@ -116,6 +128,15 @@ def test_each_engine_serves_what_the_trainer_pushed(tmp_path: Path) -> None:
     (fates, found), (fates_of_other, _) = run(tmp_path, both_serve)
     assert fates == fates_of_other == {"engine 0": Fate.SERVES, "engine 1": Fate.SERVES}
     assert found == [(1, expected(1))] * 2
+    told = costs(tmp_path)
+    assert set(told) == {("engine 0", 1), ("engine 1", 1)}
+    nbytes = sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())
+    for cost in told.values():
+        assert cost["serves"]
+        assert all(cost["bytes_by_source"])  # each of both ranks sends
+        assert sum(cost["bytes_by_source"]) == nbytes
+        assert all(cost["seconds"][part] > 0 for part in ("plan", "wait", "move", "verify", "commit", "pause"))
+        assert cost["seconds"]["pause"] <= cost["seconds"]["commit"]
 
 
 @dataclass
@@ -325,3 +346,9 @@ def test_a_push_that_raises_names_the_engine_and_the_other_one_serves_the_versio
     (culprits, found), (culprits_of_other, _) = run(tmp_path, one_is_killed)
     assert culprits == culprits_of_other == ("engine 1",)
     assert found == [(2, expected(2)), (3, expected(3))]
+    told = costs(tmp_path)
+    assert [key for key, cost in told.items() if not cost["serves"]] == [("engine 1", 2)]
+    lost = told["engine 1", 2]
+    assert lost["bytes_by_source"] == []
+    assert lost["reason"]
+    assert [told["engine 0", version]["seconds"]["plan"] > 0 for version in (1, 2, 3)] == [True, False, True]

@@ -44,7 +44,7 @@ def test_wheel_states_name_licence_and_requirements(metadata: Message) -> None:
     assert metadata["Version"] == "0.1.0"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.12"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "megatron", "nixl", "te"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "megatron", "metrics", "nixl", "te"}
 
 
 def test_an_engines_environment_takes_neither_megatron_nor_a_bound_on_torch(metadata: Message) -> None:

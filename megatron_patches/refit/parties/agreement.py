@@ -82,7 +82,7 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
     model = assembly.exchange(DESCRIBING, ModelAnswer, describe)
     told()
     assembly.exchange(RECORDING, Overlap, lambda: Wanted(()))
-    orders = assembly.exchange(PLANNING, Orders[list[Request]], lambda: Asked({}, "", 0))
+    orders = assembly.exchange(PLANNING, Orders[list[Request]], lambda: Asked({}, "", {}))
     plans: list[Plan] = []
 
     def check() -> None:
@@ -123,7 +123,7 @@ def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -
         prove_with(own, holders, recorded, options)
         plans.append(own)
         requests = {source: list(of_source) for source, of_source in asked.items()}
-        return Asked(requests, own.digest, own.nbytes)
+        return Asked(requests, own.digest, own.bytes_by_source())
 
     orders = assembly.exchange(PLANNING, Orders[list[Request]], plan)
     assembly.exchange(CHECKING, type(None), lambda: None)

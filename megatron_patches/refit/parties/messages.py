@@ -197,14 +197,14 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class Asked[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
-    """What a destination requests of each source, by rank; digest and bytes of its plan.
+    """What a destination requests of each source, by rank; digest of its plan, and the bytes that each source sends it.
 
     The registry forwards the requests without decoding them: the source checks them.
     """
 
     requests: dict[int, R]
     digest: str
-    nbytes: int
+    nbytes: dict[int, int]
 
 
 class Orders[R: (list[Request], msgspec.Raw)](msgspec.Struct, frozen=True):
@@ -291,11 +291,11 @@ class Outcome(msgspec.Struct, tag=True):
     reason: str | None = None
 
 
-class Results(msgspec.Struct, tag=True):
-    """All parts of a step, by party."""
+class Answer(msgspec.Struct, tag=True):
+    """What the registry answers a party at the end of a step."""
 
     step: int
-    payloads: list[bytes]
+    payload: bytes
 
 
 class Failure(msgspec.Struct, tag=True):
@@ -338,7 +338,7 @@ TICK_S = 0.2
 """Polling interval of waits on either side, in seconds."""
 
 decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
-decode_of_server = msgspec.msgpack.Decoder(Results | Failure | Alert | Notice | Rejection | Beat).decode
+decode_of_server = msgspec.msgpack.Decoder(Answer | Failure | Alert | Notice | Rejection | Beat).decode
 encode = msgspec.msgpack.encode
 
 

@@ -8,7 +8,7 @@ No party receives everything.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -49,10 +49,14 @@ class Registry:
 
     Args:
         sources: number of sources.
+
+    Attributes:
+        bytes_by_source: bytes that each source sends for a version, in order of the sources; empty before planning.
     """
 
     def __init__(self, sources: int) -> None:
         self._sources = sources
+        self.bytes_by_source: tuple[int, ...] = ()
         self._index = OverlapIndex([])
         self._peers: dict[int, set[int]] = defaultdict(set)
         self._steps: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {
@@ -65,18 +69,20 @@ class Registry:
             LINKING: _nothing,
         }
 
-    def answer(self, what: str, payloads: list[bytes]) -> list[bytes] | None:
-        """Each party's answer at the end of a step; None if every party receives all parts.
+    def answer(self, what: str, payloads: list[bytes]) -> list[bytes]:
+        """Each party's answer at the end of a step.
 
         Args:
             what: name of the step.
             payloads: the parts of all parties, in order of their numbers.
 
         Raises:
-            RefitError: if the parts are inconsistent.
+            RefitError: if the parts are inconsistent, or there is no such step.
         """
         step = self._moved if what.startswith(SENDING) else self._steps.get(what)
-        return None if step is None else step(payloads)
+        if step is None:
+            raise RefitError(f"there is no step {what!r}; do all run the same version of this package?")
+        return step(payloads)
 
     def _describe(self, payloads: list[bytes]) -> list[bytes]:
         """Keeps the sources' layouts. Returns the model, for every party."""
@@ -110,8 +116,10 @@ class Registry:
         """For each source, the requests to it; for every party, the digest and the bytes of all plans together."""
         asked = [msgspec.msgpack.decode(payload, type=Asked[msgspec.Raw]) for payload in payloads]
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
-        nbytes = sum(part.nbytes for part in asked)
-        orders = [Orders[msgspec.Raw]([], content, nbytes) for _ in payloads]
+        sent = Counter[int]()
+        for part in asked:
+            sent.update(part.nbytes)
+        orders = [Orders[msgspec.Raw]([], content, sent.total()) for _ in payloads]
         self._peers.clear()
         for destination, part in enumerate(asked[self._sources :]):
             for source, requests in part.requests.items():
@@ -120,6 +128,7 @@ class Registry:
                 orders[source].requests.append((destination, requests))
                 self._peers[source].add(self._sources + destination)
                 self._peers[self._sources + destination].add(source)
+        self.bytes_by_source = tuple(sent[source] for source in range(self._sources))
         return [_encode(order) for order in orders]
 
     def _introduce(self, payloads: list[bytes]) -> list[bytes]:

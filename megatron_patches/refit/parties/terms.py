@@ -62,7 +62,7 @@ def terms_of(
         source, destination = offers[link[0]], offers[options.sources + link[1]]
         # If some storages are on the host and others on GPUs, no transport can move all of them unpacked.
         alike = len(together | {source.memory, destination.memory}) == 1
-        directly = alike and may_go_directly(options.memory, transport, source.memory)
+        directly = alike and may_go_directly(options.memory, transport)
         terms[link] = Terms(
             packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(plan.nbytes_by_link[link])),
             reach=Reach(min(source.reach, destination.reach)) if directly else Reach.NONE,

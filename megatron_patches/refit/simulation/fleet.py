@@ -210,7 +210,7 @@ class Fleet:
 
     def orders(self, asked: Sequence[bytes]) -> list[bytes]:
         """The encoded orders for each trainer rank, given the engine workers' requests in order."""
-        parts = [encode(Asked[list[Request]]({}, "", 0))] * self.sides.trainer.size
+        parts = [encode(Asked[list[Request]]({}, "", {}))] * self.sides.trainer.size
         return self.tell(PLANNING, [*parts, *asked])[: self.sides.trainer.size]
 
     def connect(self, workers: int) -> list[bytes]:
@@ -267,5 +267,5 @@ def holders_in(overlap: bytes) -> list[Holder]:
 
 def asked_bytes(requests: Mapping[int, list[Request]]) -> bytes:
     """A destination's encoded requests. The digest is a placeholder of the same length."""
-    nbytes = sum(request.nbytes for found in requests.values() for request in found)
+    nbytes = {source: sum(request.nbytes for request in found) for source, found in requests.items()}
     return encode(Asked(dict(requests), "0" * 64, nbytes))

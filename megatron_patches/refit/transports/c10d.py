@@ -1,9 +1,9 @@
-"""Point to point over a torch.distributed process group: NCCL between GPUs, gloo between hosts' memories.
+"""Point to point between GPUs over an NCCL process group of torch.distributed.
 
 The group contains trainer ranks and engine workers. It is made from its own store, without a default group, so neither
 Megatron's groups nor vLLM's are affected. Both sides need the same version of torch and of NCCL.
 
-Over NCCL a party has one communicator, in which all transfers take turns: see [Note: turns] in
+A party has one communicator, in which all transfers take turns: see [Note: turns] in
 :mod:`megatron_patches.refit.transports.turns` and [Note: NCCL] in :mod:`megatron_patches.refit.transports.c10d_groups`.
 Waits poll events, so they can be ended.
 """
@@ -26,13 +26,11 @@ from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Bits, Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, NothingToTell, Offer, Place
-from megatron_patches.refit.transports.c10d_groups import Group, Way, open_group
+from megatron_patches.refit.transports.c10d_groups import Group, NcclGroup, Way
 from megatron_patches.refit.transports.direct_copies import DirectCopies
 from megatron_patches.refit.transports.turns import Turns
 from megatron_patches.refit.transports.worker import Worker, wait_for
 
-_GREETING = 63  # tag of the first message of a link; slots have the lowest tags
-_DIRECT = 62  # tag of boxes that travel unpacked
 _PAUSE_S = 0.001  # between polls of a greeting
 
 
@@ -42,14 +40,12 @@ class _Details(msgspec.Struct):
     Attributes:
         host: address of this party's machine.
         port: port of the store; 0 except from the first party.
-        device: torch's name of the device.
-        gpu: UUID of the GPU; empty for host memory.
+        gpu: UUID of the GPU; empty if the party's weights are in host memory, which NCCL does not send.
         torch: version of torch.
     """
 
     host: str
     port: int
-    device: str
     gpu: str
     torch: str
 
@@ -62,7 +58,7 @@ class C10dTransport:
 
     Args:
         place: where this party runs.
-        make_group: makes the group; as :func:`megatron_patches.refit.transports.c10d_groups.open_group`.
+        make_group: makes the group, as :class:`megatron_patches.refit.transports.c10d_groups.NcclGroup`.
     """
 
     together = True
@@ -70,7 +66,7 @@ class C10dTransport:
     reach = Reach.CONTIGUOUS
 
     def __init__(
-        self, place: Place, make_group: Callable[[dist.Store, int, Sequence[str], str, float], Group] = open_group
+        self, place: Place, make_group: Callable[[dist.Store, int, int, str, float], Group] = NcclGroup
     ) -> None:
         self._place, self._make_group = place, make_group
         self._store: dist.TCPStore | None = None
@@ -88,15 +84,15 @@ class C10dTransport:
             self._store = self._open_store(self._place.host)
             port = self._store.port
         gpu = "" if self._place.memory == "cpu" else str(torch.cuda.get_device_properties(self._place.device).uuid)
-        details = _Details(self._place.host, port, self._place.device, gpu, str(torch.__version__))
+        details = _Details(self._place.host, port, gpu, str(torch.__version__))
         return msgspec.msgpack.encode(details)
 
     def connect(self, offers: Mapping[int, Offer], check: Check) -> None:
         """Makes the group.
 
         Raises:
-            PartyFailedError: if parties have different versions of torch, two share a GPU, or one does not join in
-                time.
+            PartyFailedError: if parties have different versions of torch, one has no GPU of its own, or one does not
+                join in time.
         """
         details = [_decode_details(offers[party].details) for party in sorted(offers)]
         versions = {item.torch.split("+")[0] for item in details}
@@ -106,18 +102,18 @@ class C10dTransport:
         what = f"the group of {len(offers)} parties"
         patience = Patience(self._place.timeout_s, what, check)
         self._group = _in_thread(lambda: self._open_group(details), patience)
-        self.turns = Turns() if self._group.ordered else None
+        self.turns = Turns()
 
     def outgoing(self, end: LinkEnd) -> C10dOutgoing:
         """Greets the destination, which connects the pair."""
         way, greeting = self._open.way(end.peer), self._buffer(1)
-        self._greet(way, lambda: way.send([greeting], _GREETING), end.patience)
-        return C10dOutgoing(way, self._slots(end), self.turns)
+        self._greet(lambda: way.send([greeting]), end.patience)
+        return C10dOutgoing(way, self._slots(end), self.turns or Turns())
 
     def incoming(self, end: LinkEnd) -> C10dIncoming:
         """Waits for the source's greeting."""
         way, greeting = self._open.way(end.peer), self._buffer(1)
-        self._greet(way, lambda: way.receive([greeting], _GREETING), end.patience)
+        self._greet(lambda: way.receive([greeting]), end.patience)
         return C10dIncoming(way, self._slots(end))
 
     def stop(self) -> None:
@@ -151,25 +147,20 @@ class C10dTransport:
     def _open_group(self, details: Sequence[_Details]) -> Group:
         if self._store is None:
             self._store = self._open_store(details[0].host, details[0].port)
-        devices = [item.device for item in details]
         place = self._place
-        return self._make_group(self._store, place.party, devices, place.host, place.timeout_s)
+        return self._make_group(self._store, place.party, len(details), place.device, place.timeout_s)
 
-    def _greet(self, way: Way, begin: Callable[[], Pending[None]], patience: Patience) -> None:
+    def _greet(self, begin: Callable[[], Pending[None]], patience: Patience) -> None:
         """Connects a pair, which on NCCL waits uninterruptibly for the peer.
 
         Each source greets one destination after another. Each destination greets the source that has just said hello,
         which is greeting no other destination, so every greeting that has begun ends.
         """
-        try:
-            greeted = _in_thread(begin, patience)
-            while not greeted.done():
-                patience.tick()
-                time.sleep(_PAUSE_S)
-            greeted.result()
-        except BaseException:
-            way.close()
-            raise
+        greeted = _in_thread(begin, patience)
+        while not greeted.done():
+            patience.tick()
+            time.sleep(_PAUSE_S)
+        greeted.result()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._open.device)
@@ -197,10 +188,10 @@ class C10dOutgoing(NothingToTell):
     Args:
         way: sends tensors to the destination.
         slots: the memory.
-        turns: receives what has been started; None if links are independent.
+        turns: receives what has been started.
     """
 
-    def __init__(self, way: Way, slots: _Slots, turns: Turns | None) -> None:
+    def __init__(self, way: Way, slots: _Slots, turns: Turns) -> None:
         self._way, self._slots, self._turns = way, slots, turns
         self._pieces = _Pieces(read=True)
         self._under_way: list[Pending[None]] = []
@@ -210,19 +201,18 @@ class C10dOutgoing(NothingToTell):
         """Memory to pack into."""
         return self._slots.tensors
 
-    def start(self, slot: int, payload: Payload) -> None:
+    def start(self, slot: int, payload: Payload) -> None:  # noqa: ARG002 - NCCL matches by order
         """Sends a payload."""
-        self._send([_tensor(payload)], slot)
+        self._send([_tensor(payload)])
 
     def start_direct(self, load: Load, places: Sequence[Spot]) -> None:
         """Sends the boxes."""
-        self._send(self._pieces.of(load, places), _DIRECT)
+        self._send(self._pieces.of(load, places))
 
-    def _send(self, tensors: Sequence[torch.Tensor], tag: int) -> None:
-        pending = self._way.send(tensors, tag)
+    def _send(self, tensors: Sequence[torch.Tensor]) -> None:
+        pending = self._way.send(tensors)
         self._under_way.append(pending)
-        if self._turns is not None:
-            self._turns.started(pending, sum(tensor.nbytes for tensor in tensors))
+        self._turns.started(pending, sum(tensor.nbytes for tensor in tensors))
 
     def check(self) -> None:
         """Raises the errors of ended transfers."""
@@ -231,8 +221,7 @@ class C10dOutgoing(NothingToTell):
             pending.result()
 
     def close(self) -> None:
-        """Closes the wire; the group must have been aborted before."""
-        self._way.close()
+        """Returns the memory; the group must have been aborted before."""
         self._under_way.clear()
         self._slots.release()
 
@@ -251,29 +240,30 @@ class C10dIncoming(NothingToTell):
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:
         """Receives into this side's slot of the same number, which is free if the source's is."""
         payload = self._slots.tensors[slot][:nbytes]
-        return Delivery(self._way.receive([payload], slot), payload)
+        return Delivery(self._way.receive([payload]), payload)
 
     def fetch_direct(self, load: Load, places: Sequence[Spot]) -> Pending[object]:
         """Receives the boxes."""
-        return self._way.receive(self._pieces.of(load, places), _DIRECT)
+        return self._way.receive(self._pieces.of(load, places))
 
     def close(self) -> None:
-        """Closes the wire; the group must have been aborted before."""
-        self._way.close()
+        """Returns the memory; the group must have been aborted before."""
         self._slots.release()
 
 
 def _check_gpus(gpus: Sequence[str], sources: int) -> None:
-    """Refuses shared GPUs. NCCL would refuse them too, without naming the parties.
+    """Refuses host memory and shared GPUs. NCCL would refuse the latter too, without naming the parties.
 
     Raises:
-        PartyFailedError: if all parties are on GPUs, and two share one.
+        PartyFailedError: if a party is not on a GPU, or two share one.
     """
-    if not all(gpus):
-        return
     names = [f"trainer rank {party}" if party < sources else f"worker {party - sources}" for party in range(len(gpus))]
     first: dict[str, str] = {}
     for name, gpu in zip(names, gpus, strict=True):
+        if not gpu:
+            raise PartyFailedError(
+                f"{name} has its weights in host memory, but c10d sends from GPU to GPU; use the transport tcp or nixl"
+            )
         if gpu in first:
             raise PartyFailedError(
                 f"{first[gpu]} and {name} share GPU {gpu}, which NCCL cannot send through; use the transport cuda_ipc"

@@ -1,4 +1,4 @@
-"""The torch.distributed process groups of all parties of a refit, through which ``c10d`` sends.
+"""The NCCL process group of all parties of a refit, through which ``c10d`` sends.
 
 [Note: NCCL] ``torch.distributed`` sends coalesced operations, even to one peer, on the communicator of the whole group,
 and all others on a communicator that it makes per pair. Here everything is coalesced, so there is one communicator,
@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.ports import Pending
 from megatron_patches.refit.transports.worker import Worker
@@ -34,22 +33,15 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 class Way(Protocol):
     """One party's side of a link."""
 
-    def send(self, tensors: Sequence[torch.Tensor], tag: int) -> Pending[None]:
-        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes under the same tag."""
+    def send(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
+        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes, in the same order."""
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Pending[None]:
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
         """Starts to receive byte tensors."""
-
-    def close(self) -> None:
-        """Closes it; the group must have been aborted before."""
 
 
 class Group(Protocol):
-    """The group of all parties, as one party uses it."""
-
-    @property
-    def ordered(self) -> bool:
-        """Whether what this party starts ends in the order in which it was started, regardless of the peer."""
+    """The group of all parties, as one party uses it. What it starts ends in the order in which it was started."""
 
     @property
     def device(self) -> str:
@@ -72,8 +64,6 @@ class NcclGroup:
         device: torch's name of this party's GPU.
         timeout_s: longest wait of the caller, in seconds.
     """
-
-    ordered = True
 
     def __init__(self, store: dist.Store, party: int, size: int, device: str, timeout_s: float) -> None:
         self.device = device
@@ -134,26 +124,23 @@ class NcclWay:
     def __init__(self, group: Any, peer: int, device: str) -> None:
         self._group, self._peer, self._device = group, peer, device
 
-    def send(self, tensors: Sequence[torch.Tensor], tag: int) -> NcclWork:
-        """See :class:`Way`. NCCL has no tags; it matches by order."""
-        return self._coalesced(self._group.send, tensors, tag)
-
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> NcclWork:
+    def send(self, tensors: Sequence[torch.Tensor]) -> NcclWork:
         """See :class:`Way`."""
-        return self._coalesced(self._group.recv, tensors, tag)
+        return self._coalesced(self._group.send, tensors)
 
-    def close(self) -> None:
+    def receive(self, tensors: Sequence[torch.Tensor]) -> NcclWork:
         """See :class:`Way`."""
+        return self._coalesced(self._group.recv, tensors)
 
     def _coalesced(
-        self, call: Callable[[list[torch.Tensor], int, int], object], tensors: Sequence[torch.Tensor], tag: int
+        self, call: Callable[[list[torch.Tensor], int, int], object], tensors: Sequence[torch.Tensor]
     ) -> NcclWork:
         """Starts one kernel for all tensors. Otherwise each would have its own, one after another."""
         with torch.cuda.device(self._device):
             self._group._start_coalescing()
             try:
                 for tensor in tensors:
-                    call([tensor], self._peer, tag)
+                    call([tensor], self._peer, 0)  # NCCL has no tags
             finally:
                 work = self._group._end_coalescing()
         return NcclWork(work)
@@ -172,89 +159,3 @@ class NcclWork:
     def result(self) -> None:
         """Raises if the work failed. The current stream waits for it."""
         self._work.wait()
-
-
-class GlooGroup:
-    """Gloo between hosts' memories.
-
-    Args:
-        store: the store that parties share.
-        party: this party's number.
-        size: number of parties.
-        host: this party's address.
-        timeout_s: timeout of one message, in seconds.
-    """
-
-    ordered = False
-    device = "cpu"
-
-    def __init__(self, store: dist.Store, party: int, size: int, host: str, timeout_s: float) -> None:
-        gloo: Any = dist.ProcessGroupGloo  # whose options the type stubs lack
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        # The address that reached the rendezvous; by default gloo would take whatever the host name resolves to.
-        options._devices = [gloo.create_device(hostname=host)]
-        self._group: Any = gloo(store, party, size, options)
-
-    def way(self, peer: int) -> GlooWay:
-        """See :class:`Group`."""
-        return GlooWay(self._group, peer)
-
-    def abort(self) -> None:
-        """See :class:`Group`."""
-        self._group.abort()
-
-
-class GlooWay:
-    """One party's side of a link over gloo. Gloo's calls block, so it has a thread.
-
-    Args:
-        group: the process group.
-        peer: rank of the other party in it.
-    """
-
-    def __init__(self, group: Any, peer: int) -> None:
-        self._group, self._peer = group, peer
-        self._worker = Worker(f"refit-with-{peer}")
-
-    def send(self, tensors: Sequence[torch.Tensor], tag: int) -> Pending[None]:
-        """See :class:`Way`."""
-        return self._worker.submit(lambda: self._each(self._group.send, tensors, tag))
-
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Pending[None]:
-        """See :class:`Way`."""
-        return self._worker.submit(lambda: self._each(self._group.recv, tensors, tag))
-
-    def close(self) -> None:
-        """See :class:`Way`."""
-        self._worker.close()
-
-    def _each(
-        self, call: Callable[[list[torch.Tensor], int, int], Any], tensors: Sequence[torch.Tensor], tag: int
-    ) -> None:
-        """Sends or receives tensors one after another.
-
-        Raises:
-            PartyFailedError: if the peer has gone, or on timeout.
-        """
-        for tensor in tensors:
-            try:
-                call([tensor], self._peer, tag).wait()
-            except RuntimeError as error:
-                raise PartyFailedError(f"gloo, with party {self._peer}: {error}") from error
-
-
-def open_group(store: dist.Store, party: int, devices: Sequence[str], host: str, timeout_s: float) -> Group:
-    """Makes the group of all parties. All of them must call it together.
-
-    Args:
-        store: the store that parties share.
-        party: this party's number.
-        devices: torch's names of the devices of the parties' storages, by party.
-        host: this party's address.
-        timeout_s: timeout of one wait, in seconds.
-    """
-    store = dist.PrefixStore("refit", store)
-    if all(torch.device(device).type == "cuda" for device in devices):
-        return NcclGroup(store, party, len(devices), devices[party], timeout_s)
-    return GlooGroup(store, party, len(devices), host, timeout_s)

@@ -102,7 +102,7 @@ class Joining:
         self._aside.finish(self._call.timeout_s)
         if self._failure is not None:
             raise self._failure
-        nccl = self._party.transport is TransportName.C10D and self._serving.device.type != "cpu"
+        nccl = self._party.transport is TransportName.C10D
         return WorkerSession(
             self._party,
             self._serving,

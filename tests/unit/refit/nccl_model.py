@@ -112,7 +112,6 @@ class Communicator:
 class ModelGroup:
     """A party's side; see :class:`megatron_patches.refit.transports.c10d_groups.Group`."""
 
-    ordered = True
     device = "cpu"
 
     def __init__(self, communicator: Communicator, party: int) -> None:
@@ -131,11 +130,8 @@ class ModelWay:
     def __init__(self, communicator: Communicator, party: int, peer: int) -> None:
         self._communicator, self._party, self._peer = communicator, party, peer
 
-    def send(self, tensors: Sequence[torch.Tensor], tag: int) -> Batch:  # noqa: ARG002 - NCCL has none
+    def send(self, tensors: Sequence[torch.Tensor]) -> Batch:
         return self._communicator.begin(self._party, Batch(self._peer, True, deque(tensors)))
 
-    def receive(self, tensors: Sequence[torch.Tensor], tag: int) -> Batch:  # noqa: ARG002
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Batch:
         return self._communicator.begin(self._party, Batch(self._peer, False, deque(tensors)))
-
-    def close(self) -> None:
-        """Nothing."""

@@ -48,7 +48,10 @@ def case_of(seed: int, sources: int, destinations: int) -> Case:
 
 
 class StorelessTransport(C10dTransport):
-    """The model needs no store, and opening torch's takes seconds where names are looked up slowly."""
+    """The model needs neither GPUs nor a store; opening torch's takes seconds where names are looked up slowly."""
+
+    def details(self) -> bytes:
+        return msgspec.msgpack.encode(_Details("", 0, f"GPU of {self._place.party}", "2"))
 
     def _open_store(self, *_: object, **__: object) -> SimpleNamespace:  # type: ignore[override]
         return SimpleNamespace(port=0)
@@ -256,16 +259,26 @@ def test_whoever_waits_in_vain_says_for_whom_and_ends_what_is_under_way() -> Non
 
 def test_two_parties_on_one_gpu_are_refused_by_name() -> None:
     """NCCL alone would say that a GPU is there twice, to some of the parties."""
+    with pytest.raises(PartyFailedError, match=r"trainer rank 1 and worker 1 share GPU B, .*the transport cuda_ipc"):
+        connect("A", "B", "C", "B")
+
+
+def test_a_party_without_a_gpu_is_refused_by_name() -> None:
+    with pytest.raises(PartyFailedError, match=r"worker 0 has its weights in host memory, .*the transport tcp or nixl"):
+        connect("A", "B", "", "")
+
+
+def connect(*gpus: str) -> None:
+    """Connects two trainer ranks and two workers, as the second of them."""
     offers = [
         Offer(
             address="",
             slot_bytes=8,
             memory="cuda",
             reach=0,
-            details=msgspec.msgpack.encode(_Details("", 0, "", gpu, "2")),
+            details=msgspec.msgpack.encode(_Details("", 0, gpu, "2")),
         )
-        for gpu in ("A", "B", "C", "B")
+        for gpu in gpus
     ]
     place = Place(party=1, sources=2, host="127.0.0.1", device="cuda:1", pool=StagingPool(64), timeout_s=5.0)
-    with pytest.raises(PartyFailedError, match=r"trainer rank 1 and worker 1 share GPU B, .*the transport cuda_ipc"):
-        C10dTransport(place).connect(dict(enumerate(offers)), lambda: None)
+    C10dTransport(place).connect(dict(enumerate(offers)), lambda: None)

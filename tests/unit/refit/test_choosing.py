@@ -60,7 +60,6 @@ def test_what_is_not_named_is_chosen_by_default() -> None:
     [
         (MemoryMode.BESIDE, TransportName.NIXL, "cuda", Reach.ROWS),
         (MemoryMode.IN_PLACE, TransportName.NIXL, "cuda", Reach.NONE),
-        (MemoryMode.IN_PLACE, TransportName.C10D, "cpu", Reach.NONE),
         (MemoryMode.IN_PLACE, TransportName.C10D, "cuda", Reach.ROWS),
         (MemoryMode.IN_PLACE, TransportName.CUDA_IPC, "cuda", Reach.ROWS),
     ],

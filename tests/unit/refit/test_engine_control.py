@@ -192,7 +192,7 @@ def joined(engine: Engine, check: Callable[[Any], None] = lambda _: None) -> tup
             return 0
 
         with pytest.raises(PartyFailedError) as raised:
-            member.gather("describing the trainer's weights", int, wait)
+            member.exchange("describing the trainer's weights", int, wait)
         took = time.monotonic() - began
         with pytest.raises(RefitError):
             control.wait()

@@ -105,6 +105,8 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
             r"--refit-host is 192\.0\.2\.1, on which this machine cannot listen \(Cannot assign",
         ),
         ("--refit-interval 0", r"--refit-interval is 0"),
+        ("--refit-metrics-port x", r"--refit-metrics-port: 'x' is no address of metrics"),
+        ("--refit-telemetry /", r"cannot append telemetry to /: Is a directory"),
         ("--refit-engines http://a http://a/", r"--refit-engines: engine URL http://a is given 2 times"),
         ("--refit-engines ftp://a", r"--refit-engines: engine URL 'ftp://a'"),
     ],

@@ -25,9 +25,14 @@ from megatron_patches.refit.rendezvous import Rendezvous
 TIMEOUT_S = 3.0
 
 
+def all_parts(what: str, parts: list[bytes]) -> list[bytes]:
+    """A registry that answers each party with the parts of all."""
+    return [msgspec.msgpack.encode([msgspec.Raw(part) for part in parts])] * len(parts)
+
+
 @contextmanager
 def meeting(parties: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[Rendezvous, list[Assembly]]]:
-    server = Rendezvous(parties, timeout_s)
+    server = Rendezvous(parties, timeout_s, all_parts)
     members = [Assembly(server.invitation, party, f"party {party}") for party in range(parties)]
     for party in range(parties):  # who joins later misses what was posted before
         wait_for_join(server, party)
@@ -73,7 +78,7 @@ def work_until_failed(member: Assembly, seconds: float) -> None:
 
 def test_who_has_gone_is_known_outside_steps() -> None:
     with meeting(3) as (_, members):
-        on_all(members, lambda member: member.gather("meet", int, lambda: 0))
+        on_all(members, lambda member: member.exchange("meet", list[int], lambda: 0))
         assert members[0].gone() == []
         members[2].close()
         deadline = time.monotonic() + 10
@@ -86,7 +91,7 @@ def test_who_has_gone_is_known_outside_steps() -> None:
 def test_all_get_everybodys_part_in_order(parties: int) -> None:
     with meeting(parties) as (_, members):
         for round_ in range(5):
-            found = on_all(members, lambda m, r=round_: m.gather("add", int, lambda: m.party * 10 + r))  # type: ignore[misc]
+            found = on_all(members, lambda m, r=round_: m.exchange("add", list[int], lambda: m.party * 10 + r))  # type: ignore[misc]
             assert found == [[party * 10 + round_ for party in range(parties)]] * parties
 
 
@@ -97,14 +102,14 @@ def test_a_failure_is_everybodys_with_its_reason_and_the_next_step_is_fresh() ->
                 raise ValueError(f"broken {member.party}")
             return 0
 
-        return member.gather("work", int, work)
+        return member.exchange("work", list[int], work)
 
     with meeting(4) as (_, members):
         for error in on_all(members, fail):
             assert isinstance(error, PartyFailedError)
             assert "party 1: ValueError: broken 1" in str(error)
             assert "party 2: ValueError: broken 2" in str(error)
-        assert on_all(members, lambda m: m.gather("again", int, lambda: m.party)) == [[0, 1, 2, 3]] * 4
+        assert on_all(members, lambda m: m.exchange("again", list[int], lambda: m.party)) == [[0, 1, 2, 3]] * 4
 
 
 def test_who_waits_for_a_peer_inside_a_step_learns_of_its_failure_at_once() -> None:
@@ -115,7 +120,7 @@ def test_who_waits_for_a_peer_inside_a_step_learns_of_its_failure_at_once() -> N
             work_until_failed(member, 60.0)
             return 0
 
-        return member.gather("work", int, part)
+        return member.exchange("work", list[int], part)
 
     with meeting(3, timeout_s=60) as (_, members):
         started = time.monotonic()
@@ -128,25 +133,25 @@ def test_a_party_that_leaves_fails_the_step_and_all_later_ones() -> None:
     with meeting(3) as (_, members):
         members[2].close()
         for _ in range(2):
-            for error in on_all(members[:2], lambda m: m.gather("work", int, lambda: 0)):
+            for error in on_all(members[:2], lambda m: m.exchange("work", list[int], lambda: 0)):
                 assert isinstance(error, PartyFailedError)
                 assert "party 2 has ended or closed its connection" in str(error)
 
 
 def test_a_party_that_does_not_answer_is_named() -> None:
     with meeting(3, timeout_s=0.5) as (_, members):
-        for error in on_all(members[:2], lambda m: m.gather("work", int, lambda: 0)):
+        for error in on_all(members[:2], lambda m: m.exchange("work", list[int], lambda: 0)):
             assert "party 2 gave no answer to 'work' in time" in str(error)
-        late = on_all(members[2:], lambda m: m.gather("work", int, lambda: 0))
+        late = on_all(members[2:], lambda m: m.exchange("work", list[int], lambda: 0))
         assert "party 2 gave no answer" in str(late[0])
-        assert on_all(members, lambda m: m.gather("next", int, lambda: 1)) == [[1, 1, 1]] * 3
+        assert on_all(members, lambda m: m.exchange("next", list[int], lambda: 1)) == [[1, 1, 1]] * 3
 
 
 def test_a_party_that_never_joined_is_named() -> None:
-    server = Rendezvous(2, 0.5)
+    server = Rendezvous(2, 0.5, all_parts)
     member = Assembly(server.invitation, 0, "party 0")
     with pytest.raises(PartyFailedError, match=r"party 1, which never joined, gave no answer.* and its log says why"):
-        member.gather("work", int, lambda: 0)
+        member.exchange("work", list[int], lambda: 0)
     member.close()
     server.close()
 
@@ -156,17 +161,17 @@ def test_the_end_of_the_server_ends_all_waits() -> None:
         threading.Timer(0.3, server.close).start()
         started = time.monotonic()
         with pytest.raises(PartyFailedError, match="party 0 lost the rendezvous"):
-            members[0].gather("work", int, lambda: 0)
+            members[0].exchange("work", list[int], lambda: 0)
         assert time.monotonic() - started < 10
 
 
 def test_a_wrong_token_is_turned_away() -> None:
-    server = Rendezvous(1, TIMEOUT_S)
+    server = Rendezvous(1, TIMEOUT_S, all_parts)
     stranger = Assembly(replace(server.invitation, token=server.invitation.token[::-1]), 0, "a stranger")
     with pytest.raises(PartyFailedError, match="lost the rendezvous: the connection has ended, or was refused"):
-        stranger.gather("work", int, lambda: 0)
+        stranger.exchange("work", list[int], lambda: 0)
     member = Assembly(server.invitation, 0, "party 0")
-    assert member.gather("work", int, lambda: 5) == [5]
+    assert member.exchange("work", list[int], lambda: 5) == [5]
     for party in (stranger, member):
         party.close()
     server.close()
@@ -174,13 +179,13 @@ def test_a_wrong_token_is_turned_away() -> None:
 
 def test_a_second_party_of_a_number_is_told_so_and_the_first_goes_on() -> None:
     with meeting(1) as (server, members):
-        assert members[0].gather("work", int, lambda: 5) == [5]
+        assert members[0].exchange("work", list[int], lambda: 5) == [5]
         for party in (0, 1, -1):
             second = Assembly(server.invitation, party, "a second")
             with pytest.raises(PartyFailedError, match=f"a second lost the rendezvous: there is no free place {party}"):
-                second.gather("work", int, lambda: 0)
+                second.exchange("work", list[int], lambda: 0)
             second.close()
-        assert members[0].gather("work", int, lambda: 6) == [6]
+        assert members[0].exchange("work", list[int], lambda: 6) == [6]
 
 
 def test_another_thread_can_fail_a_step_that_a_party_is_missing_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +195,7 @@ def test_another_thread_can_fail_a_step_that_a_party_is_missing_from(monkeypatch
     def work(member: Assembly) -> list[int]:
         if member.party == 0:
             threading.Timer(0.2, lambda: member.fail(0, "work", "the engine cannot be reached")).start()
-        return member.gather("work", int, lambda: 0)
+        return member.exchange("work", list[int], lambda: 0)
 
     with meeting(3, timeout_s=60) as (_, members):
         started = time.monotonic()
@@ -198,7 +203,7 @@ def test_another_thread_can_fail_a_step_that_a_party_is_missing_from(monkeypatch
             assert str(error) == "work failed: the engine cannot be reached"
         assert time.monotonic() - started < 20
         members[2].next_step = members[0].next_step
-        assert on_all(members, lambda m: m.gather("next", int, lambda: 1)) == [[1, 1, 1]] * 3
+        assert on_all(members, lambda m: m.exchange("next", list[int], lambda: 1)) == [[1, 1, 1]] * 3
 
 
 @pytest.mark.parametrize(("beat_s", "is_lost"), [(0.3, False), (60.0, True)])
@@ -216,7 +221,7 @@ def test_a_party_notices_that_the_first_one_hangs(
                 time.sleep(0.05)
             return member.party
 
-        return member.gather("work", int, part)
+        return member.exchange("work", list[int], part)
 
     with meeting(2, timeout_s=60) as (_, members):
         members[1].most_silence_s = 2.0
@@ -229,14 +234,14 @@ def test_a_party_notices_that_the_first_one_hangs(
 
 def test_parties_at_different_steps_are_told() -> None:
     with meeting(2) as (_, members):
-        for error in on_all(members, lambda m: m.gather(f"step {m.party}", int, lambda: 0)):
+        for error in on_all(members, lambda m: m.exchange(f"step {m.party}", list[int], lambda: 0)):
             assert isinstance(error, PartyFailedError)
             assert "do all run the same version of this package?" in str(error)
 
 
 def test_an_answer_of_another_version_of_the_package_is_named() -> None:
     with meeting(2) as (_, members):
-        found = on_all(members, lambda m: m.gather("meet", int if m.party else str, lambda: "new"))
+        found = on_all(members, lambda m: m.exchange("meet", list[int] if m.party else list[str], lambda: "new"))
         assert found[0] == ["new", "new"]
         assert re.match(r"meet: party 1 cannot read .*Expected `int`.*do all run the same version", str(found[1]))
 
@@ -264,7 +269,7 @@ def test_a_step_can_be_failed_before_it_is_begun(monkeypatch: pytest.MonkeyPatch
         members[0].fail(members[0].next_step, "work", "the engine cannot be reached")
         started = time.monotonic()
         with pytest.raises(PartyFailedError, match=r"^work failed: the engine cannot be reached$"):
-            members[0].gather("work", int, lambda: 0)
+            members[0].exchange("work", list[int], lambda: 0)
         assert time.monotonic() - started < 20
 
 
@@ -282,7 +287,7 @@ def test_a_failure_is_told_by_whatever_name_the_step_goes(begun: bool, monkeypat
                 time.sleep(0.5 * (not begun))
             return 0
 
-        return member.gather("linking", int, part)
+        return member.exchange("linking", list[int], part)
 
     with meeting(2, timeout_s=60) as (_, members):
         for error in on_all(members, work):
@@ -330,7 +335,7 @@ def test_strangers_take_neither_threads_nor_memory_and_their_connections_end(
 ) -> None:
     """Whether they say something or nothing."""
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 1.0)
-    server = Rendezvous(1, TIMEOUT_S)
+    server = Rendezvous(1, TIMEOUT_S, all_parts)
     files = open_files()
     with ExitStack() as strangers:
         for _ in range(100):
@@ -339,7 +344,7 @@ def test_strangers_take_neither_threads_nor_memory_and_their_connections_end(
             stranger.sendall(content)
         threads = threading.active_count()
         member = Assembly(server.invitation, 0, "party 0")
-        assert member.gather("work", int, lambda: 3) == [3]
+        assert member.exchange("work", list[int], lambda: 3) == [3]
         member.close()
         assert threading.active_count() == threads
         deadline = time.monotonic() + 20
@@ -360,7 +365,7 @@ def test_what_is_said_is_encrypted() -> None:
                 drain.sendall(content)
             drain.shutdown(socket.SHUT_WR)
 
-    server = Rendezvous(1, TIMEOUT_S)
+    server = Rendezvous(1, TIMEOUT_S, all_parts)
     with ExitStack() as ends, socket.create_server(("127.0.0.1", 0)) as proxy, ThreadPoolExecutor(4) as pool:
 
         def serve() -> None:
@@ -373,7 +378,7 @@ def test_what_is_said_is_encrypted() -> None:
         pool.submit(serve)
         member = Assembly(replace(server.invitation, port=proxy.getsockname()[1]), 0, "a party that is named")
         said = "a word that nobody else reads"
-        assert member.gather("work", str, lambda: said) == [said]
+        assert member.exchange("work", list[str], lambda: said) == [said]
         member.close()
     server.close()
     content = b"".join(passed)
@@ -384,18 +389,18 @@ def test_what_is_said_is_encrypted() -> None:
 
 
 def test_a_party_that_says_what_is_no_message_has_failed() -> None:
-    server = Rendezvous(2, 30.0)
+    server = Rendezvous(2, 30.0, all_parts)
     member = Assembly(server.invitation, 0, "party 0")
     with Quiet(server, 1) as other:
         other.say({"type": "Outcome", "step": "first"})
         with pytest.raises(PartyFailedError, match=r"party 1 said what is no message .*same version of this package"):
-            member.gather("work", int, lambda: 0)
+            member.exchange("work", list[int], lambda: 0)
     member.close()
     server.close()
 
 
 def test_a_party_speaks_for_itself_alone() -> None:
-    server = Rendezvous(2, 30.0)
+    server = Rendezvous(2, 30.0, all_parts)
     member = Assembly(server.invitation, 0, "party 0")
     wait_for_join(server, 0)
     with Quiet(server, 1) as other:
@@ -406,15 +411,15 @@ def test_a_party_speaks_for_itself_alone() -> None:
 
 
 def test_a_party_that_takes_no_messages_delays_no_other_and_is_named() -> None:
-    server = Rendezvous(3, 5.0)
+    server = Rendezvous(3, 5.0, all_parts)
     with Quiet(server, 2) as deaf:
         members = [Assembly(server.invitation, party, f"party {party}") for party in range(2)]
         deaf.answer(0, b"x")
         deaf.answer(1, b"x")
         for _ in range(2):
-            found = on_all(members, lambda member: member.gather("work", bytes, lambda: bytes(8 << 20)))
+            found = on_all(members, lambda member: member.exchange("work", list[bytes], lambda: bytes(8 << 20)))
             assert [len(parts) for parts in found if isinstance(parts, list)] == [3, 3]
-        for error in on_all(members, lambda member: member.gather("work", int, lambda: 0)):
+        for error in on_all(members, lambda member: member.exchange("work", list[int], lambda: 0)):
             assert "party 2 gave no answer to 'work' in time" in str(error)
         for member in members:
             member.close()
@@ -426,11 +431,11 @@ def test_a_party_that_takes_no_messages_delays_no_other_and_is_named() -> None:
 def test_what_was_told_before_the_end_arrives() -> None:
     """However long it is, and however late a party reads."""
     for _ in range(3):
-        server = Rendezvous(2, TIMEOUT_S)
+        server = Rendezvous(2, TIMEOUT_S, all_parts)
         with Quiet(server, 1) as late:
             member = Assembly(server.invitation, 0, "party 0")
             late.answer(0, b"x")
-            assert len(member.gather("work", bytes, lambda: bytes(4 << 20))) == 2
+            assert len(member.exchange("work", list[bytes], lambda: bytes(4 << 20))) == 2
             member.close()
             closing = threading.Thread(target=server.close)
             closing.start()
@@ -448,27 +453,29 @@ def test_a_party_that_takes_too_long_learns_of_it_in_its_work() -> None:
                 work_until_failed(member, 15.0)
             return 0
 
-        return member.gather("work", int, part)
+        return member.exchange("work", list[int], part)
 
     with meeting(2, timeout_s=0.5) as (_, members):
         started = time.monotonic()
         for error in on_all(members, work):
             assert str(error) == "work failed: party 1 gave no answer to 'work' in time"
         assert time.monotonic() - started < 10
-        assert on_all(members, lambda m: m.gather("next", int, lambda: 1)) == [[1, 1]] * 2
+        assert on_all(members, lambda m: m.exchange("next", list[int], lambda: 1)) == [[1, 1]] * 2
 
 
 def test_what_nobody_collects_is_not_kept_for_ever() -> None:
     with meeting(3) as (_, members):
-        on_all(members, lambda m: m.gather("meet", int, lambda: 0))  # who joins later misses what was posted before
+        on_all(
+            members, lambda m: m.exchange("meet", list[int], lambda: 0)
+        )  # who joins later misses what was posted before
         for version in range(100):
             members[1].post(f"commit {version}", None)
         members[2].close()
         assert members[0].collect("commit 99", [1, 2], 20.0)[1] is None
         members[0].fail(1, "missed", "party 1 was not called")
-        on_all([members[0]], lambda m: m.gather("missed", int, lambda: 0))
+        on_all([members[0]], lambda m: m.exchange("missed", list[int], lambda: 0))
         members[1].next_step = 2
-        on_all(members[:2], lambda m: m.gather("work", int, lambda: 0))
+        on_all(members[:2], lambda m: m.exchange("work", list[int], lambda: 0))
         for member in members[:2]:
             assert len(member._notices) < 20
             assert "" in member._notices
@@ -477,18 +484,18 @@ def test_what_nobody_collects_is_not_kept_for_ever() -> None:
 
 
 def test_a_rendezvous_that_cannot_be_reached_names_the_way_out() -> None:
-    server = Rendezvous(1, 0.3)
+    server = Rendezvous(1, 0.3, all_parts)
     server.close()
     here = f"127.0.0.1:{server.invitation.port}"
     with pytest.raises(PartyFailedError, match=rf"{here} within 0 s \(Connection refused\); .* option host must be"):
         Assembly(server.invitation, 0, "party 0")
     with pytest.raises(PartyFailedError, match=r"cannot listen on 192\.0\.2\.1 \(.*\); host must be an address"):
-        Rendezvous(1, 1.0, host="192.0.2.1")
+        Rendezvous(1, 1.0, all_parts, host="192.0.2.1")
 
 
 def test_a_party_invited_by_somebody_who_has_given_up_does_not_wait_for_him() -> None:
     """An engine answers no request meanwhile, nor the next invitation."""
-    server = Rendezvous(1, 300.0)
+    server = Rendezvous(1, 300.0, all_parts)
     server.close()
     began = time.monotonic()
     with pytest.raises(PartyFailedError, match=r"within 2 s \(Connection refused\); .* must not have given up"):
@@ -506,14 +513,14 @@ def test_a_party_whose_rendezvous_can_be_reached_only_a_little_later_joins(monke
 
     monkeypatch.setattr(socket, "create_connection", connect)
     with meeting(1) as (_, members):
-        assert members[0].gather("meet", int, lambda: 7) == [7]
+        assert members[0].exchange("meet", list[int], lambda: 7) == [7]
     assert not refusals
 
 
 def test_a_party_that_never_joined_is_told_where_to() -> None:
-    server = Rendezvous(2, 0.3)
+    server = Rendezvous(2, 0.3, all_parts)
     member = Assembly(server.invitation, 0, "party 0")
     with pytest.raises(PartyFailedError, match=rf"it must reach 127\.0\.0\.1:{server.invitation.port}"):
-        member.gather("work", int, lambda: 0)
+        member.exchange("work", list[int], lambda: 0)
     member.close()
     server.close()

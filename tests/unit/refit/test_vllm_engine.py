@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.rendezvous import Rendezvous
 
 if importlib.util.find_spec("vllm") is None:
@@ -176,7 +177,7 @@ def test_settings_that_make_no_sense_stop_the_server(settings: dict[str, Any], m
 @pytest.mark.parametrize(("field", "value"), [("transport", "pigeon"), ("memory", "elsewhere")])
 def test_a_worker_that_does_not_know_what_it_is_asked_for_does_not_join(field: str, value: str) -> None:
     """The trainer is told so at once; for whoever has joined and then keeps silent it waits for the time-out."""
-    rendezvous = Rendezvous(1, 60.0)
+    rendezvous = Rendezvous(1, 60.0, Registry(1).answer)
     try:
         call = {"call": "join", **asdict(rendezvous.invitation), "sources": 1, field: value}
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)

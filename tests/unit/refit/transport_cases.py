@@ -16,7 +16,7 @@ NEEDS = {TransportName.NIXL: ("nixl", "nixl_cu13", "nixl_cu12")}
 def usable() -> list[Any]:
     """All transports that move host memory, as parameters of a test; skipped where a module is missing."""
     found = []
-    for name in (name for name in TransportName if name is not TransportName.CUDA_IPC):
+    for name in (name for name in TransportName if name not in (TransportName.CUDA_IPC, TransportName.C10D)):
         needed = NEEDS.get(name, ())
         missing = bool(needed) and not any(importlib.util.find_spec(module) for module in needed)
         reason = f"none of {', '.join(needed)} is installed"
