@@ -160,8 +160,8 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> HeldBlock:
         UnsupportedModelError: if it is of an unknown kind, or is cut in a way that is no single block.
         RefitError: if its shape differs from that of its layout, or its memory is not contiguous.
     """
-    shape, start, extent = _extent_of(name, tensor)
     local = _local(name, tensor)
+    shape, start, extent = _extent_of(name, tensor)
     dtype = str(local.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         raise UnsupportedModelError(f"{name} is {dtype}, which no checkpoint can hold")
@@ -225,13 +225,12 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     import torch
     from torch.distributed.tensor import DTensor
 
-    sharded, kind = isinstance(tensor, ShardedParameter), type(tensor)
+    kind = type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    if not isinstance(tensor, ShardedParameter) and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        raise UnsupportedModelError(f"{name} is of type {kind.__name__}, neither a plain tensor nor a known shard")
     local = tensor.data
     if isinstance(local, DTensor):
         local = local.to_local()
-        kind = type(local)
-    if not sharded and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
-        raise UnsupportedModelError(f"{name} is a {kind.__name__}, which is neither a plain tensor nor a known shard")
     if local.device.type == "meta" or local.layout is not torch.strided:
         what = "on the meta device" if local.device.type == "meta" else f"a tensor of layout {local.layout}"
         raise UnsupportedModelError(f"{name} is {what}, so there is no memory to publish")
