@@ -5,6 +5,34 @@ tensor. A trainer rank lists the boxes that it holds (``source``), an engine wor
 matches the two, ``proof`` shows that nothing is missing, duplicated or padding, a transport moves the bytes, and
 ``digest`` compares what arrived with what was sent.
 
-Import from the modules; this package imports nothing itself, so that the pure modules (``boxes``, ``manifest``,
-``plan``, ``proof``) can be used without torch or Megatron.
+Programs publish weights with :class:`WeightPublisher`, which needs neither Megatron nor a launcher. The names below are
+imported when they are first used, so that the pure modules (``boxes``, ``manifest``, ``plan``, ``proof``) can be used
+without torch, and engines need nothing of the trainer's side.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.publisher import PublishHandle, WeightPublisher
+    from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
+
+__all__ = [
+    "EngineReport",
+    "Fate",
+    "OnEngineFailure",
+    "PublishHandle",
+    "PushReport",
+    "RefitOptions",
+    "WeightPublisher",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is exported when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "publisher" if name in {"PublishHandle", "WeightPublisher"} else "push_options"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

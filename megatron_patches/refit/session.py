@@ -14,20 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
-from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.parties.messages import Held, Invitation, Standing
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.roster import Roster
-from megatron_patches.refit.source.live import LiveMemory, describe_rank, finish_parameter_gather
+from megatron_patches.refit.source.weight_source import source_of
 from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
 from megatron_patches.refit.telemetry import Telemetry
 
@@ -88,31 +86,39 @@ class RefitSession:
         reports: what became of each engine in the last :meth:`prepare` or :meth:`push`, by name.
 
     Args:
-        model_chunks: this rank's part of the model: one GPTModel per virtual pipeline stage, wrapped or not.
+        model: this rank's part of the model. Of Megatron, one GPTModel per virtual pipeline stage, wrapped or not;
+            otherwise a module, see :class:`megatron_patches.refit.source.modules.ModuleSource`.
         engines: on the first rank, the engines; ignored on other ranks, where an empty list will do.
-        vocab_size: number of tokens; embedding rows beyond it are padding and are not sent.
+        vocab_size: of a model of Megatron, number of tokens; embedding rows beyond it are padding and are not sent.
+            None for other modules.
+        config: of another module, content of ``config.json``; None for that of the module itself.
         options: how to push; the same on all ranks. None for the defaults.
         group: ranks that hold the model, replicas included; None for all processes.
-        tp_group: tensor-parallel group; None for Megatron's own.
+        tp_group: of a model of Megatron, tensor-parallel group; None for Megatron's own.
         telemetry: on the first rank, is told what each version cost at each engine; None for the log alone.
+
+    Raises:
+        UnsupportedModelError: if a module has no configuration and none is given.
+        ValueError: if the arguments are of different kinds of models.
     """
 
     def __init__(
         self,
-        model_chunks: Sequence[torch.nn.Module],
+        model: torch.nn.Module | Sequence[torch.nn.Module],
         engines: Sequence[EngineClient],
         *,
-        vocab_size: int,
+        vocab_size: int | None = None,
+        config: Mapping[str, Any] | None = None,
         options: RefitOptions | None = None,
         group: ProcessGroup | None = None,
         tp_group: ProcessGroup | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._telemetry = telemetry or Telemetry()
-        self._chunks, self._vocab_size = model_chunks, vocab_size
-        self._options, self._tp_group = options or RefitOptions(), tp_group
+        self._source = source_of(model, vocab_size, config, tp_group)
+        self._options = options or RefitOptions()
         self.exchange = default_exchange(group)
-        self._given: Sequence[EngineClient] | None = engines if self._first else None
+        self._given: Sequence[EngineClient] | None = engines if self._first and engines else None
         self._roster = Roster()
         self._controls: dict[int, EngineControl] = {}  # on the first rank, until their subscriptions begin
         self._subscriptions: dict[int, Subscription] = {}
@@ -120,7 +126,6 @@ class RefitSession:
         self._before: dict[str, Subscription] = {}  # closed ones, by engine
         self._next = 0
         self._described: Once | None = None
-        self._live: LiveMemory | None = None
         self._at_work = threading.Lock()
         self.reports: Mapping[str, EngineReport] = {}
         self.version = -1
@@ -143,8 +148,9 @@ class RefitSession:
             Digest of the plans.
 
         Raises:
-            PartyFailedError: on every rank, if an engine does not take part. With
-                :attr:`OnEngineFailure.DROP`, engines that cannot be reached are left out, unless none can.
+            PartyFailedError: on every rank, if an engine does not take part, or there is none. With
+                :attr:`OnEngineFailure.DROP`, there need not be one yet, and engines that cannot be reached are left
+                out, unless none can.
         """
         with self._alone():
             return self._prepare(engines)
@@ -155,6 +161,9 @@ class RefitSession:
         engines, self._given = engines if engines is not None else self._given, None
         self._agree(lambda: self._renewed(engines))
         began = time.monotonic()
+        unknown = self._described.compute()  # now, because an engine may join while the weights change
+        if not self._subscriptions:
+            self._check_described(unknown)
         outcomes = self._outcomes({number: one.joined for number, one in self._subscriptions.items()})
         failed = {number: outcome for number, outcome in outcomes.items() if outcome.reason is not None}
         away = {number for number, outcome in failed.items() if outcome.unreachable}
@@ -173,6 +182,18 @@ class RefitSession:
         for number in failed:
             self._drop(number, time.monotonic() - began)
         return "+".join(sorted({one.party.agreed.digest for one in self._subscriptions.values()}))
+
+    def _check_described(self, error: BaseException | None) -> None:
+        """Raises if a rank could not describe what it holds, and there is no engine whose joining would fail of it.
+
+        Raises:
+            PartyFailedError: on every rank, with every reason.
+        """
+        mine = None if error is None else f"trainer rank {self.exchange.rank}: {describe_error(error)}"
+        reasons = [reason for reason in self.exchange.gather(mine) if reason is not None]
+        if reasons:
+            self._described = None
+            raise PartyFailedError(f"cannot start the refit: {'; '.join(reasons)}") from error
 
     def attach(self, engine: EngineClient) -> None:
         """Attaches an engine, on the first rank, at any time. It joins during the next push without delaying others.
@@ -233,9 +254,9 @@ class RefitSession:
                 one.forget()  # each failure is told once
         for one in self._subscriptions.values():
             one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
-        finish_parameter_gather(self._chunks)
+        self._source.settle()
         taking = {number: self._subscriptions[number] for number in orders.taking}
-        look_up, began = Once(self._memory), time.perf_counter()
+        look_up, began = Once(self._source.look_up), time.perf_counter()
         self._let_streams_follow(taking)
         for turn in self._turns(taking):
             for one in turn:
@@ -274,6 +295,14 @@ class RefitSession:
             seconds=seconds | longest(moved),
             engines=self.reports,
         )
+
+    def commits(self) -> Mapping[str, Future[EngineReport]]:
+        """For each engine that received the last version pushed, what becomes of it, on this rank alone.
+
+        Call it after a :meth:`push` without ``wait``, before the next one.
+        """
+        sent = {name for name, report in self.reports.items() if report.fate is Fate.SENT}
+        return {one.name: one.outcome() for one in self._subscriptions.values() if one.name in sent}
 
     def wait(self) -> Mapping[str, EngineReport]:
         """Waits until all engines serve the last version pushed. Returns what became of those that do not.
@@ -404,9 +433,7 @@ class RefitSession:
             raise RefitError("prepare() has not succeeded")
         import torch
 
-        weights = (weight for chunk in self._chunks for weight in chunk.parameters())
-        device = next((weight.device for weight in weights), torch.device("cpu"))
-        stream = None
+        device, stream = self._source.device, None
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
         rank = self.exchange.rank
@@ -431,7 +458,7 @@ class RefitSession:
         """On the first rank, the orders that attach all engines anew."""
         if engines is not None:
             self._roster.set(engines)
-        if not self._roster.present:
+        if not self._roster.present and not self._drops:
             raise RefitError("there is no engine to push to")
         return self._orders()
 
@@ -529,18 +556,10 @@ class RefitSession:
 
     def _describe(self) -> Held:
         """Describes what this rank holds."""
-        held = describe_rank(self._chunks, self._vocab_size, self.exchange.rank, self._tp_group)
-        self._live = LiveMemory(self._chunks, self._tp_group)
+        held = self._source.describe(self.exchange.rank)
         if not self._first:  # every party receives these, so only one rank sends the whole model
             return Held({}, {}, held.manifest)
-        config = build_config(held.family, held.manifest.storages[0].dtype)
-        return Held(dict(config), dict(held.family.shapes()), held.manifest, self._options.allow_narrowing)
-
-    def _memory(self) -> Memory:
-        """The current weights. Looked up each time, because an optimizer may have moved them since :meth:`prepare`."""
-        if self._live is None:
-            raise RefitError("prepare() has not succeeded")
-        return self._live.look_up()
+        return replace(held, allow_narrowing=self._options.allow_narrowing)
 
 
 def _outcome(item: tuple[int, Future[Any]]) -> tuple[int, _Outcome]:

@@ -186,6 +186,17 @@ class Subscription:
             self.served = Future()
             self.served.set_result(0.0)
 
+    def outcome(self) -> Future[EngineReport]:
+        """What becomes of the version that it was sent, once it serves or has failed. Call it before the next one."""
+        found: Future[EngineReport] = Future()
+
+        def tell(served: Future[float]) -> None:  # in the worker's thread, before it begins the next version
+            error = served.exception()
+            found.set_result(self.report(Fate.SERVES, None if error is None else describe_error(error)))
+
+        self.served.add_done_callback(tell)
+        return found
+
     def report(self, fate: Fate, reason: str | None) -> EngineReport:
         """What became of the last version at this engine.
 
@@ -374,14 +385,19 @@ class Once:
         self._compute, self._lock = compute, threading.Lock()
         self._found: Future[Any] = Future()
 
-    def __call__(self) -> Any:
-        """The value."""
+    def compute(self) -> BaseException | None:
+        """Computes it now, if nobody has. Returns why that failed; None if it did not."""
         with self._lock:
             if not self._found.done():
                 try:
                     self._found.set_result(self._compute())
-                except Exception as error:  # noqa: BLE001 - raised below
+                except Exception as error:  # noqa: BLE001 - returned, and raised to all who ask for the value
                     self._found.set_exception(error)
+        return self._found.exception()
+
+    def __call__(self) -> Any:
+        """The value."""
+        self.compute()
         return self._found.result()
 
 

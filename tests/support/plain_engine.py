@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import View
+from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
@@ -55,6 +57,7 @@ class Engine:
         self._received: tuple[int, dict[str, Bits]] | None = None
         self._party: DestinationParty | None = None
         self._manifest: Manifest | None = None
+        self._known: dict[str, str] | None = None
         self._thread: threading.Thread | None = None
 
     def call(self, call: dict[str, Any]) -> None:
@@ -83,6 +86,10 @@ class Engine:
         """Lets the process send itself a signal in a state."""
         self._fault = state, how
 
+    def know(self, dtypes: dict[str, str]) -> None:
+        """Lets it know tensors of these names and dtypes alone, and keep them in these dtypes."""
+        self._known = dtypes
+
     def _join(self, call: dict[str, Any]) -> None:
         self._fail_at("joining")
         if self._party is not None:
@@ -98,7 +105,7 @@ class Engine:
         )
         party = DestinationParty(Assembly(invitation, call["sources"], "engine worker 0"), options)
         self._party = party
-        self._start(lambda: setattr(self, "_manifest", party.prepare(whole)))
+        self._start(lambda: setattr(self, "_manifest", party.prepare(self._want)))
 
     def _record(self, call: dict[str, Any]) -> None:
         """Nothing: there is no model to wait for."""
@@ -119,10 +126,18 @@ class Engine:
 
         def room() -> dict[str, Bits]:
             self._fail_at("sending")
-            return {one.name: np.full(one.numel, 0xABCD, np.uint16) for one in storages}
+            return {one.name: np.full(one.numel, 0xAB, f"u{itemsize(one.dtype)}") for one in storages}
 
         found = self._party.receive(call["version"], call["step"], call["linked"], room)
         self._received = call["version"], {name: np.asarray(array) for name, array in found.items()}
+
+    def _want(self, model: Model) -> Manifest:
+        if self._known is None:
+            return whole(model)
+        unknown = [spec.name for spec in model.tensors if spec.name not in self._known]
+        if unknown:
+            raise RefitError(f"the engine has no {unknown[0]}")
+        return whole(Model(model.config, [replace(spec, dtype=self._known[spec.name]) for spec in model.tensors]))
 
     def _fail_at(self, state: str) -> None:
         if self._fault is not None and self._fault[0] == state:

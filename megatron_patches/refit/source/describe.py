@@ -67,13 +67,22 @@ class LiveShard:
         Raises:
             RefitError: if it has no memory now.
         """
-        memory = self.tensor.data.view(-1)
-        if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
-            raise RefitError(
-                f"{self.shard.name} has no memory now: something, such as what moves weights to the host between two "
-                "phases, has let go of it; bring it back before a push"
-            )
-        return memory
+        return flat_memory(self.shard.name, self.tensor.data)
+
+
+def flat_memory(name: str, data: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor, as a one-dimensional tensor that shares their memory.
+
+    Raises:
+        RefitError: if they have no memory now; with ``name``.
+    """
+    memory = data.view(-1)
+    if (memory.storage_offset() + memory.numel()) * memory.element_size() > memory.untyped_storage().nbytes():
+        raise RefitError(
+            f"{name} has no memory now: something, such as what moves weights to the host between two phases, has let "
+            "go of it; bring it back before a push"
+        )
+    return memory
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.ports import Bits, Memory
 from megatron_patches.refit.source.describe import (
     describe_model,
@@ -74,6 +76,45 @@ def describe_rank(
     return Holdings(family, manifest, memory, tuple(shards))
 
 
+class MegatronSource:
+    """A rank's chunks of a Megatron model; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
+
+    Args:
+        chunks: as for :func:`describe_rank`.
+        vocab_size: as for :func:`describe_rank`.
+        tp_group: as for :func:`describe_rank`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> None:
+        self._chunks, self._vocab_size, self._tp_group = chunks, vocab_size, tp_group
+        self._live: LiveMemory | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        import torch
+
+        weights = (weight for chunk in self._chunks for weight in chunk.parameters())
+        return next((weight.device for weight in weights), torch.device("cpu"))
+
+    def describe(self, rank: int) -> Held:
+        """See :func:`describe_rank`."""
+        found = describe_rank(self._chunks, self._vocab_size, rank, self._tp_group)
+        self._live = LiveMemory(self._chunks, self._tp_group)
+        config = build_config(found.family, found.manifest.storages[0].dtype)
+        return Held(dict(config), dict(found.family.shapes()), found.manifest)
+
+    def settle(self) -> None:
+        """See :func:`finish_parameter_gather`."""
+        finish_parameter_gather(self._chunks)
+
+    def look_up(self) -> Memory:
+        """See :meth:`LiveMemory.look_up`. An optimizer may have moved the weights since they were described."""
+        if self._live is None:
+            raise RefitError("prepare() has not succeeded")
+        return self._live.look_up()
+
+
 class LiveMemory:
     """Looks up the memory of a model's parameters for each push.
 
@@ -109,21 +150,7 @@ class LiveMemory:
                 raise RefitError(
                     f"the model's parameters are others than at prepare(): {changes}; call prepare() again"
                 )
-        arrays: dict[str, Bits] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        for live in self._shards:
-            memory = live.memory
-            if memory.is_cpu:
-                arrays[live.shard.storage] = bits_of(memory)
-            else:
-                tensors[live.shard.storage] = memory
-        if arrays and tensors:
-            on_host = {live.shard.storage: live.shard.name for live in self._shards}[next(iter(arrays))]
-            raise RefitError(
-                f"{on_host} (and {len(arrays) - 1} more) is in the host's memory, and others are on a device; bring "
-                "all to one before a push"
-            )
-        return tensors or arrays
+        return memory_of((live.shard.storage, live.shard.name, live.memory) for live in self._shards)
 
     def _describe(self) -> None:
         models = [unwrapped(chunk) for chunk in self._chunks]
@@ -172,6 +199,32 @@ def finish_parameter_gather(chunks: Sequence[torch.nn.Module]) -> None:
         settings = getattr(chunk, "ddp_config", None)
         if settings is not None and settings.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def memory_of(parts: Iterable[tuple[str, str, torch.Tensor]]) -> Memory:
+    """Storages by name: flat arrays on the CPU, otherwise flat tensors on one device.
+
+    Args:
+        parts: for each storage its name, the name of its parameter, and its one-dimensional tensor.
+
+    Raises:
+        RefitError: if some are in the host's memory and others on a device.
+    """
+    arrays: dict[str, Bits] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    on_host: list[str] = []
+    for storage, name, memory in parts:
+        if memory.is_cpu:
+            arrays[storage] = bits_of(memory)
+            on_host.append(name)
+        else:
+            tensors[storage] = memory
+    if arrays and tensors:
+        raise RefitError(
+            f"{on_host[0]} (and {len(arrays) - 1} more) is in the host's memory, and others are on a device; bring all "
+            "to one before a push"
+        )
+    return tensors or arrays
 
 
 def bits_of(memory: torch.Tensor) -> Bits:

@@ -171,7 +171,8 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
     check_options(serving.config)
     check_derivations(serving.model)
     check_awake()
-    check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
+    if model.config:  # a program may publish a model of which it knows no configuration
+        check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
     with loader_form(serving.model) as tensors:
         recording = record_loading(serving.model.load_weights, tensors, model.tensors)
         parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.numel()}

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_patches.refit import session as session_module
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import PauseMode
@@ -20,6 +19,7 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
+from megatron_patches.refit.source import live
 
 
 class Engine:
@@ -226,8 +226,8 @@ def test_one_rank_tells_the_names_of_the_whole_model(rank: int, monkeypatch: pyt
     """Every party is sent what each rank tells."""
     manifest = Manifest(rank, "here", (Storage("w", "bfloat16", 4, 4),), ())
     family = SimpleNamespace(shapes=lambda: {"w": (4,)}, config=lambda: {"model_type": "llama"})
-    monkeypatch.setattr(session_module, "describe_rank", lambda *_: SimpleNamespace(family=family, manifest=manifest))
-    monkeypatch.setattr(session_module, "LiveMemory", lambda *_: None)
+    monkeypatch.setattr(live, "describe_rank", lambda *_: SimpleNamespace(family=family, manifest=manifest))
+    monkeypatch.setattr(live, "LiveMemory", lambda *_: None)
     session = RefitSession([], [], vocab_size=1)
     session.exchange = cast(Any, SimpleNamespace(rank=rank, size=2))
     held = session._describe()

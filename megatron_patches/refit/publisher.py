@@ -1,0 +1,199 @@
+"""Publishes versions of a model's weights to running engines that come and go.
+
+It is a :class:`megatron_patches.refit.session.RefitSession` for programs: engines by their URL, a session that prepares
+itself, and a handle for what goes on after a version was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_patches.refit.engines import EngineClient, HttpEngine
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.parties.messages import Standing
+from megatron_patches.refit.push_options import EngineReport, OnEngineFailure, PushReport, RefitOptions
+from megatron_patches.refit.session import RefitSession
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class WeightPublisher:
+    """Publishes a model's weights to engines, from all of its ranks. Also a context manager.
+
+    Every rank makes one. :meth:`publish` is collective over the ranks, in the same order on all; the other methods wait
+    for no other rank. Only torch.distributed must be initialized, and not even that in a single process.
+
+    Args:
+        model: this rank's part of the model. A module with Hugging Face names: plain (the same on every rank), under
+            :func:`etp.shard_module`, or under ``fully_shard`` (FSDP2); see
+            :class:`megatron_patches.refit.source.modules.ModuleSource`. Or, with ``vocab_size``, a model of Megatron:
+            one GPTModel per virtual pipeline stage, wrapped or not.
+        vocab_size: of a model of Megatron, number of tokens; embedding rows beyond it are padding. None for others.
+        config: of other models, content of ``config.json``, with which engines compare their own. None for the module's
+            ``config``, as models of transformers have it; empty to compare only names, shapes and dtypes.
+        options: how to push; the same on all ranks. None for the defaults with :attr:`OnEngineFailure.DROP`.
+        group: ranks that hold the model, replicas included; None for all processes.
+        tp_group: of a model of Megatron, tensor-parallel group; None for Megatron's own.
+
+    Raises:
+        UnsupportedModelError: if a module has no configuration and none is given, or is in FSDP1.
+        ValueError: if the arguments are of different kinds of models.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        *,
+        vocab_size: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        options: RefitOptions | None = None,
+        group: ProcessGroup | None = None,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        self._options = options or RefitOptions(on_engine_failure=OnEngineFailure.DROP)
+        self._session = RefitSession(
+            model, [], vocab_size=vocab_size, config=config, options=self._options, group=group, tp_group=tp_group
+        )
+        self._is_prepared = self._is_closed = False
+        self._last: PublishHandle | None = None
+
+    def attach(self, engine: str | EngineClient) -> str:
+        """Attaches an engine, at any time. Call it on the first rank; on other ranks it does nothing.
+
+        An engine that is attached before the first :meth:`publish` receives that version. A later one joins during the
+        next :meth:`publish`, without delaying the others, and receives the first version after it has joined.
+
+        Args:
+            engine: URL of a vLLM server, or any :class:`megatron_patches.refit.engines.EngineClient`.
+
+        Returns:
+            Its name in reports: for a server, its URL.
+
+        Raises:
+            ValueError: if it is no URL of a server, or is attached already.
+        """
+        client = HttpEngine(engine, self._options.timeout_s) if isinstance(engine, str) else engine
+        if self._is_first:
+            self._session.attach(client)
+        return client.name
+
+    def detach(self, name: str) -> None:
+        """Detaches an engine, at any time. It keeps what it serves. On other ranks than the first it does nothing.
+
+        Args:
+            name: what :meth:`attach` returned.
+
+        Raises:
+            ValueError: if there is no engine of this name.
+        """
+        if self._is_first:
+            self._session.detach(name)
+
+    def publish(self, version: int) -> PublishHandle:
+        """Sends the current weights to all engines that have joined. Collective.
+
+        The weights may change when it returns: each engine has then received and verified every byte of its own, or has
+        failed. Engines commit the version meanwhile, each on its own; the handle tells when they serve it. If an engine
+        still commits the version before, this waits up to ``options.lag_s`` for it, once.
+
+        Args:
+            version: number of the weights, at least 0 and greater than any published before.
+
+        Raises:
+            PartyFailedError: on every rank. At the first call, if an engine serves another model, or none can be
+                reached. With :attr:`OnEngineFailure.RAISE`, at any call, if an engine fails or did not commit the
+                version before; the next call connects to all of them again. Old weights keep serving.
+            ValueError: if ``version`` is negative or not later than the last one.
+            RefitError: if the publisher was closed.
+        """
+        if self._is_closed:
+            raise RefitError("the publisher was closed; make another one")
+        try:
+            if not self._is_prepared:
+                self._session.prepare()
+                self._is_prepared = True
+            report = self._session.push(version, wait=False)
+        except PartyFailedError:
+            self._is_prepared = False
+            raise
+        self._last = PublishHandle(report, self._session.commits())
+        return self._last
+
+    def state(self) -> Mapping[str, Standing]:
+        """What each engine is at, and on the first rank whom it waits for, by name. Any thread may ask."""
+        return self._session.state()
+
+    def close(self) -> None:
+        """Waits until the engines serve the last version, or have failed, and disconnects. They keep what they serve.
+
+        The wait ends by itself, at the latest at the time-outs of its steps.
+        """
+        if self._last is not None and not self._is_closed:
+            self._last.result()
+        self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # the engines commit by themselves what they have received
+            self._disconnect()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._session.exchange.rank == 0
+
+    def _disconnect(self) -> None:
+        self._is_closed, self._last = True, None
+        self._session.close()
+
+
+class PublishHandle:
+    """A version that was sent, and that engines commit. Its methods wait for no other rank.
+
+    Args:
+        report: of sending it.
+        commits: for each engine that received it, what becomes of it.
+    """
+
+    def __init__(self, report: PushReport, commits: Mapping[str, Future[EngineReport]]) -> None:
+        self._report, self._commits = report, dict(commits)
+
+    @property
+    def version(self) -> int:
+        """Number of the weights."""
+        return self._report.version
+
+    def done(self) -> bool:
+        """Whether every engine that received the version serves it, or has failed."""
+        return all(future.done() for future in self._commits.values())
+
+    def result(self, timeout_s: float | None = None) -> PushReport:
+        """Waits until every engine that received the version serves it, or has failed.
+
+        Args:
+            timeout_s: seconds to wait; None until the time-outs of the commits themselves end it.
+
+        Returns:
+            The report. Its ``engines`` say for each engine what became of it (``fate``: ``SERVES``, ``FAILED``,
+            ``JOINING``, ``LAGS``, ...), how long each state lasted on this rank (``seconds``), how many bytes it was
+            sent (``nbytes``), and why it failed (``reason``).
+
+        Raises:
+            TimeoutError: naming the engines that have not said so in time.
+        """
+        late = wait(self._commits.values(), timeout_s).not_done
+        if late:
+            names = [name for name, future in self._commits.items() if future in late]
+            raise TimeoutError(f"{', '.join(names)} did not serve version {self.version} within {timeout_s} s")
+        return replace(
+            self._report,
+            engines=dict(self._report.engines) | {name: one.result() for name, one in self._commits.items()},
+        )

@@ -1,0 +1,297 @@
+"""Describes a torch module whose parameters have Hugging Face names: plain, sharded by ETP, or sharded by FSDP2.
+
+Each rank describes the block that it holds of each parameter. A parameter that is not sharded is held whole, by every
+rank. Nothing is gathered: the block of a ``DTensor`` is its local tensor, that of a shard its rows without padding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.boxes import Box, View, row_major_strides
+from megatron_patches.refit.dtypes import ITEMSIZE
+from megatron_patches.refit.errors import RefitError, UnsupportedModelError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.source.describe import ShardedParameter, flat_memory
+from megatron_patches.refit.source.live import memory_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # of torch.compile and checkpoint_wrapper
+_NAMED = 3  # parameters named in a message
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """The block of one tensor that this rank holds, row-major at the beginning of its memory.
+
+    Attributes:
+        name: Hugging Face name of the tensor.
+        shape: shape of the whole tensor.
+        start: index of the block's first element in the whole tensor.
+        extent: shape of the block; a rank may hold nothing.
+        numel: number of elements in memory, padding included.
+        dtype: torch's name of the dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    numel: int
+    dtype: str
+
+    @property
+    def storage(self) -> Storage:
+        """Its memory. Everything after the block is padding."""
+        return Storage(self.name, self.dtype, self.numel, math.prod(self.extent))
+
+    @property
+    def placement(self) -> Placement:
+        """Where the block lies."""
+        stop = tuple(low + size for low, size in zip(self.start, self.extent, strict=True))
+        return Placement(
+            Box(self.name, self.start, stop), View(self.name, 0, self.extent, row_major_strides(self.extent))
+        )
+
+
+class ModuleSource:
+    """A module's parameters, and the buffers that its ``state_dict()`` has, under the names that they have there.
+
+    A tensor with several names has the first. Names of wrappers (DDP, ``torch.compile``, ``checkpoint_wrapper``) are
+    left out.
+
+    Args:
+        module: the module.
+        config: content of the model's ``config.json``, which engines compare with theirs. None for the module's own
+            ``config``, as models of transformers have it; empty for no comparison but of names, shapes and dtypes.
+
+    Raises:
+        UnsupportedModelError: if the module has no configuration and none is given.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: Mapping[str, Any] | None = None) -> None:
+        self._module = _unwrapped(module)
+        self._config = _config_of(self._module) if config is None else dict(config)
+        self._described: list[HeldBlock] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`."""
+        import torch
+
+        return next((tensor.device for _, tensor in named_tensors(self._module)), torch.device("cpu"))
+
+    def describe(self, rank: int) -> Held:
+        """Likewise.
+
+        Raises:
+            UnsupportedModelError: naming a tensor that cannot be described.
+            RefitError: naming a tensor whose memory is not contiguous, or that has none.
+        """
+        self.settle()
+        blocks = self._blocks()
+        self._described = blocks
+        held = [block for block in blocks if math.prod(block.extent)]
+        manifest = Manifest(
+            rank,
+            socket.gethostname(),
+            tuple(block.storage for block in held),
+            tuple(block.placement for block in held),
+        )
+        return Held(self._config, {block.name: block.shape for block in blocks}, manifest)
+
+    def settle(self) -> None:
+        """Frees the gathered parameters that FSDP2 keeps after a forward pass without a backward pass.
+
+        They stand in for the sharded ones, and would be stale once an optimizer has changed those.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in self._module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def look_up(self) -> Memory:
+        """See :class:`megatron_patches.refit.source.weight_source.WeightSource`."""
+        blocks = self._blocks()
+        if blocks != self._described:
+            raise RefitError(
+                f"the model's tensors are others than when it was described: {_changes(self._described or [], blocks)}"
+            )
+        held = {block.name for block in blocks if math.prod(block.extent)}
+        return memory_of(
+            (name, name, flat_memory(name, _local(name, tensor)))
+            for name, tensor in named_tensors(self._module)
+            if name in held
+        )
+
+    def _blocks(self) -> list[HeldBlock]:
+        return [describe_tensor(name, tensor) for name, tensor in named_tensors(self._module)]
+
+
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and persistent buffer once, under its first name, without names of wrappers."""
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        kept = [
+            (name, buffer) for name, buffer in part._buffers.items() if name not in part._non_persistent_buffers_set
+        ]
+        for name, tensor in [*part._parameters.items(), *kept]:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                segments = [segment for segment in path.split(".") if segment and segment not in _WRAPPERS]
+                yield ".".join([*segments, name]), tensor
+
+
+def describe_tensor(name: str, tensor: torch.Tensor) -> HeldBlock:
+    """Describes the block of a tensor that this rank holds.
+
+    Raises:
+        UnsupportedModelError: if it is of an unknown kind, or is cut in a way that is no single block.
+        RefitError: if its shape differs from that of its layout, or its memory is not contiguous.
+    """
+    local = _local(name, tensor)
+    shape, start, extent = _extent_of(name, tensor)
+    dtype = str(local.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE:
+        raise UnsupportedModelError(f"{name} is {dtype}, which no checkpoint can hold")
+    if not math.prod(shape):
+        raise UnsupportedModelError(f"{name} has shape {shape}, and so no elements to publish")
+    if not local.is_contiguous():
+        raise RefitError(f"{name} is not contiguous in memory (strides {local.stride()}); make it so with contiguous()")
+    return HeldBlock(name, shape, start, extent, math.prod(local.shape), dtype)
+
+
+def _extent_of(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape of the whole tensor, and first index and shape of the block that this rank holds."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return _extent_of_dtensor(name, tensor)
+    if isinstance(tensor, ShardedParameter):
+        shape, held = tuple(tensor.layout.shape), tuple(tensor.shape)
+        if held != tuple(tensor.layout.shard_shape):
+            raise RefitError(f"{name} has shape {held}; its layout's shards have {tuple(tensor.layout.shard_shape)}")
+        low, high = tensor.layout.logical_range(tensor.group.rank())
+        return shape, (low, *(0,) * (len(shape) - 1)), (high - low, *shape[1:])
+    shape = tuple(tensor.shape)
+    return shape, (0,) * len(shape), shape
+
+
+def _extent_of_dtensor(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """As :func:`_extent_of`: each mesh dimension replicates the tensor, or cuts a dimension that no other cuts."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UnsupportedModelError(f"{name} is a DTensor over {mesh}, of which this rank is no part")
+    start, extent, cut = [0] * len(shape), list(shape), set[int]()
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard or placement.dim in cut:
+            raise UnsupportedModelError(
+                f"{name} is a DTensor with placements {tensor.placements}; each mesh dimension must replicate it, or "
+                "cut a dimension that no other cuts"
+            )
+        dim = placement.dim
+        cut.add(dim)
+        each = -(-shape[dim] // mesh.size(axis))  # as torch.chunk cuts
+        start[dim] = min(coordinate[axis] * each, shape[dim])
+        extent[dim] = min(each, shape[dim] - start[dim])
+    held = tuple(tensor.to_local().shape)
+    if held != tuple(extent):
+        raise RefitError(f"{name} has a local tensor of shape {held}; its placements {tensor.placements} say {extent}")
+    return shape, tuple(start), tuple(extent)
+
+
+def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has in memory.
+
+    Raises:
+        UnsupportedModelError: if it is no plain memory, or its elements may mean something else than their values.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    kind = type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    if not isinstance(tensor, ShardedParameter) and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        raise UnsupportedModelError(f"{name} is of type {kind.__name__}, neither a plain tensor nor a known shard")
+    local = tensor.data
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    if local.device.type == "meta" or local.layout is not torch.strided:
+        what = "on the meta device" if local.device.type == "meta" else f"a tensor of layout {local.layout}"
+        raise UnsupportedModelError(f"{name} is {what}, so there is no memory to publish")
+    return local
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model in wrappers that hold all of it.
+
+    Raises:
+        UnsupportedModelError: if a part of it is in FSDP1, which keeps no parameter as such.
+    """
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    while True:
+        inner = module.module if isinstance(module, DistributedDataParallel) else module._modules.get("_orig_mod")
+        if not isinstance(inner, torch.nn.Module):
+            break
+        module = inner
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is in FullyShardedDataParallel, whose flat parameters have no names; use "
+                "torch.distributed.fsdp.fully_shard"
+            )
+    return module
+
+
+def _config_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What ``save_pretrained`` of transformers would write to ``config.json``.
+
+    Raises:
+        UnsupportedModelError: if the module has no such configuration.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "to_json_string"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no configuration of transformers in its attribute config; pass config=, the "
+            "content of the config.json of its engines, or {} to compare only names, shapes and dtypes; for a model of "
+            "Megatron, pass vocab_size="
+        )
+    # fully_shard gives a module a class of its own, derived from the model's.
+    architecture = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    content: dict[str, Any] = json.loads(config.to_json_string())
+    return content | {"architectures": [architecture.__name__]}
+
+
+def _changes(before: list[HeldBlock], now: list[HeldBlock]) -> str:
+    """Which tensors have changed, for a message."""
+    old, new = ({block.name: block for block in blocks} for blocks in (before, now))
+    found = [f"{name} is gone" for name in old.keys() - new.keys()]
+    found += [f"{name} is new" for name in new.keys() - old.keys()]
+    found += [
+        f"{name} was {old[name].dtype} {old[name].extent} of {old[name].shape} and is {new[name].dtype} "
+        f"{new[name].extent} of {new[name].shape}"
+        for name in old.keys() & new.keys()
+        if old[name] != new[name]
+    ]
+    more = len(found) - _NAMED
+    return ", ".join(sorted(found)[:_NAMED]) + (f", and {more} more" if more > 0 else "")

@@ -1,0 +1,77 @@
+"""What a session needs of a rank's weights, whatever holds them, and which source a model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.source.live import MegatronSource
+from megatron_patches.refit.source.modules import ModuleSource
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class WeightSource(Protocol):
+    """This rank's part of a model. No method but :meth:`settle` waits for another rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+
+    def describe(self, rank: int) -> Held:
+        """Describes what this rank holds now, and the whole model.
+
+        Args:
+            rank: this rank's source rank.
+
+        Raises:
+            RefitError: if a weight has no Hugging Face name, or cannot be described.
+        """
+
+    def settle(self) -> None:
+        """Completes what changes the weights, such as a gather under way. All ranks call it before each push."""
+
+    def look_up(self) -> Memory:
+        """The current memory of the storages that :meth:`describe` listed, by name.
+
+        Raises:
+            RefitError: if the weights are others than described, or one has no memory now.
+        """
+
+
+def source_of(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    vocab_size: int | None,
+    config: Mapping[str, Any] | None,
+    tp_group: ProcessGroup | None,
+) -> WeightSource:
+    """The source for a model: Megatron's if ``vocab_size`` is given, otherwise that of a module with its own names.
+
+    Args:
+        model: a module; for Megatron, one per virtual pipeline stage.
+        vocab_size: for Megatron, number of tokens.
+        config: for other modules, content of ``config.json``; see :class:`ModuleSource`.
+        tp_group: for Megatron, tensor-parallel group; None for Megatron's own.
+
+    Raises:
+        ValueError: if the arguments are of different kinds of models.
+        UnsupportedModelError: see :class:`ModuleSource`.
+    """
+    from torch import nn
+
+    if vocab_size is not None:
+        if config is not None:
+            raise ValueError(
+                f"config is given, and vocab_size is {vocab_size}; the configuration of a model of Megatron follows "
+                "from the model"
+            )
+        return MegatronSource([model] if isinstance(model, nn.Module) else model, vocab_size, tp_group)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__} of chunks, as Megatron has them; pass vocab_size too")
+    if tp_group is not None:
+        raise ValueError("tp_group is given without vocab_size; only models of Megatron have a tensor-parallel group")
+    return ModuleSource(model, config)

@@ -1,0 +1,106 @@
+"""Models of transformers, under FSDP2 and under ``etp.shard_module``, are published to a running vLLM server."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_patches.refit import Fate, RefitOptions, WeightPublisher
+from tests.integration.live_refit import PROMPTS, STAGING
+from tests.integration.test_live_http import ANSWER, State, state_of
+from tests.integration.tiny_models import LLAMA, QWEN3
+from tests.support.launch import run_distributed
+from tests.support.vllm_digests import EXTENSION
+from tests.support.vllm_host import VllmHost
+from tests.support.vllm_server import VllmServer, vllm_server
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(600),
+]
+
+
+def under_etp(model: torch.nn.Module) -> None:
+    import etp
+
+    etp.shard_module(model, dist.group.WORLD)
+
+
+def under_fsdp(model: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def train_and_publish(
+    rank: int, world_size: int, shard: Callable[[Any], None], config: dict[str, Any], url: str, paths: list[str]
+) -> list[State]:
+    """Trains, saves and publishes a model, twice. What the server held and answered after each, on the first rank."""
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import etp
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        settings = {key: value for key, value in config.items() if key not in {"model_type", "architectures"}}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings)).bfloat16()
+
+    model, whole = build(), build()
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    found = []
+    options = RefitOptions(timeout_s=60.0, staging_bytes=STAGING)
+    with WeightPublisher(model, options=options) as publisher:
+        publisher.attach(url)
+        for version, path in enumerate(paths, 5):
+            tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(rank))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(input_ids=tokens)
+            state = {
+                name: value.full_tensor() if isinstance(value, DTensor) else value
+                for name, value in etp.full_state_dict(model).items()
+            }
+            if rank == 0:
+                whole.load_state_dict(state)
+                whole.save_pretrained(path)
+            report = publisher.publish(version).result(60.0)
+            assert {one.fate for one in report.engines.values()} == {Fate.SERVES}, report
+            if rank == 0:
+                found.append(state_of(VllmServer(url, Path())))
+            dist.barrier()
+    return found
+
+
+def fresh(path: str, place: Path) -> State:
+    """What an engine that has loaded a checkpoint holds and answers."""
+    place.mkdir()
+    with VllmHost(Path(path), place) as host:
+        engine = host.connect()
+        tokens = [engine.complete(prompt, ANSWER).tokens for prompt in PROMPTS]
+        return State(engine.parameters(), engine.log_probabilities(PROMPTS), tokens)
+
+
+@pytest.mark.parametrize(("shard", "config"), [(under_fsdp, LLAMA), (under_etp, QWEN3)], ids=["fsdp2", "etp"])
+def test_a_server_holds_and_answers_what_an_engine_of_the_saved_model_does(
+    shard: Callable[[Any], None], config: dict[str, Any], tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / f"version_{number}") for number in range(2)]
+    (folder := tmp_path / "server").mkdir()
+    with vllm_server(config, folder, "--worker-extension-cls", EXTENSION) as server:
+        args = (shard, config, server.url, paths)
+        served, _ = run_distributed(train_and_publish, 2, "gloo", 240.0, args)
+    assert served[0].parameters != served[1].parameters
+    assert served[0] == fresh(paths[0], tmp_path / "first")
+    assert served[1] == fresh(paths[1], tmp_path / "second")

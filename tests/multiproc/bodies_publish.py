@@ -1,0 +1,301 @@
+"""Bodies of test_publish.py: small models of odd sizes, sharded in several ways, that are trained and published."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import etp
+from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPublisher
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.parties.messages import Standing
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.source.modules import ModuleSource
+from tests.support import plain_engine
+from tests.support.plain_engine import PlainEngine
+
+NAMES = [
+    "steps",
+    "scale",
+    "embed.weight",
+    "layers.0.norm.weight",
+    "layers.0.norm.bias",
+    "layers.0.up.weight",
+    "layers.0.up.bias",
+    "layers.0.down.weight",
+    "layers.1.norm.weight",
+    "layers.1.norm.bias",
+    "layers.1.up.weight",
+    "layers.1.up.bias",
+    "layers.1.down.weight",
+]
+"""In ``state_dict()``, but for the head, which is the embedding."""
+
+
+class Layer(nn.Module):
+    """A norm and two linears; rows and columns divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(11)
+        self.up = nn.Linear(11, 23)
+        self.down = nn.Linear(23, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tied embeddings, a buffer of one number, one of float64, and one that no checkpoint has."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 11)
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
+        self.head = nn.Linear(11, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("frequencies", torch.randn(5), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def plain(model: nn.Module, world_size: int) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module, world_size: int) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def shards(model: nn.Module, world_size: int) -> nn.Module:
+    etp.shard_module(model, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=4))
+    return model
+
+
+def fsdp(model: nn.Module, world_size: int) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def hsdp(model: nn.Module, world_size: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicas", "shards"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def columns(model: nn.Module, world_size: int) -> nn.Module:
+    """FSDP2 that cuts the columns of matrices."""
+    options: Any = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}
+    even = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+    fully_shard(even, **options)
+    return even
+
+
+Sharding = Callable[[nn.Module, int], nn.Module]
+CONFIG = {"model_type": "tiny"}
+
+
+def build(sharding: Sharding, world_size: int) -> nn.Module:
+    torch.manual_seed(0)
+    return sharding(Model(), world_size)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
+    """A step, after a look at the model that leaves FSDP2's gathered weights behind, and before another."""
+    tokens = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(version))
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    inner = getattr(model, "module", model)
+    if hasattr(inner, "steps"):
+        inner.steps += 1
+        inner.scale.mul_(1.1)
+    with torch.no_grad():
+        model(tokens)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole model's state, by means of its own: what any checkpoint would hold."""
+    state = etp.full_state_dict(getattr(model, "module", model))
+    state.pop("head.weight", None)  # tied
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Of the whole model, as the engine tells its own."""
+    return {
+        name: plain_engine.digest(name, value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, value in whole(model).items()
+    }
+
+
+def described(rank: int, world_size: int, sharding: Sharding) -> tuple[dict[str, list[str]], list[str]]:
+    """The boxes that this rank describes, each compared with the same part of the whole model; and all names."""
+    model = build(sharding, world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    train(model, optimizer, 1)
+    source = ModuleSource(model, CONFIG)
+    held = source.describe(rank)
+    memory: Memory = source.look_up()
+    full = whole(model)
+    assert held.config == CONFIG
+    assert {name: tuple(value.shape) for name, value in full.items()} == held.shapes
+    found: dict[str, list[str]] = {}
+    for placement in held.manifest.placements:
+        box, storage = placement.box, held.manifest.storage[placement.view.storage]
+        flat = torch.from_numpy(memory[storage.name])
+        assert (flat.numel(), storage.dtype) == (storage.numel, str(full[box.tensor].dtype).removeprefix("torch."))
+        assert storage.logical_numel == box.volume
+        part = full[box.tensor][tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]
+        assert torch.equal(placement.view.tensor(flat.view(part.dtype)), part), str(box)
+        found.setdefault(box.tensor, []).append(str(box).removeprefix(box.tensor))
+    return found, list(held.shapes)
+
+
+@contextlib.contextmanager
+def engine_of(rank: int, folder: str) -> Iterator[PlainEngine | None]:
+    """An engine process, on the first rank."""
+    if rank:
+        yield None
+        return
+    address = str(Path(folder) / "engine.sock")
+    process = plain_engine.start(address)
+    try:
+        yield PlainEngine("engine", address, 30.0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def gathered(value: Any) -> list[Any]:
+    """``value`` of each rank, once all are here."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+OPTIONS = RefitOptions(timeout_s=30.0, staging_bytes=1 << 14, on_engine_failure=OnEngineFailure.DROP)
+
+
+def published(
+    rank: int, world_size: int, sharding: Sharding, folder: str
+) -> tuple[list[tuple[int, dict[str, str]]], list[tuple[int, dict[str, str]]], list[tuple[Fate, int]]]:
+    """Trains and publishes three versions, and trains on before each has been committed.
+
+    Returns:
+        What the engine served after each and what the model was; and what each report says.
+    """
+    model = build(sharding, world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    served, were, told = [], [], []
+    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+        if engine is not None:
+            publisher.attach(engine)
+        for version in (3, 4, 9):
+            train(model, optimizer, version)
+            were.append((version, digests(model)))
+            handle = publisher.publish(version)
+            train(model, optimizer, 100 + version)  # the weights may change at once
+            report = handle.result(30.0)
+            assert (handle.version, handle.done()) == (version, True)
+            told.append((report.engines["engine"].fate, report.engines["engine"].nbytes))
+            served.append(engine.run("content") if engine is not None else (version, {}))
+            gathered(None)
+    return served, were, told
+
+
+def refused(rank: int, world_size: int, folder: str, known: str, dtype: str) -> tuple[list[str], Any, Any]:
+    """An engine that has other tensors is attached first, and then, by the side of one that serves.
+
+    Returns:
+        What was said of it, and what the serving engine and it served at last.
+    """
+    model = build(fsdp, world_size)
+    dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in whole(model).items()}
+    dtypes = {name: dtype if name == known else of for name, of in dtypes.items() if (name, dtype) != (known, "")}
+    said = []
+    (Path(folder) / "other").mkdir(exist_ok=True)
+    with (
+        engine_of(rank, folder) as good,
+        engine_of(rank, str(Path(folder) / "other")) as bad,
+        WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher,
+    ):
+        if good is not None and bad is not None:
+            bad.name = "another"
+            bad.run("know", dtypes)
+            publisher.attach(bad)
+        try:
+            publisher.publish(1)
+        except RefitError as error:
+            said.append(str(error))
+        if good is not None:
+            publisher.detach("another")
+            publisher.attach(good)
+        publisher.publish(2)
+        if bad is not None:
+            publisher.attach(bad)
+        version, report = 3, publisher.publish(3).result(30.0)
+        while gathered("another" not in report.engines or report.engines["another"].fate is Fate.JOINING)[0]:
+            version += 1
+            report = publisher.publish(version).result(30.0)
+        said.append(str(report.engines["another"].reason))
+        assert report.engines["another"].fate is Fate.FAILED
+        assert report.engines["engine"].fate is Fate.SERVES
+        gathered(None)
+        content = good.run("content") if good is not None else None
+        other = bad.run("content") if bad is not None else None
+    return said, (content, (version, digests(model))), other
+
+
+def come_and_gone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, Fate]], Any, list[str]]:
+    """Nobody is there at first; an engine comes, and goes before the last version."""
+    model = build(fsdp, world_size)
+    fates, states = list[dict[str, Fate]](), list[dict[str, Standing]]()
+
+    def publish(version: int) -> dict[str, Fate]:
+        found = publisher.publish(version).result(30.0)
+        fates.append({name: one.fate for name, one in found.engines.items()})
+        return fates[-1]
+
+    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+        publish(1)
+        if engine is not None:
+            publisher.attach(engine)
+        version = 2
+        while Fate.SERVES not in publish(version).values():
+            version += 1
+        states.append(dict(publisher.state()))
+        if engine is not None:
+            publisher.detach("engine")
+        publish(version + 1)
+        gathered(None)
+        content = engine.run("content")[0] - version if engine is not None else 0
+    said = []
+    for wrong in (lambda: publisher.publish(version + 2), lambda: publisher.detach("engine")):
+        try:
+            wrong()
+        except (RefitError, ValueError) as error:
+            said.append(str(error))
+    return fates, (content, {name: one.state.value for name, one in states[0].items()}), said
