@@ -10,10 +10,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etp.formats import Float8Block, Float8PerTensor
-from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default
+from etp.formats import MXFP8, Float8Block, Float8PerTensor
+from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default, too_old_for
 
-FP8_RECIPES = {"blockwise": Float8Block.row_alignment, "tensorwise": Float8PerTensor.row_alignment}
+FP8_RECIPES = {
+    "blockwise": Float8Block.row_alignment,
+    "tensorwise": Float8PerTensor.row_alignment,
+    "mxfp8": MXFP8.row_alignment,
+}
 """The values of ``--fp8-recipe`` with which weights are gathered in FP8, and of what a shard's rows are a multiple."""
 
 
@@ -275,9 +279,19 @@ REFUSALS = (
         "and the next iteration would wait for its collectives",
     ),
     Refusal(
-        "--fp8-recipe other than blockwise and tensorwise",
+        "--fp8-recipe other than blockwise, tensorwise and mxfp8",
         lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") not in FP8_RECIPES,
         "use --fp8-recipe blockwise or tensorwise: weights are gathered in FP8 with these",
+    ),
+    Refusal(
+        "--fp8-recipe mxfp8 on a GPU before Blackwell",
+        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and bool(too_old_for(MXFP8)),
+        "use --fp8-recipe blockwise: below compute capability 10.0, Transformer Engine's quantization writes nothing",
+    ),
+    Refusal(
+        "--fp8-output-proj",
+        _is_set("fp8_output_proj"),
+        "drop it: the output layer gathers its weight in bf16",
     ),
     Refusal(
         "--fp8-param-gather",
@@ -295,6 +309,11 @@ REFUSALS = (
             bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "blockwise" and not args.etp_pad_for_alignment
         ),
         "give --etp-pad-for-alignment 128: scales belong to blocks of 128 rows, which shards must not cut",
+    ),
+    Refusal(
+        "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
+        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and not args.etp_pad_for_alignment,
+        "give --etp-pad-for-alignment 32: scales of columns belong to 32 rows, which shards must not cut",
     ),
     Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
     Refusal(

@@ -53,3 +53,10 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
             "multiples of 128: pass pad_for_alignment=128 in etp.EtpConfig (in Megatron, --etp-pad-for-alignment 128)"
         )
         assert "blocks of 1 x 128" in answers["one-dimensional"]
+
+
+@pytest.mark.parametrize(("ranks", "alignment"), [(2, 32), (4, 128)])
+@pytest.mark.parametrize("recipe", bodies.APART)
+def test_modules_with_rows_and_columns_apart_equal_whole_ones(recipe: str, ranks: int, alignment: int) -> None:
+    arguments = (str(SHARED), recipe, bodies.KINDS, "c10d", alignment)
+    assert run_distributed(bodies.modules_equal_whole, ranks, args=arguments, fresh=True) == [12] * ranks
