@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etp.formats import MXFP8, Float8Block, Float8PerTensor
+from etp.formats import MXFP8, NVFP4, Float8Block, Float8PerTensor
 from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default, too_old_for
 
 FP8_RECIPES = {
@@ -19,6 +19,9 @@ FP8_RECIPES = {
     "mxfp8": MXFP8.row_alignment,
 }
 """The values of ``--fp8-recipe`` with which weights are gathered in FP8, and of what a shard's rows are a multiple."""
+
+FP4_ALIGNMENT = NVFP4.row_alignment
+"""Of what a shard's rows are a multiple with ``--fp4-format``."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +318,31 @@ REFUSALS = (
         lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and not args.etp_pad_for_alignment,
         "give --etp-pad-for-alignment 32: scales of columns belong to 32 rows, which shards must not cut",
     ),
-    Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
+    Refusal(
+        "--fp4-format on a GPU before Blackwell",
+        lambda args: bool(_get(args, "fp4")) and bool(too_old_for(NVFP4)),
+        "use --fp8-format e4m3 --fp8-recipe blockwise: NVFP4 needs compute capability 10.0",
+    ),
+    Refusal(
+        "--fp4-recipe other than nvfp4",
+        lambda args: bool(_get(args, "fp4")) and _get(args, "fp4_recipe") != "nvfp4",
+        "use --fp4-recipe nvfp4: weights are gathered in FP4 with it",
+    ),
+    Refusal(
+        "--fp4-param-gather",
+        _is_set("fp4_param_gather"),
+        "drop it: weights are gathered in FP4 without it, and stay in bf16 as parameters",
+    ),
+    Refusal(
+        "--fp4-format without Transformer Engine",
+        lambda args: bool(_get(args, "fp4")) and _get(args, "transformer_impl") != "transformer_engine",
+        "use --transformer-impl transformer_engine, which needs GPUs",
+    ),
+    Refusal(
+        "--fp4-format and --etp-pad-for-alignment 0",
+        lambda args: bool(_get(args, "fp4")) and not args.etp_pad_for_alignment,
+        "give --etp-pad-for-alignment 16: scales belong to blocks of 16 rows, which shards must not cut",
+    ),
     Refusal(
         "--te-precision-config-file",
         _is_set("te_precision_config_file"),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
+from etp.formats import quantize_nvfp4
 from tests.support import te_apart
 from tests.support.launch import device, on_gpus
 from tests.support.te_site import add_fp8_kernels, put_on_path
@@ -24,7 +25,7 @@ IN, EXPERTS = 256, 3
 OUT, SPLITS = 384, [128, 96, 32]
 KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
 RECIPES = ("Float8BlockScaling", "Float8CurrentScaling")
-APART = {"MXFP8BlockScaling": Fraction(33, 32)}
+APART = {"MXFP8BlockScaling": Fraction(33, 32), "NVFP4BlockScaling": Fraction(9, 16)}
 """Recipes in which rows and columns are apart, and bytes for each element of a weight."""
 
 
@@ -282,6 +283,30 @@ def layers_of_many_recipes(rank: int, world_size: int, shim: str, transport: str
         assert (losses[0] - losses[1]).abs().max() < 0.05 * losses[1].abs().max(), step
         formats.append(" ".join(type(group.format).__name__ for group in runtime.groups))
     return formats
+
+
+def nvfp4_equals_reference(rank: int, world_size: int, shim: str) -> int:
+    """Bytes and scales of shards against those of Transformer Engine's reference. Returns how many were compared."""
+    del world_size
+    prepare(shim)
+    compared = 0
+    for square, (rows, columns) in itertools.product((True, False), ((64, 32), (96, 160), (192, 416))):
+        generator = torch.Generator().manual_seed(rank)
+        weight = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp2()
+        weight[: rows // 4, : columns // 2] = 0
+        weight[-rows // 4 :] *= 1e-4
+        weight[:, -16:] *= 1e-30
+        weight = weight.bfloat16()
+        data, scales, column_data, column_scales, amax = te_apart.reference_nvfp4(weight, square=square)
+        half = rows // 2
+        wanted = (data, scales, column_data.t(), column_scales.t())
+        for start in (0, half):
+            found = quantize_nvfp4(weight[start : start + half], amax.view(()), square=square)
+            for part, whole in zip(found, wanted, strict=True):
+                first = start * len(whole) // rows
+                assert torch.equal(part, whole[first : first + len(part)]), (square, rows, columns, start)
+                compared += 1
+    return compared
 
 
 def refused(rank: int, world_size: int, shim: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from etp.formats import MXFP8, ApartFormat, quantize_mxfp8
+from etp.formats import MXFP8, NVFP4, ApartFormat, quantize_mxfp8, quantize_nvfp4
 from etp.formats.apart import ApartQuantization, padded_scales
 from etp.layout import ShardLayout
 from etp.stack import Stack
@@ -17,7 +17,7 @@ from etp.te import too_old_for
 from tests.support import te_apart
 from tests.support.launch import run_distributed
 
-FORMATS: list[ApartFormat] = [MXFP8()]
+FORMATS: list[ApartFormat] = [MXFP8(), NVFP4(), NVFP4(square=False)]
 SHAPES = [(32, 32), (96, 64), (160, 288), (64, 416)]
 
 
@@ -179,17 +179,34 @@ def kernels_equal_pytorch(rank: int, world_size: int) -> int:
     compared = 0
     for dtype in (torch.float32, torch.float16):
         weights = [short(*shape, seed=seed).to(dtype) for seed, shape in enumerate(SHAPES)]
-        wanted = [quantize_mxfp8(weight) for weight in weights]
-        found = [tuple(torch.full_like(part, 77) for part in parts) for parts in wanted]
-        rows = [(index, (weight, *parts)) for index, (weight, parts) in enumerate(zip(weights, found, strict=True))]
-        kernels_apart.quantize_mxfp8(kernels_apart.ApartTable(rows))
-        for parts, others in zip(found, wanted, strict=True):
-            for part, other in zip(parts, others, strict=True):
-                assert torch.equal(part, other)
-                compared += 1
+        amaxes = torch.zeros(len(weights), 4)
+        for kind in (None, True, False):
+            if kind is None:
+                wanted = [quantize_mxfp8(weight) for weight in weights]
+            else:
+                wanted = [
+                    quantize_nvfp4(weight, amax, square=kind)
+                    for weight, amax in zip(weights, amaxes[:, 0], strict=True)
+                ]
+            found = [tuple(torch.full(part.shape, 77, dtype=torch.uint8) for part in parts) for parts in wanted]
+            rows = [(index, (weight, *parts)) for index, (weight, parts) in enumerate(zip(weights, found, strict=True))]
+            table = kernels_apart.ApartTable(rows)
+            if kind is None:
+                kernels_apart.quantize_mxfp8(table)
+                largest = torch.zeros(len(weights))
+                kernels_apart.largest_magnitudes(table, largest)
+                assert torch.equal(largest, torch.stack([weight.float().abs().max() for weight in weights]))
+                # So that scales are multiples of the weights' largest magnitudes, which need no rounding either.
+                amaxes[:, 0] = 2688.0
+            else:
+                kernels_apart.quantize_nvfp4(table, amaxes, square=kind)
+            for parts, others in zip(found, wanted, strict=True):
+                for part, other in zip(parts, others, strict=True):
+                    assert torch.equal(part, other)
+                    compared += 1
     return compared
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_equal_pytorch() -> None:
-    assert run_distributed(kernels_equal_pytorch, 1, None, fresh=True) == [2 * 4 * 4]
+    assert run_distributed(kernels_equal_pytorch, 1, None, fresh=True) == [2 * 3 * 4 * 4]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from etp.formats import MXFP8, ApartFormat, Float8Block, Float8PerTensor, WeightFormat
+from etp.formats import MXFP8, NVFP4, ApartFormat, Float8Block, Float8PerTensor, WeightFormat
 
 _NAME = "transformer_engine"
 
@@ -27,7 +27,7 @@ _UNSUPPORTED = {
     "DelayedScaling": "its scales come from a history that each rank would keep of its own",
     "Float8BlockScaling": "blocks of 1 x 128 of a weight cannot be transposed",
     "MXFP8BlockScaling": "enable_2d_quantization is not implemented",
-    "NVFP4BlockScaling": "gathers in NVFP4 are not implemented",
+    "NVFP4BlockScaling": "nvfp4_4over6 of weights is not implemented",
     "CustomRecipe": "its quantizers are unknown",
 }
 """Why the recipes of Transformer Engine are refused that sharded weights do not support."""
@@ -154,11 +154,13 @@ def active_format(name: str) -> WeightFormat | None:
         return Float8PerTensor(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
     if recipe.mxfp8() and not recipe.enable_2d_quantization:
         return _on_this_gpu(MXFP8(), name, kind)
+    if recipe.nvfp4() and recipe.nvfp4_4over6 in ("none", "activations"):
+        return _on_this_gpu(NVFP4(recipe.fp4_quant_fwd_weight.fp4_2d_quantization), name, kind)
     why = _UNSUPPORTED.get(kind, "sharded weights do not know it")
     raise ValueError(
         f"{name} is used with a {kind} recipe: {why}. Use Float8BlockScaling with w_block_scaling_dim=2, "
-        "Float8CurrentScaling or MXFP8BlockScaling(), or keep the module whole with replicated_modules of "
-        "etp.shard_module"
+        "Float8CurrentScaling, MXFP8BlockScaling() or NVFP4BlockScaling(), or keep the module whole with "
+        "replicated_modules of etp.shard_module"
     )
 
 

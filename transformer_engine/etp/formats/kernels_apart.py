@@ -120,6 +120,64 @@ def _quantize_mxfp8(  # type: ignore[no-untyped-def]
     _store(matrix, 4, tl.trans(scales), rows // 32, columns, row // 32, column, False)
 
 
+@triton.jit
+def _largest(  # type: ignore[no-untyped-def]
+    matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
+) -> None:
+    matrix, rows, columns, row, column = _tile(matrices, owners, aligned, tile)
+    values = _values(matrix, rows, columns, row, column, dtype, aligned, tile)
+    # Of numbers that are not negative, the order of the bits is that of the values.
+    number = (numbers + tl.load(matrix + 7)).to(tl.pointer_type(tl.int32))
+    tl.atomic_max(number, tl.max(tl.abs(values)).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _nvfp4(values, scale, square: tl.constexpr):  # type: ignore[no-untyped-def]
+    """:func:`etp.formats.quantize_nvfp4` for blocks along the rows of a tile."""
+    down: tl.constexpr = values.shape[0]
+    across: tl.constexpr = values.shape[1] // 16
+    blocks = tl.reshape(values, (down, across, 16))
+    amax = tl.max(tl.abs(blocks), axis=2)
+    if square:
+        amax = tl.max(tl.reshape(amax, (down // 16, 16, across)), axis=1, keep_dims=True)
+        amax = tl.reshape(tl.broadcast_to(amax, (down // 16, 16, across)), (down, across))
+    inverse = tl.minimum(amax * (scale * (1.0 / 6.0)), 448.0).to(tl.float8e4nv)
+    one = tl.full((down, across), 1.0, tl.float32)
+    factor = tl.div_rn(one, inverse.to(tl.float32) * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    scaled = blocks * tl.minimum(factor, 3.4028234663852886e38)[:, :, None]
+    size = tl.abs(scaled)
+    numbers = (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+    numbers += (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    numbers += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32)
+    numbers += (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    first, second = tl.split(tl.reshape(numbers, (down, values.shape[1] // 2, 2)))
+    return (first | second << 4).to(tl.uint8), inverse.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _quantize_nvfp4(  # type: ignore[no-untyped-def]
+    matrices,
+    owners,
+    amaxes,
+    amax_stride: tl.constexpr,
+    dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    square: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    matrix, rows, columns, row, column = _tile(matrices, owners, aligned, tile)
+    values = _values(matrix, rows, columns, row, column, dtype, aligned, tile)
+    amax = tl.load(amaxes + tl.load(matrix + 7) * amax_stride)
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax), 3.4028234663852886e38)
+    scale = tl.where((amax == 0) | (scale == 0), 1.0, scale)
+    data, scales = _nvfp4(values, scale, square)
+    _store(matrix, 1, data, rows, columns // 2, row, column // 2, False)
+    _store(matrix, 2, scales, rows, columns // 16, row, column // 16, False)
+    data, scales = _nvfp4(tl.trans(values), scale, square)
+    _store(matrix, 3, tl.trans(data), rows // 2, columns, row // 2, column, aligned)
+    _store(matrix, 4, tl.trans(scales), rows // 16, columns, row // 16, column, False)
+
+
 _TYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -134,6 +192,40 @@ def quantize_mxfp8(table: ApartTable) -> None:
         table.owners,
         dtype=_TYPES[table.dtype],
         aligned=table.aligned,
+        tile=TILE,
+        num_warps=_WARPS,
+    )
+
+
+def largest_magnitudes(table: ApartTable, numbers: torch.Tensor) -> None:
+    """The largest magnitude of each matrix, into its place in ``numbers``, which is 0 or a lower bound before."""
+    _largest[(table.count,)](
+        table.matrices,
+        table.owners,
+        numbers,
+        dtype=_TYPES[table.dtype],
+        aligned=table.aligned,
+        tile=TILE,
+        num_warps=_WARPS,
+    )
+
+
+def quantize_nvfp4(table: ApartTable, amaxes: torch.Tensor, *, square: bool) -> None:
+    """Quantize each matrix to NVFP4, by rows and by columns.
+
+    Args:
+        table: the matrices, shards of weights.
+        amaxes: in row i, first, the largest magnitude of the weight of number i; fp32.
+        square: whether blocks are 16 x 16 elements.
+    """
+    _quantize_nvfp4[(table.count,)](
+        table.matrices,
+        table.owners,
+        amaxes,
+        amax_stride=amaxes.stride(0),
+        dtype=_TYPES[table.dtype],
+        aligned=table.aligned,
+        square=square,
         tile=TILE,
         num_warps=_WARPS,
     )
