@@ -131,10 +131,11 @@ def measure(name: str, options: dict[str, Any], sizes: Sizes) -> tuple[Row, Row]
         runtime.counters.reset()
         train_step(model, optimizer, sizes, step)
     counters, held = runtime.counters, etp.resident_nbytes(model)
-    visits = [*runtime.passes.chain.forward.visits, *runtime.passes.chain.backward.visits]
+    chain = runtime.passes.chain
+    visits = [reading.group for reading in (*chain.forward.visits, *chain.backward.visits)]
     row = Row(name, options, held["gather_slots"], held["gradient_buffers"])
     every = Row("every visit gathers (computed)", options, held["gather_slots"], held["gradient_buffers"])
-    for weight in runtime.passes.chain.forward.visits:
+    for weight in [reading.group for reading in chain.forward.visits]:
         key, times = weight.name, sizes.microbatches * visits.count(weight)
         row.weights[key] = WeightTraffic(
             counters.gathers.get(key, 0),

@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 from megatron_patches import arguments, cpu, hf_training, last_line, refit_training
@@ -103,7 +104,8 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
             config = arguments.config_from_args(args)
         except arguments.UnsupportedConfigurationError as error:
             exit_with(str(error), args.rank)
-        validated = validate_args(args, *rest, **kwargs)
+        with _accepting_fp4(args):
+            validated = validate_args(args, *rest, **kwargs)
         try:
             arguments.check_graphs(args)
             if cpu.needed():
@@ -114,6 +116,19 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
         return validated
 
     return replacement
+
+
+@contextmanager
+def _accepting_fp4(args: argparse.Namespace) -> Iterator[None]:
+    """Let Megatron accept FP4 without ``--fp4-param-gather``, which its own sharded weights need and these do not."""
+    if not (arguments.is_active(args) and getattr(args, "fp4", None)):
+        yield
+        return
+    args.fp4_param_gather = True
+    try:
+        yield
+    finally:
+        args.fp4_param_gather = False
 
 
 def records(api: Configurable) -> tuple[PatchRecord, ...]:

@@ -10,11 +10,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etp.formats import Float8Block, Float8PerTensor
-from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default
+from etp.formats import MXFP8, NVFP4, Float8Block, Float8PerTensor
+from etp.te import GROUPED_TENSOR_VARIABLE, OVERRIDE_VARIABLE, grouped_tensors_are_default, too_old_for
 
-FP8_RECIPES = {"blockwise": Float8Block.row_alignment, "tensorwise": Float8PerTensor.row_alignment}
+FP8_RECIPES = {
+    "blockwise": Float8Block.row_alignment,
+    "tensorwise": Float8PerTensor.row_alignment,
+    "mxfp8": MXFP8.row_alignment,
+}
 """The values of ``--fp8-recipe`` with which weights are gathered in FP8, and of what a shard's rows are a multiple."""
+
+FP4_ALIGNMENT = NVFP4.row_alignment
+"""Of what a shard's rows are a multiple with ``--fp4-format``."""
 
 
 @dataclass(frozen=True)
@@ -275,9 +282,19 @@ REFUSALS = (
         "and the next iteration would wait for its collectives",
     ),
     Refusal(
-        "--fp8-recipe other than blockwise and tensorwise",
+        "--fp8-recipe other than blockwise, tensorwise and mxfp8",
         lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") not in FP8_RECIPES,
         "use --fp8-recipe blockwise or tensorwise: weights are gathered in FP8 with these",
+    ),
+    Refusal(
+        "--fp8-recipe mxfp8 on a GPU before Blackwell",
+        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and bool(too_old_for(MXFP8)),
+        "use --fp8-recipe blockwise: below compute capability 10.0, Transformer Engine's quantization writes nothing",
+    ),
+    Refusal(
+        "--fp8-output-proj",
+        _is_set("fp8_output_proj"),
+        "drop it: the output layer gathers its weight in bf16",
     ),
     Refusal(
         "--fp8-param-gather",
@@ -296,7 +313,36 @@ REFUSALS = (
         ),
         "give --etp-pad-for-alignment 128: scales belong to blocks of 128 rows, which shards must not cut",
     ),
-    Refusal("--fp4-format", _is_set("fp4"), "train in bf16 or fp32"),
+    Refusal(
+        "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
+        lambda args: bool(_get(args, "fp8")) and _get(args, "fp8_recipe") == "mxfp8" and not args.etp_pad_for_alignment,
+        "give --etp-pad-for-alignment 32: scales of columns belong to 32 rows, which shards must not cut",
+    ),
+    Refusal(
+        "--fp4-format on a GPU before Blackwell",
+        lambda args: bool(_get(args, "fp4")) and bool(too_old_for(NVFP4)),
+        "use --fp8-format e4m3 --fp8-recipe blockwise: NVFP4 needs compute capability 10.0",
+    ),
+    Refusal(
+        "--fp4-recipe other than nvfp4",
+        lambda args: bool(_get(args, "fp4")) and _get(args, "fp4_recipe") != "nvfp4",
+        "use --fp4-recipe nvfp4: weights are gathered in FP4 with it",
+    ),
+    Refusal(
+        "--fp4-param-gather",
+        _is_set("fp4_param_gather"),
+        "drop it: weights are gathered in FP4 without it, and stay in bf16 as parameters",
+    ),
+    Refusal(
+        "--fp4-format without Transformer Engine",
+        lambda args: bool(_get(args, "fp4")) and _get(args, "transformer_impl") != "transformer_engine",
+        "use --transformer-impl transformer_engine, which needs GPUs",
+    ),
+    Refusal(
+        "--fp4-format and --etp-pad-for-alignment 0",
+        lambda args: bool(_get(args, "fp4")) and not args.etp_pad_for_alignment,
+        "give --etp-pad-for-alignment 16: scales belong to blocks of 16 rows, which shards must not cut",
+    ),
     Refusal(
         "--te-precision-config-file",
         _is_set("te_precision_config_file"),

@@ -26,7 +26,7 @@ from etp.group import WeightGroup
 from etp.runtime import EtpRuntime
 from etp.te import refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
-from megatron_patches.refusals import FP8_RECIPES
+from megatron_patches.refusals import FP4_ALIGNMENT, FP8_RECIPES
 from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter, wrap_shard
 from megatron_patches.symmetric_parameters import move_into_symmetric_memory
 
@@ -105,22 +105,21 @@ class WeightShardApi:
     ) -> None:
         """Take the loss (and thus gradient) normalisation, which Megatron decides before it builds the model.
 
-        The recipe of FP8 decides how shards are aligned; Transformer Engine passes it at each forward pass.
+        The recipe of FP8 or FP4 decides how shards are aligned; Transformer Engine passes it at each forward pass.
 
         Raises:
-            UnsupportedConfigurationError: for FP4, and for recipes of FP8 in which weights cannot be gathered.
+            UnsupportedConfigurationError: for recipes of FP8 in which weights cannot be gathered.
         """
-        if fp4 or (fp8 and fp8_recipe not in FP8_RECIPES):
+        if fp8 and fp8_recipe not in FP8_RECIPES:
             raise UnsupportedConfigurationError(
-                f"sharded weights with {'FP4' if fp4 else f'--fp8-recipe {fp8_recipe}'} are not supported; use "
+                f"sharded weights with --fp8-recipe {fp8_recipe} are not supported; use "
                 f"--fp8-recipe {' or '.join(FP8_RECIPES)}, or train in bf16"
             )
         engine = self.config.engine
-        alignment = math.lcm(engine.pad_for_alignment, FP8_RECIPES[fp8_recipe]) if fp8 and fp8_recipe else 0
+        needed = FP4_ALIGNMENT if fp4 else FP8_RECIPES[fp8_recipe] if fp8 and fp8_recipe else 1
+        alignment = math.lcm(engine.pad_for_alignment, needed)
         reduction = GradReduction.SUM if calculate_per_token_loss else GradReduction.MEAN
-        self._engine = dataclasses.replace(
-            engine, grad_reduction=reduction, pad_for_alignment=alignment or engine.pad_for_alignment
-        )
+        self._engine = dataclasses.replace(engine, grad_reduction=reduction, pad_for_alignment=alignment)
         self._unannounced.clear()
 
     def shard_rows(self, dim0: int, group: dist.ProcessGroup) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
+from etp.formats import quantize_nvfp4
+from tests.support import te_apart
 from tests.support.launch import device, on_gpus
 from tests.support.te_site import add_fp8_kernels, put_on_path
 
@@ -22,16 +25,20 @@ IN, EXPERTS = 256, 3
 OUT, SPLITS = 384, [128, 96, 32]
 KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
 RECIPES = ("Float8BlockScaling", "Float8CurrentScaling")
+APART = {"MXFP8BlockScaling": Fraction(33, 32), "NVFP4BlockScaling": Fraction(9, 16)}
+"""Recipes in which rows and columns are apart, and bytes for each element of a weight."""
 
 
-def prepare(shim: str) -> None:
+def prepare(shim: str, recipe: str = "") -> None:
     """Put Transformer Engine's Python layer on CPU kernels where there is no GPU."""
     if on_gpus():
         return
     put_on_path(shim)
-    import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401 - puts CPU kernels under TE's Python layer
+    import te_cpu_shim  # type: ignore[import-not-found]
 
     add_fp8_kernels()
+    if recipe in APART:
+        te_apart.add_kernels(te_cpu_shim)
 
 
 def _recipe(name: str) -> Any:
@@ -114,21 +121,30 @@ def _draw(whole: nn.Module, sharded: nn.Module, step: int) -> None:
 
 
 def modules_equal_whole(
-    rank: int, world_size: int, shim: str, recipe: str, kinds: tuple[str, ...], transport: str
+    rank: int, world_size: int, shim: str, recipe: str, kinds: tuple[str, ...], transport: str, alignment: int = 128
 ) -> int:
     """Output and gradients of each kind of module equal those of the whole module. Returns how many were compared."""
-    prepare(shim)
+    prepare(shim, recipe)
     count = 0
     for kind, fuse, recompute in itertools.product(kinds, (False, True), (False, True)):
-        _compare(rank, world_size, kind, recipe, fuse, recompute, transport)
+        _compare(rank, world_size, kind, recipe, fuse, recompute, transport, alignment)
         count += 1
     return count
 
 
-def _compare(rank: int, world_size: int, kind: str, recipe: str, fuse: bool, recompute: bool, transport: str) -> None:
+def _compare(
+    rank: int,
+    world_size: int,
+    kind: str,
+    recipe: str,
+    fuse: bool,
+    recompute: bool,
+    transport: str,
+    alignment: int,
+) -> None:
     whole, sharded = _build(kind, fuse), _build(kind, fuse)
     sharded.load_state_dict(whole.state_dict())
-    config = etp.EtpConfig(transport=transport, pad_for_alignment=128)  # type: ignore[arg-type]
+    config = etp.EtpConfig(transport=transport, pad_for_alignment=alignment)  # type: ignore[arg-type]
     runtime = etp.shard_module(sharded, dist.group.WORLD, config=config)
     layouts = {n: p.layout for n, p in sharded.named_parameters() if isinstance(p, etp.ETPShardedParam)}
     fused = set(layouts) if fuse else set()
@@ -166,7 +182,8 @@ def _compare(rank: int, world_size: int, kind: str, recipe: str, fuse: bool, rec
     gathered = sum(runtime.counters.gather_bytes.values())
     gathers = sum(runtime.counters.gathers.values())
     (group,) = runtime.groups
-    assert gathered == gathers * len(group.shards) * group.layout.padded_rows * IN * (world_size - 1) // world_size
+    nbytes = len(group.shards) * group.layout.padded_rows * IN * APART.get(recipe, 1)
+    assert gathered == gathers * nbytes * (world_size - 1) // world_size
 
 
 def copies_equal_slices(rank: int, world_size: int, shim: str, recipe: str, transport: str) -> dict[str, bool]:
@@ -266,6 +283,30 @@ def layers_of_many_recipes(rank: int, world_size: int, shim: str, transport: str
         assert (losses[0] - losses[1]).abs().max() < 0.05 * losses[1].abs().max(), step
         formats.append(" ".join(type(group.format).__name__ for group in runtime.groups))
     return formats
+
+
+def nvfp4_equals_reference(rank: int, world_size: int, shim: str) -> int:
+    """Bytes and scales of shards against those of Transformer Engine's reference. Returns how many were compared."""
+    del world_size
+    prepare(shim)
+    compared = 0
+    for square, (rows, columns) in itertools.product((True, False), ((64, 32), (96, 160), (192, 416))):
+        generator = torch.Generator().manual_seed(rank)
+        weight = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp2()
+        weight[: rows // 4, : columns // 2] = 0
+        weight[-rows // 4 :] *= 1e-4
+        weight[:, -16:] *= 1e-30
+        weight = weight.bfloat16()
+        data, scales, column_data, column_scales, amax = te_apart.reference_nvfp4(weight, square=square)
+        half = rows // 2
+        wanted = (data, scales, column_data.t(), column_scales.t())
+        for start in (0, half):
+            found = quantize_nvfp4(weight[start : start + half], amax.view(()), square=square)
+            for part, whole in zip(found, wanted, strict=True):
+                first = start * len(whole) // rows
+                assert torch.equal(part, whole[first : first + len(part)]), (square, rows, columns, start)
+                compared += 1
+    return compared
 
 
 def refused(rank: int, world_size: int, shim: str) -> dict[str, str]:

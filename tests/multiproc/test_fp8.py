@@ -53,3 +53,16 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
             "multiples of 128: pass pad_for_alignment=128 in etp.EtpConfig (in Megatron, --etp-pad-for-alignment 128)"
         )
         assert "blocks of 1 x 128" in answers["one-dimensional"]
+
+
+@pytest.mark.parametrize(("ranks", "alignment", "kinds"), [(2, 32, bodies.KINDS), (4, 128, ("Linear",))])
+@pytest.mark.parametrize("recipe", bodies.APART)
+def test_modules_with_rows_and_columns_apart_equal_whole_ones(
+    recipe: str, ranks: int, alignment: int, kinds: tuple[str, ...]
+) -> None:
+    arguments = (str(SHARED), recipe, kinds, "c10d", alignment)
+    assert run_distributed(bodies.modules_equal_whole, ranks, args=arguments, fresh=True) == [4 * len(kinds)] * ranks
+
+
+def test_nvfp4_equals_the_reference() -> None:
+    assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]

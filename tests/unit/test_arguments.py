@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from etp.config import EtpConfig, GradReduction, TransportName
 from megatron_patches.arguments import (
@@ -249,8 +250,13 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"use_cpu_initialization": True}, "--use-cpu-initialization with --transformer-impl transformer_engine"),
         ({"yaml_cfg": "model.yaml"}, "--yaml-cfg"),
         ({"inprocess_restart": True}, "--inprocess-restart"),
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe other than blockwise and tensorwise"),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "--fp8-recipe other than blockwise and tensorwise"),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "--fp8-recipe other than blockwise, tensorwise and mxfp8"),
+        ({"fp8": "e4m3", "fp8_recipe": "custom"}, "--fp8-recipe other than blockwise, tensorwise and mxfp8"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}, "--fp8-output-proj"),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "etp_pad_for_alignment": 0},
+            "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
+        ),
         ({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}, "--fp8-param-gather"),
         (
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "transformer_impl": "local"},
@@ -260,7 +266,16 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
             {"fp8": "e4m3", "fp8_recipe": "blockwise", "etp_pad_for_alignment": 0},
             "--fp8-recipe blockwise and --etp-pad-for-alignment 0",
         ),
-        ({"fp4": "e2m1"}, "--fp4-format"),
+        ({"fp4": "e2m1", "fp4_recipe": "custom"}, "--fp4-recipe other than nvfp4"),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}, "--fp4-param-gather"),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "transformer_impl": "local"},
+            "--fp4-format without Transformer Engine",
+        ),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "etp_pad_for_alignment": 0},
+            "--fp4-format and --etp-pad-for-alignment 0",
+        ),
         ({"te_precision_config_file": "precision.yaml"}, "--te-precision-config-file"),
         ({"kitchen_config_file": "kitchen.yaml"}, "--kitchen-config-file"),
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number"),
@@ -275,6 +290,28 @@ def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], 
     way_out = next(refusal.way_out for refusal in REFUSALS if refusal.culprit == culprit)
     assert str(error.value) == f"--etp-size does not work with {culprit}; {way_out}"
     check(applied(**settings))  # without shards nothing is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+            "--fp8-recipe mxfp8 on a GPU before Blackwell; use --fp8-recipe block",
+        ),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, "--fp4-format on a GPU before Blackwell; use --fp8-format e4m3"),
+    ],
+)
+def test_what_the_gpu_cannot_multiply_is_refused(
+    settings: dict[str, object], refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(applied("--etp-size", "2", **settings))  # there is no GPU that cannot
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(UnsupportedConfigurationError, match=refusal):
+        check(applied("--etp-size", "2", **settings))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    check(applied("--etp-size", "2", **settings))
 
 
 @pytest.mark.parametrize(
@@ -452,6 +489,9 @@ def test_the_refused_flags_are_megatrons() -> None:
         "fp8_recipe",
         "fp8_param_gather",
         "fp4",
+        "fp4_recipe",
+        "fp4_param_gather",
+        "fp8_output_proj",
         "cuda_graph_impl",
         "cuda_graph_modules",
         "spec",

@@ -264,9 +264,9 @@ def test_a_gather_comes_after_one_on_another_lane_that_was_abandoned(device: Dev
     assert dense.slot is expert.slot
     gathers = runtime.gathers
     for first, second in ((dense, expert), (expert, dense)):
-        gathers._issue(first, first.slot, runtime.routes.of(first))
+        gathers._issue(first.rows, first.slot, runtime.routes.of(first))
         assert first.pending
-        gathers._issue(second, second.slot, runtime.routes.of(second))
+        gathers._issue(second.rows, second.slot, runtime.routes.of(second))
         assert not first.pending
     assert device.overtaken == []
 

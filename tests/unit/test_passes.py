@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import etp
-from etp.group import WeightGroup
+from etp.group import Reading, WeightGroup
 from etp.mode import Modes
 from etp.passes import Passes
 from etp.reductions import Reductions
@@ -22,6 +22,9 @@ class Group:
     """All that passes ask of a weight group."""
 
     used_more_than_once = False
+
+    def __init__(self) -> None:
+        self.rows = Reading(cast("WeightGroup", self), columns=False)
 
 
 class Discards(Reductions):
@@ -54,7 +57,7 @@ class Model:
         """Visit these groups. Returns the number of the pass that each visit belonged to."""
         numbers = []
         for index in which:
-            self.passes.enter(self.groups[index]).visit(self.groups[index])
+            self.passes.enter(self.groups[index]).visit(self.groups[index].rows)
             numbers.append(self.passes.number)
         return numbers
 
@@ -87,7 +90,7 @@ def test_a_forward_pass_ends_with_a_backward_visit_and_a_backward_pass_with_its_
     assert model.visit(FIRST, SECOND) == [3, 3]
     assert not model.passes.in_backward
     assert model.reductions.count == 0
-    assert [model.groups.index(group) for group in model.passes.chain.backward.learned] == [SECOND, FIRST, SECOND]
+    assert [model.groups.index(r.group) for r in model.passes.chain.backward.learned] == [SECOND, FIRST, SECOND]
 
 
 def test_only_the_root_begins_a_pass_where_there_is_one() -> None:
@@ -143,12 +146,12 @@ def test_an_evaluation_between_iterations_changes_no_prediction() -> None:
         with torch.set_grad_enabled(not evaluating):
             model.passes.begin_forward()
             model.visit(FIRST, SECOND)
-        return [model.groups.index(group) for group in model.passes.expected(8)]
+        return [model.groups.index(reading.group) for reading in model.passes.expected(8)]
 
     def backward() -> list[int]:
         expected: list[list[int]] = []
         model.backward(
-            SECOND, FIRST, then=lambda: expected.append([model.groups.index(g) for g in model.passes.expected(8)])
+            SECOND, FIRST, then=lambda: expected.append([model.groups.index(r.group) for r in model.passes.expected(8)])
         )
         return expected[0]
 
@@ -198,4 +201,4 @@ def test_nothing_goes_on_across_the_border_of_a_capture() -> None:
     assert not model.passes.in_backward
     assert model.visit(FIRST, SECOND) == [2, 2]
     assert model.reductions.count == 0
-    assert model.passes.chain.forward.visits == model.groups
+    assert model.passes.chain.forward.visits == [group.rows for group in model.groups]

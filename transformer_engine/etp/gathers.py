@@ -19,7 +19,7 @@ from etp.config import EtpConfig
 from etp.errors import EtpStateError
 from etp.formats.base import WeightFormat
 from etp.grad_hooks import GradHooks
-from etp.group import WeightGroup
+from etp.group import Reading, WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes, Timeline
 from etp.routes import Routes
@@ -88,7 +88,9 @@ class Gathers:
         if format_ is not group.format or not group.format_is_known:
             group.use_format(format_)
         timeline = self._passes.enter(group)
-        timeline.visit(group)
+        # See [Note: apart] in etp/formats/base.py.
+        reading = group.columns if transposed and format_ is not None and format_.apart else group.rows
+        timeline.visit(reading)
         if group not in self._hooks.watched:
             self._hooks.watch(group)
         group.read_shards(self._passes.number)
@@ -103,8 +105,8 @@ class Gathers:
             self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
         # See [Note: reuse].
         gathered_in = None if in_backward or self._weights.trusted else self._passes.number
-        if not group.holds(self._weights.epoch, gathered_in=gathered_in):
-            self._issue(group, slot, route)
+        if not group.holds(self._weights.epoch, gathered_in=gathered_in, columns=reading.columns):
+            self._issue(reading, slot, route)
         weights = group.take(route.gather, transposed=transposed)
         self._in_use = group
         # A gather that might still be unused at the end of a graph would have to be joined there.
@@ -120,14 +122,16 @@ class Gathers:
                 "transport"
             )
 
-    def _issue(self, group: WeightGroup, slot: Slot, route: Route) -> None:
-        """Start to gather ``group``, after the gather that its slot may still be receiving."""
+    def _issue(self, reading: Reading, slot: Slot, route: Route) -> None:
+        """Start to gather what ``reading`` reads, after the gather that its slot may still be receiving."""
+        group = reading.group
         for former in (group, slot.owner):
             if former is not None and former.pending:
                 former.abandon_gather()
         self._largest_group = max(self._largest_group, group.nbytes)
         waits = self._waits(group, slot, route)
-        group.issue_gather(route, pass_number=self._passes.number, epoch=self._weights.epoch, waits=waits)
+        number, epoch = self._passes.number, self._weights.epoch
+        group.issue_gather(route, pass_number=number, epoch=epoch, waits=waits, columns=reading.columns)
 
     def _waits(self, group: WeightGroup, slot: Slot, route: Route) -> list[Any] | None:
         """Events that a gather into the slot must wait for; see :meth:`etp.streams.Lane.start`."""
@@ -149,7 +153,7 @@ class Gathers:
 
     # Ahead of visits -----------------------------------------------------------------------------------------
 
-    def _prefetch(self, in_use: Slot, timeline: Timeline[WeightGroup], gathered_in: int | None) -> None:
+    def _prefetch(self, in_use: Slot, timeline: Timeline[Reading], gathered_in: int | None) -> None:
         """Start the next gathers, until ``prefetch_depth`` times the largest group's bytes are in flight."""
         budget = self._config.prefetch_depth * self._largest_group
         if budget == 0:
@@ -157,24 +161,25 @@ class Gathers:
         in_flight, number, epoch = 0, self._passes.number, self._weights.epoch
         needed_earlier, stamp = {in_use}, self._weights.stamp
         cache = self._modes.now.cache
-        for group in self._ahead(timeline):
+        for reading in self._ahead(timeline):
             if in_flight >= budget:
                 return
+            group = reading.group
             if group.read_in_pass != number:
                 group.read_shards(number)
             slot = group.attach(cache)
-            if not group.holds(epoch, gathered_in=gathered_in):
+            if not group.holds(epoch, gathered_in=gathered_in, columns=reading.columns):
                 route = group.route or self._routes.of(group)
                 if slot in needed_earlier:
                     return
                 if not (self._modes.now.is_part or not group.is_published or group.is_observed(stamp)):
                     return
-                self._issue(group, slot, route)
+                self._issue(reading, slot, route)
             if group.pending:
                 in_flight += group.nbytes
             needed_earlier.add(slot)
 
-    def _ahead(self, timeline: Timeline[WeightGroup]) -> Iterator[WeightGroup]:
+    def _ahead(self, timeline: Timeline[Reading]) -> Iterator[Reading]:
         """The next visits, nearest first, in this pass and the next one."""
         count = max(_LOOKAHEAD, self._config.prefetch_depth)
         upcoming = timeline.upcoming(count)
@@ -182,7 +187,7 @@ class Gathers:
         if len(upcoming) < count and self._knows_next(timeline):
             yield from self._passes.expected(count - len(upcoming))
 
-    def _knows_next(self, timeline: Timeline[WeightGroup]) -> bool:
+    def _knows_next(self, timeline: Timeline[Reading]) -> bool:
         """Whether gathers may be started for the next pass.
 
         In a capture only after a backward pass: any forward pass may be the graph's last, and leave gathers unfinished.
@@ -225,7 +230,7 @@ class Gathers:
     def describe_chain(self) -> str:
         """The learned forward order, one group a line: name, shapes, shards, slot, bytes."""
         forward = self._passes.chain.forward
-        order = forward.learned or forward.visits
+        order = [reading.group for reading in forward.learned or forward.visits]
         lines = [f"chain of {len(order)} weight groups, prefetch depth {self._config.prefetch_depth}"]
         slots = {id(slot): number for number, slot in enumerate(self._modes.now.cache.slots())}
         for group in order:

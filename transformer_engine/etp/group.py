@@ -29,7 +29,7 @@ from etp.refusals import OneOfMany
 from etp.scalars import GroupScalars
 from etp.shard_copy import Cut
 from etp.stack import Stack
-from etp.streams import Lane, Ready
+from etp.streams import InFlight, Lane, Ready
 
 # For map(), which runs them in C: a Python call per expert would take longer than the expert's gather.
 _VERSION = attrgetter("_version")
@@ -57,6 +57,20 @@ class _SetLater[T]:
         if obj is None:
             return self
         raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+
+
+class Reading:
+    """What a visit reads of a group. Compared by identity: each group has one of either kind.
+
+    Attributes:
+        group: whose weights are read.
+        columns: whether columns are gathered rather than rows, in a format that has them apart.
+    """
+
+    __slots__ = ("columns", "group")
+
+    def __init__(self, group: WeightGroup, *, columns: bool) -> None:
+        self.group, self.columns = group, columns
 
 
 class GathersWeights(Protocol):
@@ -347,8 +361,11 @@ class WeightGroup:
         self._slot: Slot | None = None
         self._cache: BufferCache | None = None
         self._slots: dict[BufferCache, Slot] = {}
+        self.rows, self.columns = Reading(self, columns=False), Reading(self, columns=True)
+        """What visits read of it. Columns are visited only in a format that has them apart."""
         self._ready: Ready | None = None
         self._generation = -1
+        self._gathered_columns = False
         self._gathered_version: tuple[Any, ...] = ()
         self.version: tuple[Any, ...] = ()
         """Changes when the version counter of a shard does, or when a shard is bound to other storage. Updated by
@@ -410,7 +427,7 @@ class WeightGroup:
         self._spec_of = local = self.local_shards()
         shape, count = self.layout.padded_shape, len(local)
         if self.format is not None:
-            return BufferSpec(shape, self.format.dtype, local.device, count)
+            return BufferSpec(self.format.gathered_shape(self.layout), self.format.dtype, local.device, count)
         # The longest run decides the order: Megatron may spread a layer over two buckets.
         longest = max(local.runs, key=lambda run: run.count)
         return BufferSpec(shape, local.dtype, local.device, count, descending=longest.stride < 0)
@@ -438,8 +455,17 @@ class WeightGroup:
         """Gather the copies of group ``index`` of a quantization in :attr:`format`."""
         self._quantized = quantization, index
 
+    def published(self) -> Sequence[Stack]:
+        """What this rank publishes: its shards, or all parts of their quantized copies."""
+        if self.format is None:
+            return (self.local_shards(),)
+        quantization, index = self._copies()
+        return quantization.published(index)
+
     def sources(self) -> Stack:
         """What gathers read: this rank's shards, or their quantized copies.
+
+        In a format that has rows and columns apart, the data of the rows.
 
         Raises:
             EtpStateError: if the group has a format and its shards were never quantized.
@@ -522,13 +548,14 @@ class WeightGroup:
         self._cache = self._slot = None
         self.pending = self.reducing = False
 
-    def holds(self, epoch: int, *, gathered_in: int | None) -> bool:
+    def holds(self, epoch: int, *, gathered_in: int | None, columns: bool = False) -> bool:
         """Whether the slot has (or is receiving) these weights as they are now.
 
         Args:
             epoch: the runtime's count of announced weight changes.
             gathered_in: number of a pass: only a gather that it started and that is still pending counts. None: any
                 gather counts.
+            columns: see :class:`Reading`.
         """
         if gathered_in is not None and not (self.pending and self.issued_in_pass == gathered_in):
             return False
@@ -537,10 +564,13 @@ class WeightGroup:
             slot is not None
             and slot.generation == self._generation
             and slot.owner is self
+            and self._gathered_columns is columns
             and self._gathered_version == (epoch, *self.version)
         )
 
-    def issue_gather(self, route: Route, *, pass_number: int, epoch: int, waits: Sequence[Any] | None) -> None:
+    def issue_gather(
+        self, route: Route, *, pass_number: int, epoch: int, waits: Sequence[Any] | None, columns: bool = False
+    ) -> None:
         """Start gathering into the slot, which voids its previous content.
 
         Args:
@@ -548,6 +578,7 @@ class WeightGroup:
             pass_number: the runtime's count of passes.
             epoch: the runtime's count of announced weight changes.
             waits: see :meth:`etp.streams.Lane.start`.
+            columns: see :class:`Reading`.
 
         Raises:
             EtpStateError: if a gather is pending.
@@ -559,8 +590,15 @@ class WeightGroup:
         try:
             self._generation = slot.claim(self)
             self._gathered_version = (epoch, *self.version)
+            self._gathered_columns = columns
             self.issued_in_pass = pass_number
-            gather = partial(route.transport.all_gather, slot.buffers, self.sources(), self.gather_label)
+            gather: Callable[[], InFlight]
+            if self.format is not None and self.format.apart:
+                quantization, index = self._copies()
+                parts = quantization.moved(index, slot.buffers, columns=columns)
+                gather = partial(route.transport.all_gather_parts, parts, self.gather_label)
+            else:
+                gather = partial(route.transport.all_gather, slot.buffers, self.sources(), self.gather_label)
             self._ready = route.gather.start(gather, waits=waits, label=self.gather_label)
             self.gathers += 1
             self.gathered_bytes += self.nbytes

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from etp.group import WeightGroup
+from etp.group import Reading, WeightGroup
 from etp.mode import Mode
 from etp.versions import WeightVersions
 
@@ -177,14 +177,14 @@ class Passes:
         *,
         at_end: Callable[[], None],
     ) -> None:
-        self.chain: Chain[WeightGroup] = Chain()
+        self.chain: Chain[Reading] = Chain()
         self.collectors: Sequence[CollectsGradients] = ()
         self.number = 0
         self.in_backward = False
         self._groups = groups
         self._weights = weights
         self._at_end = at_end
-        self._sequence: PassSequence[Timeline[WeightGroup]] = PassSequence()
+        self._sequence: PassSequence[Timeline[Reading]] = PassSequence()
         self._in_sequence = False
         self._began_differentiable = False
         """:meth:`may_have_backward` when the pass began; during a layer's own operation, autograd is off."""
@@ -210,7 +210,7 @@ class Passes:
 
     # Passes --------------------------------------------------------------------------------------------------
 
-    def enter(self, group: WeightGroup) -> Timeline[WeightGroup]:
+    def enter(self, group: WeightGroup) -> Timeline[Reading]:
         """The timeline that a visit of ``group`` belongs to now; begins a new pass if the visit starts one.
 
         Also detects groups that one forward pass uses more than once. The caller records the visit.
@@ -221,9 +221,9 @@ class Passes:
         forward = self.chain.forward
         if self.in_backward:
             self.begin_forward()
-        elif group in forward.visited:
+        elif group.rows in forward.visited:
             # Without a backward pass or a call of the root, nothing ends a pass: bound the record of visits.
-            revisits_first = forward.visits[0] is group and not self.has_root
+            revisits_first = forward.visits[0] is group.rows and not self.has_root
             if revisits_first or len(forward.visits) > _MOST_VISITS * len(self._groups):
                 self.begin_forward()
             elif self._began_differentiable or self.may_have_backward():
@@ -273,7 +273,7 @@ class Passes:
         self._in_sequence = True
         self._sequence.begin(self.chain.backward)
 
-    def expected(self, count: int) -> Sequence[WeightGroup]:
+    def expected(self, count: int) -> Sequence[Reading]:
         """Up to ``count`` first visits of the pass after the current one; empty if they cannot be predicted.
 
         See [Note: iterations]. Predicts only if weights are trusted to stay the same across passes,

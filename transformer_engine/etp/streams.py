@@ -50,6 +50,23 @@ class InFlight:
         """Watch for lost peers: the event ``end``, after all of the work, should happen within the timeout."""
 
 
+class Together(InFlight):
+    """Several pieces of work that were started one after the other on one stream."""
+
+    def __init__(self, works: Sequence[InFlight]) -> None:
+        super().__init__(*(event for work in works for event in work.beside))
+        self._works = works
+
+    def join(self) -> None:
+        """See :class:`InFlight`."""
+        for work in self._works:
+            work.join()
+
+    def expect(self, end: Any) -> None:
+        """See :class:`InFlight`."""
+        self._works[-1].expect(end)
+
+
 def current_stream(device: torch.device, device_module: Any = torch.cuda) -> Any:
     """The calling stream of ``device``, which has an index."""
     if device_module is not torch.cuda:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from etp.formats import Float8Block, Float8PerTensor, WeightFormat
+from etp.formats import MXFP8, NVFP4, ApartFormat, Float8Block, Float8PerTensor, WeightFormat
 
 _NAME = "transformer_engine"
 
@@ -26,8 +26,8 @@ _SQUARE = 2
 _UNSUPPORTED = {
     "DelayedScaling": "its scales come from a history that each rank would keep of its own",
     "Float8BlockScaling": "blocks of 1 x 128 of a weight cannot be transposed",
-    "MXFP8BlockScaling": "gathers in MXFP8 are not implemented",
-    "NVFP4BlockScaling": "gathers in NVFP4 are not implemented",
+    "MXFP8BlockScaling": "enable_2d_quantization is not implemented",
+    "NVFP4BlockScaling": "nvfp4_4over6 of weights is not implemented",
     "CustomRecipe": "its quantizers are unknown",
 }
 """Why the recipes of Transformer Engine are refused that sharded weights do not support."""
@@ -152,11 +152,33 @@ def active_format(name: str) -> WeightFormat | None:
         return Float8Block(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
     if recipe.float8_current_scaling():
         return Float8PerTensor(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
+    if recipe.mxfp8() and not recipe.enable_2d_quantization:
+        return _on_this_gpu(MXFP8(), name, kind)
+    if recipe.nvfp4() and recipe.nvfp4_4over6 in ("none", "activations"):
+        return _on_this_gpu(NVFP4(recipe.fp4_quant_fwd_weight.fp4_2d_quantization), name, kind)
     why = _UNSUPPORTED.get(kind, "sharded weights do not know it")
     raise ValueError(
-        f"{name} is used with a {kind} recipe: {why}. Use Float8BlockScaling with w_block_scaling_dim=2, or "
-        "Float8CurrentScaling, or keep the module whole with replicated_modules of etp.shard_module"
+        f"{name} is used with a {kind} recipe: {why}. Use Float8BlockScaling with w_block_scaling_dim=2, "
+        "Float8CurrentScaling, MXFP8BlockScaling() or NVFP4BlockScaling(), or keep the module whole with "
+        "replicated_modules of etp.shard_module"
     )
+
+
+def too_old_for(format_: type[ApartFormat]) -> str:
+    """Why this process's GPU cannot multiply in the format; empty if it can, or if there is none.
+
+    Transformer Engine's own quantization does not always tell: of MXFP8 it writes nothing, of NVFP4 it is a CUDA error.
+    """
+    if not torch.cuda.is_available() or (found := torch.cuda.get_device_capability()) >= format_.capability:
+        return ""
+    needed, there = (".".join(map(str, version)) for version in (format_.capability, found))
+    return f"{format_.name} needs GPUs of compute capability {needed} (Blackwell), and this one has {there}"
+
+
+def _on_this_gpu(format_: ApartFormat, name: str, kind: str) -> ApartFormat:
+    if why := too_old_for(type(format_)):
+        raise ValueError(f"{name} is used with a {kind} recipe: {why}. Use Float8BlockScaling or Float8CurrentScaling")
+    return format_
 
 
 def refuse_hidden_gradients(path: str, module: nn.Module) -> None:

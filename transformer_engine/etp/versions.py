@@ -150,9 +150,12 @@ class WeightVersions:
             def quantize() -> None:
                 for quantization in quantizations:
                     # See [Note: phases] in etp/formats/base.py.
-                    quantization.cast(route.transport.exchange(quantization.measure(), f"scales of the {label}"))
+                    numbers = quantization.measure()
+                    if len(numbers):
+                        numbers = route.transport.exchange(numbers, f"scales of the {label}")
+                    quantization.cast(numbers)
 
-            route.transport.publish([member.sources() for member in members], quantize)
+            route.transport.publish([part for member in members for part in member.published()], quantize)
 
         if route.transport.publishes:
             route.order_publication()
@@ -174,8 +177,9 @@ class WeightVersions:
                     f"began: there were {count} groups of them, now there are {len(every)}, or a shard is in other "
                     "memory. Run every layer under its recipe before the capture"
                 )
-            memory = route.transport.published_memory(sum(len(stack) * stack.numel for stack in shards))
-            quantization = format_.quantization(shards, [group.layout for group in every], memory)
+            layouts = [group.layout for group in every]
+            numel = sum(len(stack) * format_.copied(layout) for stack, layout in zip(shards, layouts, strict=True))
+            quantization = format_.quantization(shards, layouts, route.transport.published_memory(numel))
             quantized = self._quantizations[key] = _Quantized(every, shards, quantization)
         for index, group in enumerate(quantized.groups):
             if group.format == format_:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from etp.stack import Stack
-from etp.streams import InFlight, Lane
+from etp.streams import InFlight, Lane, Together
 
 
 class Transport(ABC):
@@ -30,6 +30,10 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """Gather each of a group's weights: ``outputs[i]`` (padded shape) from every rank's ``shards[i]``."""
+
+    def all_gather_parts(self, parts: Sequence[tuple[Stack, Stack]], label: str) -> InFlight:
+        """Gather weights that consist of several parts, each an ``outputs`` and a ``shards`` of :meth:`all_gather`."""
+        return Together([self.all_gather(outputs, shards, label) for outputs, shards in parts])
 
     @abstractmethod
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:

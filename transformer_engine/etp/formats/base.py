@@ -7,10 +7,15 @@ stay the truth: optimizers, checkpoints and gradients know nothing of formats.
 [Note: phases] Ranks must agree on a few numbers, such as scales. So a version is quantized in phases: every rank
 *measures* its shards of all weights, one collective exchanges the numbers of all weights, and every rank *casts* with
 what all ranks now know. A gather then moves bytes alone.
+
+[Note: apart] A GEMM reads a weight by rows in the forward pass and by columns in the backward pass. In most formats,
+columns are made of gathered rows. Where a block that shares a scale is a piece of a row, or of a column, the two are
+quantized *apart*: both are published, and a gather moves the one that its visit reads.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -31,7 +36,9 @@ class WeightFormat(ABC):
     row_alignment: ClassVar[int]
     """The rows of a shard are a multiple of this, so that the shard of the quantized weight is the quantized shard."""
     dtype: ClassVar[torch.dtype] = torch.uint8
-    """Type of the elements that gathers move, one for each element of the weight."""
+    """Type of the elements that gathers move."""
+    apart: ClassVar[bool] = False
+    """Whether rows and columns are gathered apart; see [Note: apart]."""
 
     @abstractmethod
     def quantization(
@@ -42,9 +49,17 @@ class WeightFormat(ABC):
         Args:
             shards: this rank's shards of each weight group, all on one device.
             layouts: how the weights of each group are cut.
-            memory: where the copies lie, of one dimension and as many elements of :attr:`dtype` as the shards; None
-                allocates it.
+            memory: where the copies lie, of one dimension and as many elements of :attr:`dtype` as :meth:`copied` says
+                for all shards together; None allocates it.
         """
+
+    def gathered_shape(self, layout: ShardLayout) -> tuple[int, ...]:
+        """Shape of the buffer of :attr:`dtype` that a gather of one weight fills."""
+        return layout.padded_shape
+
+    def copied(self, layout: ShardLayout) -> int:
+        """Elements of :attr:`dtype` that the quantized copy of one shard takes."""
+        return math.prod(layout.shard_shape)
 
     def obstacle(self, layout: ShardLayout) -> str:
         """Why weights that are cut like this cannot be gathered in the format; empty if they can."""
@@ -63,14 +78,33 @@ class Quantization(ABC):
     """Quantized copies of one rank's shards of some weight groups, all of one process group.
 
     Attributes:
-        copies: for each group, the quantized shards, whose addresses never change; :meth:`cast` completes them.
+        copies: for each group, the quantized shards, whose addresses never change; :meth:`cast` completes them. If rows
+            and columns are apart, the data of the rows.
     """
 
     copies: Sequence[Stack]
 
+    def published(self, index: int) -> Sequence[Stack]:
+        """All that ranks publish of group ``index``."""
+        return (self.copies[index],)
+
+    def moved(self, index: int, gathered: Stack, *, columns: bool) -> Sequence[tuple[Stack, Stack]]:
+        """What a gather of group ``index`` moves: for each part, where it lands, and this rank's copies.
+
+        Args:
+            index: the group's place among those of the quantization.
+            gathered: the buffers of the gather.
+            columns: whether columns are gathered rather than rows; only where they are apart.
+        """
+        del columns
+        return ((gathered, self.copies[index]),)
+
     @abstractmethod
     def measure(self) -> torch.Tensor:
-        """Read the shards; returns the numbers that this rank contributes, ``[n]`` in fp32, its own memory."""
+        """Read the shards; returns the numbers that this rank contributes, ``[n]`` in fp32, its own memory.
+
+        If ranks need to agree on nothing, there are none, and no collective.
+        """
 
     @abstractmethod
     def cast(self, everyone: torch.Tensor) -> None:
@@ -84,9 +118,9 @@ class Quantization(ABC):
 
         Args:
             index: the group's place among those of the quantization.
-            gathered: the bytes of each weight, of the padded shape.
+            gathered: the bytes of each weight, of :meth:`WeightFormat.gathered_shape`.
             dtype: the type as which the weights present themselves.
             trained: ``requires_grad`` of each weight.
-            transposed: for the GEMM that gives the gradient of the input, which reads columns. They are new memory;
-                rows are ``gathered`` itself.
+            transposed: for the GEMM that gives the gradient of the input, which reads columns. If they are not apart,
+                they are new memory; rows are ``gathered`` itself.
         """

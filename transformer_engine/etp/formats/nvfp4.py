@@ -1,0 +1,192 @@
+"""FP4 with a scale in E4M3 for each 16 elements and one in fp32 for each weight: Transformer Engine's NVFP4.
+
+A block is 16 elements of a row or of a column, or 16 x 16 elements for both, which is what ``NVFP4BlockScaling`` does
+with weights by default. None straddles two shards. Ranks agree on the largest magnitude of each weight, of which each
+has seen a shard. Weights are neither rotated (random Hadamard transforms) nor rounded at random, which Transformer
+Engine does to activations and gradients alone. The GEMMs need a GPU of compute capability 10.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from etp.formats.apart import ApartFormat, ApartQuantization, Matrix
+from etp.formats.base import Quantization
+from etp.formats.fp8 import LARGEST_E4M3
+from etp.layout import ShardLayout
+from etp.stack import Stack
+
+BLOCK = 16
+
+LARGEST_E2M1 = 6.0
+"""The largest number of FP4."""
+
+_LARGEST = torch.finfo(torch.float32).max
+_SIGN = 8
+_AMAX_ROW = 4
+
+
+@dataclass(frozen=True)
+class NVFP4(ApartFormat):
+    """See the module's docstring.
+
+    Attributes:
+        square: whether blocks are 16 x 16 elements.
+    """
+
+    name: ClassVar[str] = "NVFP4"
+    row_alignment: ClassVar[int] = BLOCK
+    block: ClassVar[int] = BLOCK
+    per_byte: ClassVar[int] = 2
+    # Rows of FP4 must be multiples of 16 bytes, those of columns as well.
+    multiple: ClassVar[int] = 32
+
+    square: bool = True
+
+    def quantization(
+        self, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None = None
+    ) -> Quantization:
+        """See :class:`etp.formats.base.WeightFormat`."""
+        return _NVFP4Quantization(self, shards, layouts, memory)
+
+
+def quantize_nvfp4(
+    weight: torch.Tensor, amax: torch.Tensor, *, square: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize a matrix, or a shard of one, to NVFP4, by rows and by columns, on any device.
+
+    Args:
+        weight: ``[rows, columns]`` of any floating-point type, multiples of 16.
+        amax: largest magnitude of the whole weight, fp32, of one element.
+        square: whether blocks are 16 x 16 elements.
+
+    Returns:
+        the rows' numbers ``[rows, columns / 2]`` and scales ``[rows, columns / 16]``, the columns' numbers
+        ``[rows / 2, columns]`` and scales ``[rows / 16, columns]``: all uint8. A byte holds two neighbours in a row, or
+        in a column, the first in the lower bits; scales are in E4M3.
+    """
+    values = weight.float()
+    # Not "2688 / amax", which PyTorch computes as 2688 * (1 / amax), rounding twice.
+    scale = torch.div(torch.full_like(amax, LARGEST_E4M3 * LARGEST_E2M1), amax).clamp(max=_LARGEST)
+    scale = torch.where((amax == 0) | (scale == 0), 1.0, scale)
+    row_data, row_scales = _quantize_rows(values, scale, square=square)
+    column_data, column_scales = _quantize_rows(values.t(), scale, square=square)
+    return row_data, row_scales, column_data.t(), column_scales.t()
+
+
+def _quantize_rows(values: torch.Tensor, scale: torch.Tensor, *, square: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = values.unflatten(1, (-1, BLOCK))
+    amax = blocks.abs().amax(2)
+    if square:
+        amax = amax.unflatten(0, (-1, BLOCK)).amax(1).repeat_interleave(BLOCK, 0)
+    inverse = (amax * (scale * (1 / LARGEST_E2M1))).clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn)
+    # Where a block's scale is zero, its numbers are the largest, and mean zero all the same.
+    factor = (inverse.float() * scale.reciprocal()).reciprocal().clamp(max=_LARGEST)
+    numbers = _to_e2m1((blocks * factor[:, :, None]).flatten(1))
+    return numbers[:, ::2] | numbers[:, 1::2] << 4, inverse.view(torch.uint8)
+
+
+def _to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Numbers in FP4, rounded to the nearest, ties to even, and saturated: uint8 of the shape of ``values``."""
+    size = values.abs()
+    above = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5.0]
+    return sum(above, start=values.signbit() * _SIGN).to(torch.uint8)
+
+
+class _NVFP4Quantization(ApartQuantization):
+    """Quantized copies, and the largest magnitude of each whole weight."""
+
+    format: NVFP4
+
+    def __init__(
+        self, format_: NVFP4, shards: Sequence[Stack], layouts: Sequence[ShardLayout], memory: torch.Tensor | None
+    ) -> None:
+        super().__init__(format_, shards, layouts, memory)
+        self._own = torch.zeros(self.firsts[-1], device=self.device)
+        # One in each row: the GEMMs' kernels may read them at multiples of 16 bytes.
+        self._amax = torch.zeros(self.firsts[-1], _AMAX_ROW, device=self.device)
+
+    def measure(self) -> torch.Tensor:
+        """Return the largest magnitude of each shard."""
+        self._own.zero_()
+        if self.device.type == "cuda":
+            from etp.formats import kernels_apart
+
+            for table in self.tables:
+                kernels_apart.largest_magnitudes(table, self._own)
+            return self._own
+        for number, (weight, *_) in enumerate(self.weights()):
+            self._own[number] = weight.abs().amax()
+        return self._own
+
+    def cast(self, everyone: torch.Tensor) -> None:
+        """Quantize the shards, given the largest magnitudes of whole weights."""
+        self._amax[:, 0] = everyone.amax(dim=0)
+        if self.device.type == "cuda":
+            from etp.formats import kernels_apart
+
+            for table in self.tables:
+                kernels_apart.quantize_nvfp4(table, self._amax, square=self.format.square)
+            return
+        for (weight, *copies), amax in zip(self.weights(), self._amax[:, 0], strict=True):
+            for copy, quantized in zip(copies, quantize_nvfp4(weight, amax, square=self.format.square), strict=True):
+                copy.copy_(quantized)
+
+    def finished(
+        self, parts: tuple[Stack, Stack], logical: tuple[Matrix, Matrix], *, columns: bool
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """See :class:`etp.formats.apart.ApartQuantization`. Of FP4, the GEMMs read columns as rows of the transpose."""
+        if columns:
+            transposed = [self._transposed(part, down) for part, (down, _) in zip(parts, logical, strict=True)]
+            parts = (Stack(transposed[0]), Stack(transposed[1]))
+            logical = (logical[0][::-1], logical[1][::-1])
+        return super().finished(parts, logical, columns=False)
+
+    def _transposed(self, part: Stack, rows: int) -> Sequence[torch.Tensor]:
+        if self.device.type == "cuda":
+            from etp.formats import kernels
+
+            return kernels.transpose(part, rows)
+        return [each[:rows].t().contiguous() for each in part]
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool, *, columns: bool) -> torch.Tensor:
+        """See :class:`etp.formats.apart.ApartQuantization`."""
+        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
+
+        # It holds no data yet, but its kind must be known.
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        tensor: torch.Tensor = NVFP4Tensor(
+            shape=shape,
+            dtype=dtype,
+            device=self.device,
+            requires_grad=requires_grad,
+            rowwise_data=None if columns else nothing,
+            rowwise_scale_inv=None if columns else nothing,
+            columnwise_data=nothing if columns else None,
+            columnwise_scale_inv=nothing if columns else None,
+            amax_rowwise=None,
+            amax_columnwise=None,
+            fp4_dtype=self._quantizer.dtype,
+            quantizer=self._quantizer,
+            with_gemm_swizzled_scales=False,
+        )
+        return tensor
+
+    def fill(self, tensor: Any, number: int, data: torch.Tensor, scales: torch.Tensor, *, columns: bool) -> None:
+        """See :class:`etp.formats.apart.ApartQuantization`."""
+        found, none = (data, scales, self._amax[number, :1]), (None, None, None)
+        rows, down = (none, found) if columns else (found, none)
+        tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise = rows
+        tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise = down
+
+    @cached_property
+    def _quantizer(self) -> Any:
+        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+        # What Transformer Engine asks of a weight in the forward pass: rows.
+        return NVFP4Quantizer(rowwise=True, columnwise=False, with_2d_quantization=self.format.square)
