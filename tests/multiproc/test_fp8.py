@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from etp.formats import MXFP8, NVFP4, ApartFormat
 from tests.multiproc import bodies_fp8 as bodies
+from tests.multiproc.bodies_readings import rows_and_columns
 from tests.support.launch import run_distributed
 from tests.support.te_site import MARKS, SHARED, on_path
 
@@ -66,3 +68,10 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
 
 def test_nvfp4_equals_the_reference() -> None:
     assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]
+
+
+@pytest.mark.parametrize("format_", [MXFP8(), NVFP4(), NVFP4(square=False)], ids=str)
+def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
+    answers = run_distributed(rows_and_columns, 3, args=(str(SHARED), format_, "c10d"), fresh=True)
+    # Of three experts and of two other layers.
+    assert answers == [2 * 3 * (2 * 3 + 6)] * 3
