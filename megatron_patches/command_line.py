@@ -104,7 +104,7 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
             config = arguments.config_from_args(args)
         except arguments.UnsupportedConfigurationError as error:
             exit_with(str(error), args.rank)
-        with _accepting_fp4(args):
+        with _accepting_gathers(args):
             validated = validate_args(args, *rest, **kwargs)
         try:
             arguments.check_graphs(args)
@@ -119,16 +119,24 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
 
 
 @contextmanager
-def _accepting_fp4(args: argparse.Namespace) -> Iterator[None]:
-    """Let Megatron accept FP4 without ``--fp4-param-gather``, which its own sharded weights need and these do not."""
-    if not (arguments.is_active(args) and getattr(args, "fp4", None)):
-        yield
-        return
-    args.fp4_param_gather = True
+def _accepting_gathers(args: argparse.Namespace) -> Iterator[None]:
+    """Let Megatron accept MXFP8 and FP4 without ``--fp8-param-gather`` and ``--fp4-param-gather``.
+
+    Its own sharded weights need these, because they do not quantize what they gather.
+    """
+    active = arguments.is_active(args)
+    hidden: dict[str, object] = {}
+    if active and getattr(args, "fp8_recipe", None) == "mxfp8":
+        # Any recipe that has scales of blocks: Megatron checks nothing else about them.
+        hidden["fp8_recipe"] = "blockwise"
+    if active and getattr(args, "fp4", None):
+        hidden["fp4_param_gather"] = True
+    given = {name: getattr(args, name) for name in hidden}
+    vars(args).update(hidden)
     try:
         yield
     finally:
-        args.fp4_param_gather = False
+        vars(args).update(given)
 
 
 def records(api: Configurable) -> tuple[PatchRecord, ...]:

@@ -292,6 +292,11 @@ REFUSALS = (
         "use --fp8-recipe blockwise: below compute capability 10.0, Transformer Engine's quantization writes nothing",
     ),
     Refusal(
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        _is_set("reuse_grad_buf_for_mxfp8_param_ag"),
+        "drop it: parameters stay in bf16, and are gathered in MXFP8 without it",
+    ),
+    Refusal(
         "--fp8-output-proj",
         _is_set("fp8_output_proj"),
         "drop it: the output layer gathers its weight in bf16",

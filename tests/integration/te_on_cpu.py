@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from tests.integration.megatron_run import Trajectory
+from tests.support import te_apart
 from tests.support.te_site import add_fp8_kernels, put_on_path
 
 _NORMS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
@@ -47,6 +48,7 @@ def prepare(shim: str) -> None:
     import te_cpu_shim  # type: ignore[import-not-found]
 
     add_fp8_kernels()
+    te_apart.add_kernels(te_cpu_shim)
     for name, function in cuda.items():
         setattr(torch.cuda, name, function)
     _let_layers_believe_in_a_gpu(te_cpu_shim)

@@ -340,3 +340,33 @@ def refused(rank: int, world_size: int, shim: str) -> dict[str, str]:
     note("one-dimensional", partial(forward, module, recipes.Float8BlockScaling(w_block_scaling_dim=1)))
     note("good", partial(forward, module, recipes.Float8BlockScaling()))
     return answers
+
+
+def refused_on_blackwell(rank: int, world_size: int, shim: str) -> dict[str, str]:
+    """What is refused of recipes with rows and columns apart, by case, with its message; CPUs only."""
+    del world_size
+    prepare(shim, "MXFP8BlockScaling")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    answers: dict[str, str] = {}
+    cases = {
+        "square": recipes.MXFP8BlockScaling(enable_2d_quantization=True),
+        "dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
+        "dequantized in FP4": recipes.NVFP4BlockScaling(backward_override="dequantized"),
+        "4 over 6": recipes.NVFP4BlockScaling(nvfp4_4over6="weights", disable_rht=True),
+        "alignment": recipes.MXFP8BlockScaling(),
+        "good": recipes.NVFP4BlockScaling(),
+        "too old": recipes.MXFP8BlockScaling(),
+    }
+    module = _build("Linear")
+    etp.shard_module(module, dist.group.WORLD, config=etp.EtpConfig(pad_for_alignment=16))
+    for case, recipe in cases.items():
+        if case == "too old":
+            torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+        try:
+            with te.autocast(recipe=recipe):
+                module(_inputs(0, rank))
+        except ValueError as error:
+            answers[case] = str(error)
+    return answers

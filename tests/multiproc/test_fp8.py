@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from etp.formats import MXFP8, NVFP4, ApartFormat
 from tests.multiproc import bodies_fp8 as bodies
+from tests.multiproc.bodies_readings import rows_and_columns
 from tests.support.launch import run_distributed
 from tests.support.te_site import MARKS, SHARED, on_path
 
@@ -66,3 +68,24 @@ def test_modules_with_rows_and_columns_apart_equal_whole_ones(
 
 def test_nvfp4_equals_the_reference() -> None:
     assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]
+
+
+@pytest.mark.parametrize("format_", [MXFP8(), NVFP4(), NVFP4(square=False)], ids=str)
+def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
+    answers = run_distributed(rows_and_columns, 3, args=(str(SHARED), format_, "c10d"), fresh=True)
+    # Of three experts and of two other layers.
+    assert answers == [2 * 3 * (2 * 3 + 6)] * 3
+
+
+def test_what_is_refused_of_formats_with_rows_and_columns_apart() -> None:
+    for answers in run_distributed(bodies.refused_on_blackwell, 5, args=(str(SHARED),), fresh=True):
+        assert set(answers) == {"square", "dequantized", "dequantized in FP4", "4 over 6", "alignment", "too old"}
+        assert "enable_2d_quantization and backward_override are not implemented" in answers["square"]
+        assert "enable_2d_quantization and backward_override are not implemented" in answers["dequantized"]
+        assert "nvfp4_4over6 of weights and backward_override are not" in answers["dequantized in FP4"]
+        assert "nvfp4_4over6 of weights and backward_override are not" in answers["4 over 6"]
+        assert "shards of 80 rows, which are not multiples of 32: pass pad_for_alignment=32" in answers["alignment"]
+        assert answers["too old"] == (
+            "weight is used with a MXFP8BlockScaling recipe: MXFP8 needs GPUs of compute capability 10.0 (Blackwell), "
+            "and this one has 9.0. Use Float8BlockScaling or Float8CurrentScaling"
+        )

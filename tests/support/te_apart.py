@@ -100,14 +100,15 @@ def read(tensor: Any, *, rows: bool) -> torch.Tensor:
     """The numbers in fp64, ``[rows, columns]``, that a GEMM takes from an ``MXFP8Tensor`` or an ``NVFP4Tensor``."""
     data = tensor._rowwise_data if rows else tensor._columnwise_data
     scales = tensor._rowwise_scale_inv if rows else tensor._columnwise_scale_inv
-    matrix = data.reshape(-1, data.shape[-1])
+    fp4 = hasattr(tensor, "_amax_rowwise")
+    # Columns of FP4 are those of the transposed matrix.
+    matrix = data.reshape(len(data), -1) if fp4 and not rows else data.reshape(-1, data.shape[-1])
     down, across = matrix.shape
     assert matrix.is_contiguous()
     assert scales.is_contiguous()
     assert scales.dtype is torch.uint8
     assert not tensor._with_gemm_swizzled_scales
-    if hasattr(tensor, "_amax_rowwise"):
-        # Columns are of the transposed matrix.
+    if fp4:
         blocks = down, 2 * across // _FP4_BLOCK
         assert scales.shape == _padded(blocks, rows=True)
         amax = tensor._amax_rowwise if rows else tensor._amax_columnwise
@@ -146,7 +147,7 @@ def add_kernels(shim: Any) -> None:
     from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
     shim._c.get_device_capability = lambda *_: _BLACKWELL
-    quantization._MXFP8_SUPPORT = True, ""
+    quantization._MXFP8_SUPPORT = quantization._NVFP4_SUPPORT = True, ""
     nvfp4_tensor.get_rht_matrix = lambda *_: torch.eye(_FP4_BLOCK, dtype=torch.bfloat16)
     nvfp4_tensor.get_random_sign_mask_for_rht = lambda *_: 0
     others, multiply = tex.quantize, shim._mm

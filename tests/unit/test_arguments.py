@@ -254,6 +254,10 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"fp8": "e4m3", "fp8_recipe": "custom"}, "--fp8-recipe other than blockwise, tensorwise and mxfp8"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}, "--fp8-output-proj"),
         (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
+            "--reuse-grad-buf-for-mxfp8-param-ag",
+        ),
+        (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "etp_pad_for_alignment": 0},
             "--fp8-recipe mxfp8 and --etp-pad-for-alignment 0",
         ),
@@ -492,6 +496,7 @@ def test_the_refused_flags_are_megatrons() -> None:
         "fp4_recipe",
         "fp4_param_gather",
         "fp8_output_proj",
+        "reuse_grad_buf_for_mxfp8_param_ag",
         "cuda_graph_impl",
         "cuda_graph_modules",
         "spec",

@@ -26,8 +26,8 @@ _SQUARE = 2
 _UNSUPPORTED = {
     "DelayedScaling": "its scales come from a history that each rank would keep of its own",
     "Float8BlockScaling": "blocks of 1 x 128 of a weight cannot be transposed",
-    "MXFP8BlockScaling": "enable_2d_quantization is not implemented",
-    "NVFP4BlockScaling": "nvfp4_4over6 of weights is not implemented",
+    "MXFP8BlockScaling": "enable_2d_quantization and backward_override are not implemented",
+    "NVFP4BlockScaling": "nvfp4_4over6 of weights and backward_override are not implemented",
     "CustomRecipe": "its quantizers are unknown",
 }
 """Why the recipes of Transformer Engine are refused that sharded weights do not support."""
@@ -152,9 +152,10 @@ def active_format(name: str) -> WeightFormat | None:
         return Float8Block(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
     if recipe.float8_current_scaling():
         return Float8PerTensor(recipe.fp8_quant_fwd_weight.power_2_scale, recipe.fp8_quant_fwd_weight.amax_epsilon)
-    if recipe.mxfp8() and not recipe.enable_2d_quantization:
+    # Under backward_override="dequantized", the backward pass reads what the forward pass has: rows.
+    if recipe.mxfp8() and not recipe.enable_2d_quantization and recipe.backward_override is None:
         return _on_this_gpu(MXFP8(), name, kind)
-    if recipe.nvfp4() and recipe.nvfp4_4over6 in ("none", "activations"):
+    if recipe.nvfp4() and recipe.nvfp4_4over6 in ("none", "activations") and recipe.backward_override is None:
         return _on_this_gpu(NVFP4(recipe.fp4_quant_fwd_weight.fp4_2d_quantization), name, kind)
     why = _UNSUPPORTED.get(kind, "sharded weights do not know it")
     raise ValueError(
