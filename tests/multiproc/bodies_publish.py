@@ -210,6 +210,7 @@ def published(
     model = build(sharding, world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     served, were, told = [], [], []
+    handles, reports = [], []
     with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
         if engine is not None:
             publisher.attach(engine)
@@ -220,9 +221,12 @@ def published(
             train(model, optimizer, 100 + version)  # the weights may change at once
             report = handle.result(30.0)
             assert (handle.version, handle.done()) == (version, True)
+            handles.append(handle)
+            reports.append(report)
             told.append((report.engines["engine"].fate, report.engines["engine"].nbytes))
             served.append(engine.run("content") if engine is not None else (version, {}))
             gathered(None)
+        assert [handle.result(0.0) for handle in handles] == reports  # later versions change nothing
     return served, were, told
 
 
@@ -267,6 +271,22 @@ def refused(rank: int, world_size: int, folder: str, known: str, dtype: str) -> 
         content = good.run("content") if good is not None else None
         other = bad.run("content") if bad is not None else None
     return said, (content, (version, digests(model))), other
+
+
+def undescribed(rank: int, world_size: int, folder: str) -> list[str]:
+    """The last rank has no memory for a weight. Why publishing fails, with and without an engine."""
+    model, said = Model(), []
+    if rank == world_size - 1:
+        model.layers[1].up.to("meta")
+    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+        for _ in range(2):
+            try:
+                publisher.publish(1)
+            except RefitError as error:
+                said.append(str(error))
+            if engine is not None and len(said) == 1:
+                publisher.attach(engine)
+    return said
 
 
 def come_and_gone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, Fate]], Any, list[str]]:

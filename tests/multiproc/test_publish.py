@@ -94,6 +94,19 @@ def test_an_engine_of_another_model_is_refused_in_one_line(known: str, dtype: st
 
 
 @SLOW
+def test_a_rank_that_cannot_describe_its_weights_fails_on_all_ranks_in_one_line(tmp_path: Path) -> None:
+    one, other = run_distributed(bodies.undescribed, 2, "gloo", args=(str(tmp_path),))
+    assert one == other
+    assert one[0] == (
+        "cannot start the refit: trainer rank 1: layers.1.up.weight is on the meta device, so there is no memory to "
+        "publish"
+    )
+    assert one[1].startswith("cannot start the refit: ")
+    assert "layers.1.up.weight is on the meta device" in one[1]
+    assert "\n" not in one[1]
+
+
+@SLOW
 def test_engines_come_and_go(tmp_path: Path) -> None:
     of_ranks = run_distributed(bodies.come_and_gone, 2, "gloo", args=(str(tmp_path),))
     for rank, (fates, (served, states), said) in enumerate(of_ranks):
