@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import etp
@@ -20,7 +20,7 @@ from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPu
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.messages import Standing
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.source.modules import ModuleSource
+from megatron_patches.refit.source.modules import ModuleSource, describe_tensor
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine
 
@@ -170,6 +170,22 @@ def described(rank: int, world_size: int, sharding: Sharding) -> tuple[dict[str,
         assert torch.equal(placement.view.tensor(flat.view(part.dtype)), part), str(box)
         found.setdefault(box.tensor, []).append(str(box).removeprefix(box.tensor))
     return found, list(held.shapes)
+
+
+def blocks_of_a_grid(rank: int, world_size: int) -> list[str]:
+    """The block of a matrix that this rank describes, for each way to spread it over 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    full = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    found = []
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]):
+        spread = distribute_tensor(full, mesh, placements)
+        block = describe_tensor("w", spread)
+        box = block.placement.box
+        part = full[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]
+        assert torch.equal(spread.to_local(), part)
+        assert (block.shape, block.held_shape) == ((5, 7), tuple(part.shape))
+        found.append(str(box))
+    return found
 
 
 @contextlib.contextmanager

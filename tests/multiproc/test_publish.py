@@ -41,6 +41,15 @@ def test_each_rank_describes_its_parts_of_the_whole_state(sharding: Sharding, ra
         assert expected is None or [part[0] if part else "" for part in parts] == expected
 
 
+def test_meshes_of_two_dimensions_cut_blocks() -> None:
+    assert run_distributed(bodies.blocks_of_a_grid, 4, "gloo") == [
+        ["w[0:3, 0:4]", "w[0:3, 0:4]", "w[0:5, 0:4]", "w[0:5, 0:7]"],
+        ["w[0:3, 4:7]", "w[3:5, 0:4]", "w[0:5, 0:4]", "w[0:5, 0:7]"],
+        ["w[3:5, 0:4]", "w[0:3, 4:7]", "w[0:5, 4:7]", "w[0:5, 0:7]"],
+        ["w[3:5, 4:7]", "w[3:5, 4:7]", "w[0:5, 4:7]", "w[0:5, 0:7]"],
+    ]
+
+
 ROWS = {
     ("shards", 4): {"layers.0.up.weight": ["[0:8, 0:11]", "[8:16, 0:11]", "[16:23, 0:11]", ""]},
     ("fsdp", 4): {
