@@ -29,10 +29,11 @@ __all__ = [
     "WeightPublisher",
 ]
 
+if not TYPE_CHECKING:  # a type checker takes the names from above, and knows that there are no others
 
-def __getattr__(name: str) -> Any:
-    """Imports what is exported when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "publisher" if name in {"PublishHandle", "WeightPublisher"} else "push_options"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    def __getattr__(name: str) -> Any:
+        """Imports what is exported when it is first used."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = "publisher" if name in {"PublishHandle", "WeightPublisher"} else "push_options"
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)

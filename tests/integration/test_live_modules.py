@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,3 +108,36 @@ def test_a_server_holds_and_answers_what_an_engine_of_the_saved_model_does(
     assert served[0].parameters != served[1].parameters
     assert served[0] == fresh(paths[0], tmp_path / "first")
     assert served[1] == fresh(paths[1], tmp_path / "second")
+
+
+def test_examples_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
+    """But for the address of the server, which has any free port here."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    root = Path(__file__).resolve().parents[2]
+    examples = re.findall(
+        r"^```python\n(.*?)^```", (root / "docs" / "publish.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    settings = {key: value for key, value in QWEN3.items() if key not in {"model_type", "architectures"}}
+    model = Qwen3ForCausalLM(Qwen3Config(**settings)).bfloat16()
+    model.save_pretrained(tmp_path / "MODEL")
+    (folder := tmp_path / "server").mkdir()
+    nbytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    with vllm_server(QWEN3, folder) as server:
+        for number, example in enumerate(examples):
+            assert example.count("http://127.0.0.1:8000") == 1
+            (tmp_path / "train.py").write_text(example.replace("http://127.0.0.1:8000", server.url))
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+            done = subprocess.run(
+                [sys.executable, *launcher],
+                check=False,
+                cwd=tmp_path,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stderr
+            sent = nbytes * (1 + number)  # the second example's weights are in float32
+            assert done.stdout.count(f"serves: {sent} bytes, {{'sending': ") == 2, done.stdout
+    assert len(examples) == 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import etp
@@ -20,7 +20,7 @@ from megatron_patches.refit import Fate, OnEngineFailure, RefitOptions, WeightPu
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.messages import Standing
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.source.modules import ModuleSource
+from megatron_patches.refit.source.modules import ModuleSource, describe_tensor
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine
 
@@ -172,6 +172,22 @@ def described(rank: int, world_size: int, sharding: Sharding) -> tuple[dict[str,
     return found, list(held.shapes)
 
 
+def blocks_of_a_grid(rank: int, world_size: int) -> list[str]:
+    """The block of a matrix that this rank describes, for each way to spread it over 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    full = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    found = []
+    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]):
+        spread = distribute_tensor(full, mesh, placements)
+        block = describe_tensor("w", spread)
+        box = block.placement.box
+        part = full[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]
+        assert torch.equal(spread.to_local(), part)
+        assert (block.shape, block.held_shape) == ((5, 7), tuple(part.shape))
+        found.append(str(box))
+    return found
+
+
 @contextlib.contextmanager
 def engine_of(rank: int, folder: str) -> Iterator[PlainEngine | None]:
     """An engine process, on the first rank."""
@@ -210,6 +226,7 @@ def published(
     model = build(sharding, world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     served, were, told = [], [], []
+    handles, reports = [], []
     with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
         if engine is not None:
             publisher.attach(engine)
@@ -220,9 +237,12 @@ def published(
             train(model, optimizer, 100 + version)  # the weights may change at once
             report = handle.result(30.0)
             assert (handle.version, handle.done()) == (version, True)
+            handles.append(handle)
+            reports.append(report)
             told.append((report.engines["engine"].fate, report.engines["engine"].nbytes))
             served.append(engine.run("content") if engine is not None else (version, {}))
             gathered(None)
+        assert [handle.result(0.0) for handle in handles] == reports  # later versions change nothing
     return served, were, told
 
 
@@ -267,6 +287,22 @@ def refused(rank: int, world_size: int, folder: str, known: str, dtype: str) -> 
         content = good.run("content") if good is not None else None
         other = bad.run("content") if bad is not None else None
     return said, (content, (version, digests(model))), other
+
+
+def undescribed(rank: int, world_size: int, folder: str) -> list[str]:
+    """The last rank has no memory for a weight. Why publishing fails, with and without an engine."""
+    model, said = Model(), []
+    if rank == world_size - 1:
+        model.layers[1].up.to("meta")
+    with engine_of(rank, folder) as engine, WeightPublisher(model, config=CONFIG, options=OPTIONS) as publisher:
+        for _ in range(2):
+            try:
+                publisher.publish(1)
+            except RefitError as error:
+                said.append(str(error))
+            if engine is not None and len(said) == 1:
+                publisher.attach(engine)
+    return said
 
 
 def come_and_gone(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, Fate]], Any, list[str]]:

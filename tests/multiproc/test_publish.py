@@ -41,6 +41,15 @@ def test_each_rank_describes_its_parts_of_the_whole_state(sharding: Sharding, ra
         assert expected is None or [part[0] if part else "" for part in parts] == expected
 
 
+def test_meshes_of_two_dimensions_cut_blocks() -> None:
+    assert run_distributed(bodies.blocks_of_a_grid, 4, "gloo") == [
+        ["w[0:3, 0:4]", "w[0:3, 0:4]", "w[0:5, 0:4]", "w[0:5, 0:7]"],
+        ["w[0:3, 4:7]", "w[3:5, 0:4]", "w[0:5, 0:4]", "w[0:5, 0:7]"],
+        ["w[3:5, 0:4]", "w[0:3, 4:7]", "w[0:5, 4:7]", "w[0:5, 0:7]"],
+        ["w[3:5, 4:7]", "w[3:5, 4:7]", "w[0:5, 4:7]", "w[0:5, 0:7]"],
+    ]
+
+
 ROWS = {
     ("shards", 4): {"layers.0.up.weight": ["[0:8, 0:11]", "[8:16, 0:11]", "[16:23, 0:11]", ""]},
     ("fsdp", 4): {
@@ -91,6 +100,19 @@ def test_an_engine_of_another_model_is_refused_in_one_line(known: str, dtype: st
         if refused is not None:
             assert serves[0] == serves[1]
             assert refused == (-1, {})  # what it served before
+
+
+@SLOW
+def test_a_rank_that_cannot_describe_its_weights_fails_on_all_ranks_in_one_line(tmp_path: Path) -> None:
+    one, other = run_distributed(bodies.undescribed, 2, "gloo", args=(str(tmp_path),))
+    assert one == other
+    assert one[0] == (
+        "cannot start the refit: trainer rank 1: layers.1.up.weight is on the meta device, so there is no memory to "
+        "publish"
+    )
+    assert one[1].startswith("cannot start the refit: ")
+    assert "layers.1.up.weight is on the meta device" in one[1]
+    assert "\n" not in one[1]
 
 
 @SLOW

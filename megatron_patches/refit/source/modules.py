@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_patches.refit.boxes import Box, View, row_major_strides
 from megatron_patches.refit.dtypes import ITEMSIZE
@@ -19,7 +20,7 @@ from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.source.describe import ShardedParameter, flat_memory
+from megatron_patches.refit.source.describe import ShardedParameter, flat_memory, held_tensors
 from megatron_patches.refit.source.live import memory_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class HeldBlock:
         shape: shape of the whole tensor.
         start: index of the block's first element in the whole tensor.
         extent: shape of the block; a rank may hold nothing.
-        numel: number of elements in memory, padding included.
+        held_shape: shape in memory, padding included.
         dtype: torch's name of the dtype.
     """
 
@@ -47,13 +48,13 @@ class HeldBlock:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     extent: tuple[int, ...]
-    numel: int
+    held_shape: tuple[int, ...]
     dtype: str
 
     @property
     def storage(self) -> Storage:
         """Its memory. Everything after the block is padding."""
-        return Storage(self.name, self.dtype, self.numel, math.prod(self.extent))
+        return Storage(self.name, self.dtype, math.prod(self.held_shape), math.prod(self.extent))
 
     @property
     def placement(self) -> Placement:
@@ -62,6 +63,14 @@ class HeldBlock:
         return Placement(
             Box(self.name, self.start, stop), View(self.name, 0, self.extent, row_major_strides(self.extent))
         )
+
+
+class _Held(NamedTuple):
+    """A described tensor."""
+
+    block: HeldBlock
+    tensor: torch.Tensor
+    dtype: torch.dtype
 
 
 class ModuleSource:
@@ -82,7 +91,8 @@ class ModuleSource:
     def __init__(self, module: torch.nn.Module, config: Mapping[str, Any] | None = None) -> None:
         self._module = _unwrapped(module)
         self._config = _config_of(self._module) if config is None else dict(config)
-        self._described: list[HeldBlock] | None = None
+        self._held: list[_Held] = []
+        self._present: list[torch.Tensor | None] = []
 
     @property
     def device(self) -> torch.device:
@@ -99,8 +109,8 @@ class ModuleSource:
             RefitError: naming a tensor whose memory is not contiguous, or that has none.
         """
         self.settle()
-        blocks = self._blocks()
-        self._described = blocks
+        self._describe()
+        blocks = [one.block for one in self._held]
         held = [block for block in blocks if math.prod(block.extent)]
         manifest = Manifest(
             rank,
@@ -123,20 +133,35 @@ class ModuleSource:
 
     def look_up(self) -> Memory:
         """See :class:`megatron_patches.refit.source.weight_source.WeightSource`."""
-        blocks = self._blocks()
-        if blocks != self._described:
-            raise RefitError(
-                f"the model's tensors are others than when it was described: {_changes(self._described or [], blocks)}"
-            )
-        held = {block.name for block in blocks if math.prod(block.extent)}
+        if not self._same():
+            before = [one.block for one in self._held]
+            self._describe()
+            now = [one.block for one in self._held]
+            if now != before:
+                self._present.clear()  # otherwise the next lookup would accept the changed model
+                raise RefitError(f"the model's tensors are others than when it was described: {_changes(before, now)}")
         return memory_of(
-            (name, name, flat_memory(name, _local(name, tensor)))
-            for name, tensor in named_tensors(self._module)
-            if name in held
+            (block.name, block.name, flat_memory(block.name, _elements(tensor)))
+            for block, tensor, _ in self._held
+            if math.prod(block.extent)
         )
 
-    def _blocks(self) -> list[HeldBlock]:
-        return [describe_tensor(name, tensor) for name, tensor in named_tensors(self._module)]
+    def _describe(self) -> None:
+        self._present = held_tensors(self._module)
+        self._held = [
+            _Held(describe_tensor(name, tensor), tensor, tensor.dtype) for name, tensor in named_tensors(self._module)
+        ]
+
+    def _same(self) -> bool:
+        """Whether the description is still valid, for any memory: describing anew takes longer."""
+        present = held_tensors(self._module)
+        if len(present) != len(self._present) or not all(map(operator.is_, present, self._present)):
+            return False
+        locals_of = ((block, _elements(tensor), dtype) for block, tensor, dtype in self._held)
+        return all(
+            local.shape == block.held_shape and local.dtype is dtype and local.is_contiguous()
+            for block, local, dtype in locals_of
+        )
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,7 +194,7 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> HeldBlock:
         raise UnsupportedModelError(f"{name} has shape {shape}, and so no elements to publish")
     if not local.is_contiguous():
         raise RefitError(f"{name} is not contiguous in memory (strides {local.stride()}); make it so with contiguous()")
-    return HeldBlock(name, shape, start, extent, math.prod(local.shape), dtype)
+    return HeldBlock(name, shape, start, extent, tuple(local.shape), dtype)
 
 
 def _extent_of(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -228,13 +253,18 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, ShardedParameter) and kind not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         raise UnsupportedModelError(f"{name} is of type {kind.__name__}, neither a plain tensor nor a known shard")
-    local = tensor.data
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = _elements(tensor)
     if local.device.type == "meta" or local.layout is not torch.strided:
         what = "on the meta device" if local.device.type == "meta" else f"a tensor of layout {local.layout}"
         raise UnsupportedModelError(f"{name} is {what}, so there is no memory to publish")
     return local
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has this rank's elements of a tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.data
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
