@@ -1,4 +1,4 @@
-"""Boxes in torch tensors: packed, unpacked and digested on their own device.
+"""Boxes in the memory of a GPU: packed, unpacked and digested there, by a Triton kernel.
 
 On CUDA, work is queued on the port's own stream and may still be running when a method returns. A payload on the host
 passes through one buffer on the device, leased from the party's pool, so that it crosses in one piece.
@@ -18,15 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_patches.refit.device_pack import pack_box, unpack_box
 from megatron_patches.refit.device_tables import VALUES, Part, Shape, describe
-from megatron_patches.refit.digest import add_digest
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.ports import Batch, Payload, Pending, Piece, Places, Spot, host_bytes
 from megatron_patches.refit.staging import Lease, StagingPool
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
 _VECTOR_BYTES = 16  # what the kernel reads at a time if everything is aligned to it
 
@@ -60,20 +57,14 @@ class DevicePort:
         memory: the storages by name, flat tensors whose elements are as wide as the manifest says.
         where: owner of the storages, for messages, such as "source rank 3".
         pool: pool of the buffer for payloads on the host; None if there are none.
-        kernels: whether to use the Triton kernel; None to use it where Triton and a GPU are available.
 
     Raises:
-        TransferError: if the storages are on several devices.
+        TransferError: if the storages are on several devices, or Triton is missing.
     """
 
-    def __init__(
-        self,
-        memory: Mapping[str, torch.Tensor],
-        where: str,
-        pool: StagingPool | None = None,
-        *,
-        kernels: bool | None = None,
-    ) -> None:
+    def __init__(self, memory: Mapping[str, torch.Tensor], where: str, pool: StagingPool | None = None) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise TransferError(f"the storages on {where} are packed by a Triton kernel: pip install triton")
         self._where, self._pool = where, pool
         self._memory: Mapping[str, torch.Tensor] = {}
         self._addresses: Mapping[str, int] = {}
@@ -85,9 +76,6 @@ class DevicePort:
         self._compiled: WeakKeyDictionary[Batch, _Compiled] = WeakKeyDictionary()
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-        if kernels is None:
-            kernels = self._stream is not None and importlib.util.find_spec("triton") is not None
-        self._kernels = kernels
         self._origin = torch.empty(_VECTOR_BYTES, dtype=torch.uint8, device=self._device)
         self.renew(memory)
 
@@ -116,12 +104,7 @@ class DevicePort:
         with self._on_stream():
             target, crossing = self._near(payload)
             digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
-            if self._kernels:
-                self._launch("PACK", batch, target, digests)
-            else:
-                for index, piece in enumerate(batch.pieces):
-                    packed = _packed(target, piece)
-                    pack_box(self._elements(piece), packed, piece.box, piece.shape, digests[index])
+            self._launch("PACK", batch, target, digests)
             if crossing:
                 _from_host(payload).copy_(target, non_blocking=True)
             return self._digests(digests)
@@ -132,22 +115,14 @@ class DevicePort:
             source, crossing = self._near(payload)
             if crossing:
                 source.copy_(_from_host(payload), non_blocking=True)
-            if self._kernels:
-                self._launch("UNPACK", batch, source, None)
-            else:
-                for piece in batch.pieces:
-                    unpack_box(_packed(source, piece), self._elements(piece))
+            self._launch("UNPACK", batch, source, None)
             return _Ended(self._record())
 
     def digest(self, batch: Batch) -> Pending[list[int]]:
         """See :class:`megatron_patches.refit.ports.Port`."""
         with self._on_stream():
             digests = torch.zeros(len(batch.pieces), dtype=torch.int64, device=self._device)
-            if self._kernels:
-                self._launch("DIGEST", batch, None, digests)
-            else:
-                for index, piece in enumerate(batch.pieces):
-                    add_digest(self._elements(piece), piece.box, piece.shape, digests[index])
+            self._launch("DIGEST", batch, None, digests)
             return self._digests(digests)
 
     def places(self, batch: Batch) -> Sequence[Spot]:
@@ -157,7 +132,7 @@ class DevicePort:
         if known != form:
             names = tuple({piece.view.storage: None for piece in batch.pieces})
             for piece in batch.pieces:
-                self._elements(piece)  # checks the storages
+                self._check(piece)
             self._checked[batch] = names, tuple(map(self._forms.get, names))
         return Places(self._memory, batch.pieces)
 
@@ -196,7 +171,7 @@ class DevicePort:
         form = (past, *[self._forms.get(name) for name in names])
         if found is None or found.form != form:
             for piece in batch.pieces:
-                self._elements(piece)  # checks the storages
+                self._check(piece)
             parts = describe(batch.pieces, names, [self._forms[name][0] for name in names], past)
             found = _Compiled(names, form, parts, [self._upload(part.tiles) for part in parts])
             self._compiled[batch] = found
@@ -245,7 +220,8 @@ class DevicePort:
             self._bounce = pool.lease(nbytes, lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
         return self._bounce.buffer[:nbytes], True
 
-    def _elements(self, piece: Piece) -> torch.Tensor:
+    def _check(self, piece: Piece) -> None:
+        """Raises TransferError if a storage differs from its description in the manifest."""
         view = piece.view
         storage = self._memory.get(view.storage)
         width = itemsize(piece.dtype)
@@ -257,7 +233,6 @@ class DevicePort:
             raise TransferError(
                 f"{view.storage} on {self._where} has {storage.numel()} elements; the plan uses {low} to {high}"
             )
-        return view.tensor(storage.detach().view(_SIGNED[width]))
 
 
 def _device_of(memory: Mapping[str, torch.Tensor], where: str) -> torch.device:
@@ -300,9 +275,3 @@ def _from_host(payload: Payload) -> torch.Tensor:
         # torch warns about read-only memory, such as a packet of another process; here it is only read.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(host_bytes(payload))
-
-
-def _packed(payload: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece's place in a payload, flat."""
-    width = itemsize(piece.dtype)
-    return payload[piece.offset : piece.offset + piece.box.volume * width].view(_SIGNED[width])

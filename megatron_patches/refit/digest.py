@@ -16,15 +16,11 @@ The digest protects against mistakes, not against an adversary.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_patches.refit.boxes import Box, row_major_strides
-
-if TYPE_CHECKING:
-    import torch
 
 MASK = (1 << 64) - 1
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -66,42 +62,6 @@ def digest_array(values: NDArray[np.generic], box: Box, shape: tuple[int, ...]) 
     return total & MASK
 
 
-def digest_tensor(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """Digest of ``box`` from a torch tensor of the box's shape, computed on its device; see :func:`digest_array`.
-
-    Strided tensors are read in place, chunk by chunk.
-
-    Raises:
-        ValueError: if the tensor's shape differs from the box's.
-    """
-    import torch
-
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    add_digest(values, box, shape, total)
-    return int(total.item()) & MASK
-
-
-def add_digest(values: torch.Tensor, box: Box, shape: tuple[int, ...], total: torch.Tensor) -> None:
-    """Adds the result of :func:`digest_tensor` to ``total``, an int64 scalar on the same device; sums wrap.
-
-    Raises:
-        ValueError: if the tensor's shape differs from the box's.
-    """
-    import torch
-
-    if tuple(values.shape) != box.shape:
-        raise ValueError(f"{box} has shape {box.shape}, not {tuple(values.shape)}")
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    keep = -1 if values.element_size() == 8 else (1 << 8 * values.element_size()) - 1
-    for part in box.chunks(_CHUNK if values.device.type == "cpu" else _CHUNK << 6):
-        rows, low, high = _rows(part, shape)
-        slices = tuple(slice(a - o, b - o) for a, b, o in zip(part.start, part.stop, box.start, strict=True))
-        bits = values[slices].contiguous().reshape(-1, high - low).view(signed).to(torch.int64) & keep
-        columns = torch.arange(low, high, dtype=torch.int64, device=values.device) ^ _signed(COLUMN_SALT)
-        sums = ((bits + 1) * _odd_hash_torch(columns)).sum(dim=1)
-        total += (sums * _odd_hash_torch(torch.from_numpy(rows.view(np.int64)).to(values.device))).sum()
-
-
 def _rows(box: Box, shape: tuple[int, ...]) -> tuple[NDArray[np.uint64], int, int]:
     """For a box: each row's row-major index among all rows of the tensor, and the range of columns."""
     if not shape:
@@ -118,19 +78,3 @@ def _odd_hash(index: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX2)
     return np.asarray((x ^ (x >> np.uint64(31))) | np.uint64(1), dtype=np.uint64)
-
-
-def _odd_hash_torch(index: torch.Tensor) -> torch.Tensor:
-    """The same in int64, whose products wrap identically. Right shifts are masked to make them logical shifts."""
-
-    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = (index + 1) * _signed(GOLDEN)
-    x = (x ^ shifted(x, 30)) * _signed(MIX1)
-    x = (x ^ shifted(x, 27)) * _signed(MIX2)
-    return (x ^ shifted(x, 31)) | 1
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Bits, HostPort, Memory, Port
+from megatron_patches.refit.ports import HostPort, Memory, Port
 from megatron_patches.refit.staging import StagingPool
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def open_port(memory: Memory, where: str, pool: StagingPool | None = None) -> Port:
-    """The port for storages that are all arrays, or all tensors on one device.
+    """The port for storages that are all in host memory, or all on one GPU.
 
     Args:
         memory: the storages, by name.
@@ -25,17 +24,10 @@ def open_port(memory: Memory, where: str, pool: StagingPool | None = None) -> Po
     Raises:
         TransferError: if the storages are of several kinds.
     """
-    arrays: dict[str, Bits] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, storage in memory.items():
-        if isinstance(storage, np.ndarray):
-            arrays[name] = storage
-        else:
-            tensors[name] = storage
-    if not tensors:
-        return HostPort(arrays, where)
-    if arrays:
-        raise TransferError(f"some storages on {where} are arrays and others are tensors; they must be of one kind")
+    if not memory or any(
+        isinstance(storage, np.ndarray) or storage.device.type == "cpu" for storage in memory.values()
+    ):
+        return HostPort(memory, where)  # which names those that are not on the host
     from megatron_patches.refit.device_port import DevicePort
 
-    return DevicePort(tensors, where, pool)
+    return DevicePort(cast("dict[str, torch.Tensor]", memory), where, pool)

@@ -1,8 +1,8 @@
 """How boxes get from a party's memory into packets and back, and how they are digested.
 
-A :class:`Port` handles one kind of memory. Work on a GPU may still be running when a method returns, so results are
-:class:`Pending`; on a CPU they are available at once. :class:`HostPort` is the reference for
-:class:`megatron_patches.refit.device_port.DevicePort`.
+A :class:`Port` handles one kind of memory: :class:`HostPort` that of the host with numpy, and
+:class:`megatron_patches.refit.device_port.DevicePort` that of a GPU. Work on a GPU may still be running when a method
+returns, so results are :class:`Pending`; on a CPU they are available at once.
 
 Memories are flat arrays of unsigned integers as wide as the elements: bits are moved, never values.
 """
@@ -232,16 +232,32 @@ class HostPort:
     Args:
         memory: the storages, by name.
         where: owner of the storages, for messages, such as "source rank 3".
-    """
 
-    def __init__(self, memory: Mapping[str, Bits], where: str) -> None:
-        self._memory, self._where = memory, where
+    Raises:
+        TransferError: if one is on a device.
+    """
 
     asynchronous = False
 
-    def renew(self, memory: Mapping[str, Bits]) -> None:
+    def __init__(self, memory: Memory, where: str) -> None:
+        self._where = where
+        self.renew(memory)
+
+    def renew(self, memory: Memory) -> None:
         """See :class:`Port`."""
-        self._memory = memory
+        self._memory = {name: self._array(name, storage) for name, storage in memory.items()}
+
+    def _array(self, name: str, storage: Bits | torch.Tensor) -> Bits:
+        if isinstance(storage, np.ndarray):
+            return storage
+        if storage.device.type != "cpu":
+            raise TransferError(
+                f"{name} on {self._where} is on {storage.device}; all storages must be on the host, or none"
+            )
+        import torch
+
+        found: Bits = storage.detach().view(getattr(torch, f"uint{8 * storage.element_size()}")).numpy()
+        return found
 
     def pack(self, batch: Batch, payload: Payload) -> Pending[list[int]]:
         """See :class:`Port`."""

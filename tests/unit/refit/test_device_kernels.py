@@ -60,7 +60,7 @@ def compare(rng: np.random.Generator, most: int, device: str) -> None:
             for name, bits in held.items()
         }
         if port is None:
-            port = DevicePort(near, "the device", kernels=True)
+            port = DevicePort(near, "the device")
         else:
             port.renew(near)
         shift = int(rng.integers(0, 3)) * 8  # packets begin at multiples of the widest element

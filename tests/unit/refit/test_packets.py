@@ -13,13 +13,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly, links_of
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet, Sender, Unpacker
 from megatron_patches.refit.plan import Plan, make_plan
-from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.ports import Batch, Bits, Piece
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
 
@@ -234,25 +235,32 @@ def test_a_slot_smaller_than_an_element_is_refused() -> None:
         cut_into_loads(plan.transfers, {(0, 0): Terms(packet_bytes=7)})
 
 
-def test_what_a_device_port_cannot_use_is_named() -> None:
+def test_what_a_port_cannot_use_is_named() -> None:
     spec = TensorSpec("w", (3,), "bfloat16")
     plan = make_plan([spec], [manifest(0, [spec], flip=False)], [manifest(0, [spec], flip=False)])
     short = torch.zeros(2, dtype=torch.bfloat16)
     for memory, message in (
-        ({"v": short}, "w on source rank 0 is missing; a flat tensor of bfloat16 was described"),
-        ({"w": torch.zeros(3)}, "w on source rank 0 is torch.float32 of 1 dimensions"),
+        ({"v": short}, "w on source rank 0 is missing; a flat array of u2 was described"),
+        ({"w": torch.zeros(3)}, "w on source rank 0 is uint32 of 1 dimensions"),
         ({"w": short}, "w on source rank 0 has 2 elements; the plan uses 0 to 3"),
-        ({"w": short, "v": np.zeros(2)}, "some storages on source rank 0 are arrays and others are tensors"),
-        ({"w": short, "v": short.to("meta")}, r"lie on \['cpu', 'meta'\]; one device is needed"),
+        ({"w": short.to("meta"), "v": np.zeros(2)}, "w on source rank 0 is on meta; all storages must be on the host"),
     ):
         with pytest.raises(TransferError, match=message):
             list(Sender(plan, 0, memory).pack(1))  # type: ignore[arg-type]
+    batch = Batch((Piece(View("w", 0, (3,), (1,)), "bfloat16", spec.box, spec.shape),))
+    for tensors, message in (
+        ({"v": short}, "w on a GPU is missing; a flat tensor of bfloat16 was described"),
+        ({"w": torch.zeros(3)}, "w on a GPU is torch.float32 of 1 dimensions"),
+        ({"w": short}, "w on a GPU has 2 elements; the plan uses 0 to 3"),
+        ({"w": short, "v": short.to("meta")}, r"lie on \['cpu', 'meta'\]; one device is needed"),
+    ):
+        with pytest.raises(TransferError, match=message):
+            DevicePort(tensors, "a GPU").places(batch)
 
 
 def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) -> None:
     """It may be as large as all weights; between versions a party has none of it."""
-    taken = torch.zeros(3600, dtype=torch.int16)
-    held = torch.from_numpy(straight.held.view(np.int16).copy())
+    taken, held = np.zeros(3600, dtype=np.uint16), straight.held.copy()
     watched = [weakref.ref(taken), weakref.ref(held)]
     plan, terms = straight.plan, straight.terms
     sender = Sender(plan, 0, {"w": held}, terms)
@@ -261,7 +269,7 @@ def test_nothing_holds_a_versions_memory_once_it_is_there(straight: Straight) ->
     for load in sender.loads[0]:
         packet = sender.digest((load,), 1)[0].result()
         for source, target in zip(sender.places(load), unpacker.places(load), strict=True):
-            target.elements().copy_(source.elements())  # type: ignore[union-attr,arg-type]
+            np.copyto(target.elements(), source.elements())  # type: ignore[arg-type]
         unpacker.accept(packet).result()
     unpacker.verify()
     sender.close()
