@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from etp.errors import EtpStateError
 from etp.functional import full_weight
@@ -43,6 +44,7 @@ class StackedWeights:
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._leave, always_call=True)
 
+    @_disable_dynamo
     def _enter(self, module: nn.Module, args: Any) -> None:
         del args
         if self._replaced:
@@ -57,6 +59,7 @@ class StackedWeights:
             self._saving = torch.autograd.graph.saved_tensors_hooks(_packing(fulls, use), _unpack)
             self._saving.__enter__()
 
+    @_disable_dynamo
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Also called when the forward pass, or :meth:`_enter`, has failed."""
         del args, output
@@ -148,6 +151,7 @@ def _packing(fulls: Sequence[torch.Tensor], use: _Use) -> Callable[[torch.Tensor
         full.untyped_storage().data_ptr(): (index, full.dtype) for index, full in enumerate(fulls)
     }
 
+    @_disable_dynamo
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
         found = known.get(tensor.untyped_storage().data_ptr())
         if found is None or found[1] != tensor.dtype:
@@ -157,6 +161,7 @@ def _packing(fulls: Sequence[torch.Tensor], use: _Use) -> Callable[[torch.Tensor
     return pack
 
 
+@_disable_dynamo
 def _unpack(saved: torch.Tensor | _Place) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
