@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_patches.refit.dtypes import FLOAT_DTYPES
+from megatron_patches.refit.dtypes import FLOAT_DTYPES, itemsize
 from megatron_patches.refit.errors import LoadError
 from megatron_patches.refit.exchange import Exchange, default_exchange, on_first, together
 from megatron_patches.refit.hf_files import HuggingFaceFiles, open_checkpoint
@@ -181,7 +181,8 @@ class _Job:
                     for item in held.manifest.placements
                     if item.box.tensor == other
                 ]
-            self._progress.phase("verify", sum(storage.logical_numel for storage in held.manifest.storages))
+            widths = {name: itemsize(stored.spec.dtype) for name, stored in self._files.tensors.items()}
+            self._progress.phase("verify", sum(item.box.volume * widths[item.box.tensor] for item in placements))
             verify_slices(placements, self._files, held.memory, self._options.staging_bytes, self._progress.advance)
 
         self._together(verify)

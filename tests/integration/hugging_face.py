@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -353,6 +353,10 @@ MODELS = {
 }
 
 
+MIXTURES = ("Mixtral", "DeepSeek-V3", "GPT-OSS")
+"""Models whose experts are stacked: by rows, beside shared ones, and transposed with biases."""
+
+
 def _built(made: Model) -> nn.Module:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers  # takes seconds, and only these tests need it
@@ -419,6 +423,20 @@ def train(rank: int, world_size: int) -> dict[str, tuple[str, float]]:
             error.add_note(name)
             raise
     return answers
+
+
+def train_mixtures(rank: int, world_size: int) -> dict[str, float]:
+    """Train mixtures whose experts are computed in every way that transformers has. Returns the shares sharded."""
+    shares = {}
+    for name in MIXTURES:
+        for way in ("eager", "batched_mm", "grouped_mm"):
+            options = {**MODELS[name].options, "experts_implementation": way}
+            try:
+                shares[f"{name}, {way}"] = _train(replace(MODELS[name], options=options), rank, world_size, ())
+            except Exception as error:
+                error.add_note(f"{name}, {way}")
+                raise
+    return shares
 
 
 def save(rank: int, world_size: int, folder: str) -> dict[str, str]:

@@ -40,6 +40,14 @@ def test_they_train_as_unsharded_and_need_the_modules_that_are_documented() -> N
             assert share > (0.1 if name in {"Falcon", "GPT-2"} else 0.2), (name, share)
 
 
+@pytest.mark.cpu_only("a GPU's kernels for grouped products add up in an order of their own")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stacked_experts_are_sharded_however_they_are_computed(ranks: int) -> None:
+    for shares in run_distributed(hugging_face.train_mixtures, ranks, timeout_s=300.0, fresh=True):
+        assert len(shares) == 3 * len(hugging_face.MIXTURES)
+        assert min(shares.values()) > 0.95, shares
+
+
 @pytest.mark.cpu_only("what a rank writes and reads is on the CPU")
 def test_save_pretrained_writes_whole_weights_or_nothing(tmp_path: Path) -> None:
     for answers in run_distributed(hugging_face.save, 2, args=(str(tmp_path),), timeout_s=120.0, fresh=True):

@@ -143,7 +143,8 @@ class Twins:
             kind = ShardGrad if isinstance(param, etp.ETPShardedParam) else torch.Tensor
             assert type(param.grad) is kind, f"{where}: {name}'s gradient is a {type(param.grad).__name__}"
             if isinstance(param, etp.ETPShardedParam):
-                shard = rows_of_shard(expected, self.rank, self.world_size, self.config.pad_for_alignment)
+                alignment = 1 if expected.dim() > 2 else self.config.pad_for_alignment  # whole experts
+                shard = rows_of_shard(expected, self.rank, self.world_size, alignment)
                 self._same(f"{where}: gradient of {name}", param.grad, shard)
             elif self.world_size == 2:
                 self._same(f"{where}: gradient of {name}", param.grad, expected)

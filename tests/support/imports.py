@@ -47,6 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "functional",
             "derived",
             "terms",
+            "stacked",
         }
     ),
     frozenset({"param", "replicated", "reductions", "grad_hooks"}),

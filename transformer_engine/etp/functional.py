@@ -220,6 +220,28 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
+class _FullWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Shard, done: Callable[[], None]) -> torch.Tensor:
+        _remember(ctx, [weight], first_input=0)
+        ctx.done = done
+        (full,) = weight.driver.gathers.visit(weight.weight_group)
+        return full.clone()
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (weight,) = ctx.weights
+        ctx.done()
+        grad_weight = None
+        if _accumulates(ctx):
+            # Autograd may use this gradient elsewhere too, and the reduction may change its input.
+            (wgrad,) = weight.driver.reductions.buffers(weight.weight_group, grad.dtype)
+            wgrad.copy_(grad)
+            (grad_weight,) = weight.driver.reductions.take(weight.weight_group, [wgrad])
+        return grad_weight, None
+
+
 class _Unrecorded:
     """Replaces an autograd function's context where autograd records nothing."""
 
@@ -352,3 +374,19 @@ def grouped_linear(
         args = (list(m_splits), len(weights), cast, *weights, *biases)
         out: torch.Tensor = _recording(_GroupedLinear)(_cast_input(x, cast), *args)
     return out
+
+
+def full_weight(weight: Shard, done: Callable[[], None]) -> torch.Tensor:
+    """The full weight, differentiable and newly allocated, for operations of any kind. Collective over the shard group.
+
+    Args:
+        weight: the only weight of its group.
+        done: called in a backward pass when the weight's gradient is complete.
+
+    Returns:
+        A plain tensor of the weight's logical shape.
+    """
+    _require_group((weight,))
+    with torch._C.DisableTorchFunctionSubclass():
+        full: torch.Tensor = _recording(_FullWeight)(weight, done)
+    return full

@@ -1,4 +1,4 @@
-"""Finds the weights to shard: those of linear and embedding layers that the caller does not leave replicated."""
+"""Finds the weights to shard: those of linear and embedding layers, and of stacked experts, except replicated ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ class Site:
         path: the module's dotted name.
         module: the module.
         names: the weights' names in it.
+        stacked: whether the module's forward pass reads the weight itself; see ``etp/stacked.py``.
     """
 
-    def __init__(self, path: str, module: nn.Module, names: list[str]) -> None:
+    def __init__(self, path: str, module: nn.Module, names: list[str], *, stacked: bool = False) -> None:
         self.path = path
         self.module = module
         self.names = names
         self.grouped = is_grouped(module)
+        self.stacked = stacked
 
     @property
     def is_sharded(self) -> bool:
@@ -47,6 +49,20 @@ class Site:
 def is_grouped(module: nn.Module) -> bool:
     """Whether it holds experts, which can have their own shard group."""
     return isinstance(module, GroupedLinear) or is_te_grouped_linear(module)
+
+
+def stacked_experts(module: nn.Module) -> list[str]:
+    """Names of parameters that hold a matrix for each of a module's experts, one on top of the other.
+
+    That is how ``transformers`` keeps experts: in three dimensions, of which the first is the module's ``num_experts``.
+    """
+    shapes = {
+        name: param.layout.shape if isinstance(param, ETPShardedParam) else tuple(param.shape)
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+    count = getattr(module, "num_experts", None)
+    return [name for name, shape in shapes.items() if len(shape) == 3 and shape[0] == count]
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,9 @@ def weight_sites(root: nn.Module, replicated: Replicated) -> Iterator[Site]:
         elif isinstance(module, nn.Linear | nn.Embedding) or is_te_linear(module):
             names = ["weight"]
         else:
+            for name in stacked_experts(module):
+                if module._parameters[name] not in replicated.params:
+                    yield Site(path, module, [name], stacked=True)
             continue
         tied = [name for name in names if module._parameters.get(name) in replicated.params]
         if tied and len(tied) < len(names):

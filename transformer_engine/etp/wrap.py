@@ -27,6 +27,7 @@ from etp.sites import (
     replicated_below,
     weight_sites,
 )
+from etp.stacked import StackedWeights, Uses
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,12 @@ def shard_module(
     """Shard the linear and embedding weights under ``module`` over a group, in place. Collective.
 
     Every ``nn.Linear``, ``nn.Embedding``, Transformer Engine ``Linear``, ``LayerNormLinear`` and ``GroupedLinear``
-    at any depth keeps its place and its behaviour; its weight becomes an :class:`etp.ETPShardedParam`. Shared weights
-    stay shared. Everything else stays replicated, and its gradients are combined over ``etp_group`` (over
-    ``expert_group`` in grouped linears). The projections inside ``nn.MultiheadAttention`` stay replicated, because it
-    reads their weights directly. Pass other modules that do so in ``replicated_modules``.
+    at any depth keeps its place and its behaviour; its weight becomes an :class:`etp.ETPShardedParam`. So do experts
+    that a module keeps in parameters of three dimensions, of which the first is its ``num_experts``; during its forward
+    pass they are the full weights. Shared weights stay shared. Everything else stays replicated, and its gradients are
+    combined over ``etp_group`` (over ``expert_group`` in grouped linears). The projections inside
+    ``nn.MultiheadAttention`` stay replicated, because it reads their weights directly. Pass other modules that do so in
+    ``replicated_modules``.
 
     All ranks must call the same sharded layers in the same order, on batches of any size, and a backward pass must
     reach the same other parameters on all of them. If not, :class:`etp.PeerMismatchError` names the layers when the
@@ -233,8 +236,10 @@ def _checked_layouts(
                     "replicated_modules again"
                 )
             param = _checked_param(name, site.module, attribute)
+            # A row of stacked experts is an expert, and kernels never see shards of them.
+            alignment = min(1, config.pad_for_alignment) if site.stacked else config.pad_for_alignment
             try:
-                layouts[id(param)] = ShardLayout(tuple(param.shape), size, config.pad_for_alignment)
+                layouts[id(param)] = ShardLayout(tuple(param.shape), size, alignment)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
     return layouts
@@ -321,6 +326,13 @@ def _replace(
         for name, held in module._parameters.items():
             if id(held) in done:
                 module._parameters[name] = done[id(held)][1]
+    stacked: dict[nn.Module, list[str]] = {}
+    for site in sites:
+        if site.stacked:
+            stacked.setdefault(site.module, []).extend(site.names)
+    uses = Uses()
+    for module, names in stacked.items():
+        StackedWeights(module, names, uses)
 
 
 def _register_replicated(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from megatron_patches.refit.errors import LoadError, RefitError
 from megatron_patches.refit.hf_files import open_checkpoint
 from megatron_patches.refit.hf_match import check_config, check_tensors, check_vocabulary
 from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.llama import LlamaFamily
+from megatron_patches.refit.source.qwen3 import Qwen3Family
 from tests.integration import tiny_models
 from tests.support.random_checkpoint import random_tensors, write_checkpoint
 
@@ -79,6 +82,69 @@ def test_every_difference_is_named_with_both_values_and_the_flag(name: str, chan
     config = {key: value for key, value in {**CONFIGS[name], **changes}.items() if value is not None}
     with pytest.raises(RefitError, match=message):
         check_config(config, family_from_config(CONFIGS[name]))
+
+
+PUBLISHED: dict[str, Config] = {
+    "Qwen3-8B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_fit_the_models_that_their_flags_make(name: str) -> None:
+    config = PUBLISHED[name]
+    traits = replace(family_from_config(config).traits, max_positions=4096, init_std=0.006)
+    if config["rope_scaling"] is None:
+        check_config(config, Qwen3Family(traits))
+        return
+    check_config(config, LlamaFamily(replace(traits, rope_scaling_factor=8.0)))
+    for factor in (None, 32.0):
+        with pytest.raises(LoadError, match=r"rope_scaling is .* \(--use-rope-scaling --rope-scaling-factor\)"):
+            check_config(config, LlamaFamily(replace(traits, rope_scaling_factor=factor)))
 
 
 def test_what_does_not_matter_may_differ() -> None:

@@ -1,0 +1,168 @@
+"""Modules that read their sharded weights in ways of their own, such as experts stacked in one parameter.
+
+During such a module's forward pass, its parameters are the full weights, as plain tensors. Whatever it does with them
+(indexing, batched and grouped products), autograd differentiates it, and the gradient of each full weight is reduced
+into its shard.
+
+[Note: saved weights] Autograd would keep the full weights, or views of them, until the backward pass. It is given where
+in the weight they lie instead, and the weight is gathered again when the first of them is needed: once in a backward
+pass, however many experts the tokens of a rank have chosen, so that all ranks gather alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+from etp.errors import EtpStateError
+from etp.functional import full_weight
+from etp.group import Shard
+
+
+class StackedWeights:
+    """Replaces some of a module's parameters by the full weights for the time of its forward pass.
+
+    The full weights take memory of their own during the module's forward pass and during its backward pass.
+
+    Args:
+        module: the module, which is given forward hooks.
+        names: names of its sharded parameters.
+        uses: the uses of all such modules in one model.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], uses: Uses) -> None:
+        self._names = list(names)
+        self._uses = uses
+        self._replaced: dict[str, Shard] = {}
+        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave, always_call=True)
+
+    @_disable_dynamo
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        del args
+        if self._replaced:
+            name = next(iter(self._replaced.values())).fqn
+            raise EtpStateError(f"the module of {name} calls itself; pass it in replicated_modules")
+        use = _Use([module._parameters[name] for name in self._names], self._uses)  # type: ignore[misc]
+        fulls = [full_weight(shard, partial(use.release, index)) for index, shard in enumerate(use.shards)]
+        for name, shard, full in zip(self._names, use.shards, fulls, strict=True):
+            self._replaced[name] = shard
+            module._parameters[name] = full  # type: ignore[assignment]
+        if torch.is_grad_enabled():
+            self._saving = torch.autograd.graph.saved_tensors_hooks(_packing(fulls, use), _unpack)
+            self._saving.__enter__()
+
+    @_disable_dynamo
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also called when the forward pass, or :meth:`_enter`, has failed."""
+        del args, output
+        if self._saving is not None:
+            self._saving.__exit__()
+            self._saving = None
+        for name, shard in self._replaced.items():
+            module._parameters[name] = shard
+        self._replaced = {}
+
+
+class Uses:
+    """The uses of weights in one model's forward passes, of which one at a time has full weights in a backward pass."""
+
+    def __init__(self) -> None:
+        self._current: _Use | None = None
+
+    def begin(self, use: _Use) -> None:
+        """``use`` needs its weights now, so the one before needs them no more."""
+        if self._current is not None and self._current is not use:
+            self._current.release_all()
+        self._current = use
+
+
+class _Use:
+    """One forward pass of one module, and the full weights of its backward pass.
+
+    Attributes:
+        shards: the module's sharded weights.
+    """
+
+    def __init__(self, shards: Sequence[Shard], uses: Uses) -> None:
+        self.shards = shards
+        self._uses = uses
+        self._versions = [_version(shard) for shard in shards]
+        self._fulls: dict[int, torch.Tensor] = {}
+
+    def full(self, index: int) -> torch.Tensor:
+        """A full weight in a backward pass.
+
+        Raises:
+            EtpStateError: if it has changed since the forward pass, or the gradient is to be differentiated again.
+        """
+        shard = self.shards[index]
+        if torch.is_grad_enabled():
+            raise EtpStateError(
+                f"create_graph=True with the sharded weight {shard.fqn}, whose gradient cannot be differentiated "
+                "again: leave out the gradient penalty or second derivative, or pass its module in replicated_modules "
+                "of etp.shard_module"
+            )
+        if _version(shard) != self._versions[index]:
+            raise EtpStateError(
+                f"{shard.fqn} was modified by an inplace operation between its forward and its backward; step the "
+                "optimizer after backward"
+            )
+        if index not in self._fulls:
+            self._uses.begin(self)
+            self._fulls[index] = full_weight(shard, partial(self.release, index))
+        return self._fulls[index]
+
+    def release(self, index: int) -> None:
+        """Free a full weight of the backward pass, as its gradient is complete. Frozen weights have none."""
+        self._fulls.pop(index, None)
+
+    def release_all(self) -> None:
+        """Free all full weights of the backward pass."""
+        self._fulls.clear()
+
+
+def _version(shard: Shard) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return shard._version
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a saved tensor lies in a full weight, in elements."""
+
+    use: _Use
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _packing(fulls: Sequence[torch.Tensor], use: _Use) -> Callable[[torch.Tensor], torch.Tensor | _Place]:
+    """See [Note: saved weights]. Keeps no reference to ``fulls``."""
+    known: Mapping[int, tuple[int, torch.dtype]] = {
+        full.untyped_storage().data_ptr(): (index, full.dtype) for index, full in enumerate(fulls)
+    }
+
+    @_disable_dynamo
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _Place:
+        found = known.get(tensor.untyped_storage().data_ptr())
+        if found is None or found[1] != tensor.dtype:
+            return tensor
+        return _Place(use, found[0], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    return pack
+
+
+@_disable_dynamo
+def _unpack(saved: torch.Tensor | _Place) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    return saved.use.full(saved.index).as_strided(saved.size, saved.stride, saved.offset)
