@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -32,6 +33,8 @@ class Model(nn.Module):
 
         options: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16, "device": str(device())}
         layers = [te.Linear(columns, rows, **options) for rows, columns in SHAPES]
+        self.transposed: list[weakref.ref[torch.Tensor]] = []
+        """New memory that visits have made."""
         self.layers = nn.ModuleList([*layers, te.GroupedLinear(EXPERTS, *SHAPES[0][::-1], **options)])
 
     def forward(self, format_: ApartFormat) -> list[list[dict[str, Any]]]:
@@ -40,6 +43,8 @@ class Model(nn.Module):
         for place, columns in ORDER:
             weight = cast("etp.ETPShardedParam", next(self.layers[place].parameters()))
             tensors = weight.driver.gathers.visit(weight.weight_group, format_, transposed=columns)
+            if columns and format_.per_byte > 1:
+                self.transposed += [weakref.ref(tensor._columnwise_data) for tensor in tensors]  # type: ignore[attr-defined]
             found.append([{name: _copy(part) for name, part in vars(tensor).items()} for tensor in tensors])
         return found
 
@@ -61,6 +66,7 @@ def rows_and_columns(rank: int, world_size: int, shim: str, format_: ApartFormat
             slot.buffers[0].fill_(255)
         with torch.no_grad():
             found = model(format_)
+        assert all(memory() is None for memory in model.transposed), "transposed columns were kept"
         for (place, columns), tensors in zip(ORDER, found, strict=True):
             for tensor, whole in zip(tensors, wholes[place], strict=True):
                 compared += _compare(format_, tensor, whole, columns=columns)

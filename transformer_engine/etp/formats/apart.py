@@ -162,19 +162,21 @@ class ApartQuantization(Quantization):
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
     ) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
-        logical = self.format.parts(self.layouts[index].shape, columns=transposed)
-        data, scales = self.finished(self.within(index, gathered, columns=transposed), logical, columns=transposed)
-        key = "tensors", index, transposed, dtype, tuple(trained)
-        # Made once for each slot, because many take a millisecond.
         made = self._made(gathered)
-        if key not in made:
-            made[key] = [
-                self.tensor(self.layouts[index].shape, dtype, requires, columns=transposed) for requires in trained
-            ]
-        tensors: list[Any] = list(made[key])
-        for number, each in enumerate(zip(tensors, data, scales, strict=True), self.firsts[index]):
+        key = "tensors", index, transposed, dtype, tuple(trained)
+        found = made.get(key)
+        if found is None:
+            shape = self.layouts[index].shape
+            parts = self.within(index, gathered, columns=transposed)
+            data, scales = self.finished(parts, self.format.parts(shape, columns=transposed), columns=transposed)
+            found = [self.tensor(shape, dtype, each, columns=transposed) for each in trained], data, scales
+            # Once for each slot, because many take a millisecond; but not if they would keep memory besides the slot's.
+            if all(_shares(part[0], gathered[0]) for part in (data, scales)):
+                made[key] = found
+        for number, each in enumerate(zip(*found, strict=True), self.firsts[index]):
+            # Anew at each visit: Transformer Engine takes away what it has used.
             self.fill(each[0], number, *each[1:], columns=transposed)
-        return tensors
+        return list(found[0])
 
     def finished(
         self, parts: tuple[Stack, Stack], logical: tuple[Matrix, Matrix], *, columns: bool
@@ -197,6 +199,10 @@ class ApartQuantization(Quantization):
     @abstractmethod
     def fill(self, tensor: Any, number: int, data: torch.Tensor, scales: torch.Tensor, *, columns: bool) -> None:
         """Set a tensor's data, of the weight ``number`` among those of all groups."""
+
+
+def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def padded_scales(scales: torch.Tensor, logical: Matrix, tile: Sequence[int]) -> torch.Tensor:
