@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -172,13 +172,21 @@ def described(rank: int, world_size: int, sharding: Sharding) -> tuple[dict[str,
     return found, list(held.shapes)
 
 
+def fsdp_over_tp(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A weight whose rows tensor parallelism has cut, and then FSDP2."""
+    linear: Any = nn.Linear(7, 5, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(full, mesh["inner"], [Shard(0)]))
+    fully_shard(linear, mesh=mesh["outer"])
+    return linear.weight
+
+
 def blocks_of_a_grid(rank: int, world_size: int) -> list[str]:
     """The block of a matrix that this rank describes, for each way to spread it over 2 x 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     full = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     found = []
-    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]):
-        spread = distribute_tensor(full, mesh, placements)
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(1), Replicate()], None):
+        spread = distribute_tensor(full, mesh, placements) if placements is not None else fsdp_over_tp(full, mesh)
         block = describe_tensor("w", spread)
         box = block.placement.box
         part = full[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]

@@ -214,31 +214,51 @@ def _extent_of(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[
 
 
 def _extent_of_dtensor(name: str, tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """As :func:`_extent_of`: each mesh dimension replicates the tensor, or cuts a dimension that no other cuts."""
-    from torch.distributed.tensor import Replicate, Shard
-
+    """As :func:`_extent_of`. Each mesh dimension replicates the tensor, or cuts what others have cut before it."""
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise UnsupportedModelError(f"{name} is a DTensor over {mesh}, of which this rank is no part")
-    start, extent, cut = [0] * len(shape), list(shape), set[int]()
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if type(placement) is not Shard or placement.dim in cut:
-            raise UnsupportedModelError(
-                f"{name} is a DTensor with placements {tensor.placements}; each mesh dimension must replicate it, or "
-                "cut a dimension that no other cuts"
-            )
-        dim = placement.dim
-        cut.add(dim)
-        each = -(-shape[dim] // mesh.size(axis))  # as torch.chunk cuts
-        start[dim] = min(coordinate[axis] * each, shape[dim])
-        extent[dim] = min(each, shape[dim] - start[dim])
+    start, extent = [0] * len(shape), list(shape)
+    for axis, dim in _cuts(name, tensor):
+        each = -(-extent[dim] // mesh.size(axis))  # as torch.chunk cuts
+        low = min(coordinate[axis] * each, extent[dim])
+        start[dim] += low
+        extent[dim] = min(each, extent[dim] - low)
     held = tuple(tensor.to_local().shape)
     if held != tuple(extent):
         raise RefitError(f"{name} has a local tensor of shape {held}; its placements {tensor.placements} say {extent}")
     return shape, tuple(start), tuple(extent)
+
+
+def _cuts(name: str, tensor: DTensor) -> list[tuple[int, int]]:
+    """The mesh dimensions that cut a tensor, in order, and the dimension that each cuts.
+
+    They cut from the first to the last, except that FSDP2 on top of tensor parallelism, whose mesh dimension is the
+    later one, cuts what that has left. torch calls this a strided shard: its blocks are no neighbours in the order of
+    ranks, but each is in one piece.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    cuts: list[tuple[int, int]] = []
+    strided: list[tuple[int, int]] = []
+    pieces = [1] * tensor.dim()  # into which later mesh dimensions cut each dimension
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if isinstance(placement, Replicate):
+            continue
+        dim, split = getattr(placement, "dim", 0), getattr(placement, "split_factor", 1)
+        known = type(placement) is Shard or type(placement).__name__ == "_StridedShard"
+        if not known or split not in {1, pieces[dim]} or dim in {other for _, other in strided}:
+            raise UnsupportedModelError(
+                f"{name} is a DTensor with placements {tensor.placements}; each mesh dimension must replicate it, or "
+                "cut it into blocks of neighbouring elements"
+            )
+        if split > 1:
+            strided.append((axis, dim))
+        else:
+            cuts.insert(0, (axis, dim))
+        pieces[dim] *= tensor.device_mesh.size(axis)
+    return cuts + strided
 
 
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.source.live import MegatronSource
@@ -122,9 +123,10 @@ def test_placements_that_make_no_block_are_refused_by_name(group: None) -> None:
     good = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1), Shard(0)])
     assert describe_tensor("w", good).extent == (4, 6)
     assert describe_tensor("w", distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)])).extent == (4,)
-    twice = distribute_tensor(torch.ones(4), mesh, [Shard(0), Shard(0)])
+    strange = DTensor.from_local(torch.ones(4), mesh, [_StridedShard(0, split_factor=3), Shard(0)], run_check=False)
     partial = DTensor.from_local(torch.ones(4), mesh, [Replicate(), Partial()], run_check=False)
-    for bad in (twice, partial):
+    nested = DTensor.from_local(torch.ones(4), mesh, [Shard(0), _StridedShard(0, split_factor=2)], run_check=False)
+    for bad in (strange, partial, nested):
         with pytest.raises(
             UnsupportedModelError, match=f"w is a DTensor with placements {re.escape(str(bad.placements))}"
         ):
