@@ -121,7 +121,7 @@ def test_flags_named_when_a_configuration_differs_are_megatrons(tmp_path: Path) 
 
 
 def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
-    (example,) = _fenced(ROOT / "docs" / "refit.md", "python")
+    example, _ = _fenced(ROOT / "docs" / "refit.md", "python")
     sizes = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
     sizes["max_position_embeddings"] = 64
     config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64} | sizes
@@ -129,6 +129,15 @@ def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
     code = example + "\nprint(len(sources), len(wanted), len(plan.transfers) == verdict.transfers > 0)"
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("16 4 True\n", "")
+
+
+def test_the_way_of_one_box_is_as_it_is_told() -> None:
+    page = (ROOT / "docs" / "refit.md").read_text().partition("## The way of one box\n")[2]
+    (code, printed), *_ = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == (printed, "")
 
 
 def test_flags_that_are_documented_are_the_flags() -> None:

@@ -244,33 +244,6 @@ def test_a_manifest_lists_the_storages_that_it_uses() -> None:
         Manifest(0, "", (storage, storage), ())
 
 
-def test_worked_example_of_the_documentation() -> None:
-    """docs/refit.md: ``w`` has 6 rows of 5; trainer ranks 2 and 3 are replicas of 0 and 1."""
-
-    def rows(rank: int, begin: int, end: int, first: int, numel: int) -> Manifest:
-        box, view = Box("w", (begin, 0), (end, 5)), View("s", first * 5, (end - begin, 5), (5, 1))
-        used = numel if first else (end - begin) * 5
-        return Manifest(rank, "", (Storage("s", "bfloat16", numel, used),), (Placement(box, view),))
-
-    sources = [rows(rank, *((0, 4) if rank % 2 == 0 else (4, 6)), 0, 20) for rank in range(4)]
-    other = Placement(Box("v", (0, 0), (3, 5)), View("s", 0, (3, 5), (5, 1)))
-    second = rows(1, 3, 6, 3, 30)
-    wanted = [rows(0, 0, 3, 0, 15), replace(second, placements=(other, *second.placements))]
-    held = Manifest(
-        4, "", (Storage("v", "bfloat16", 15, 15),), (Placement(other.box, replace(other.view, storage="v")),)
-    )
-    plan = make_plan(
-        [TensorSpec("w", (6, 5), "bfloat16"), TensorSpec("v", (3, 5), "bfloat16")], [*sources, held], wanted
-    )
-    found = {
-        (item.destination, str(item.box), item.source, item.read.offset // 5, item.write.offset // 5)
-        for item in plan.transfers
-        if item.box.tensor == "w"
-    }
-    assert found == {(0, "w[0:3, 0:5]", 0, 0, 0), (1, "w[3:4, 0:5]", 2, 3, 3), (1, "w[4:6, 0:5]", 3, 0, 4)}
-    assert prove(plan, [*sources, held], wanted).elements == 5 * (3 + 3 + 3)
-
-
 def of_experts(rank: int, change: Callable[[Placement], Placement | None] = lambda place: place) -> Manifest:
     """A rank with 6 experts of 5 layers, each layer in one storage; one expert's placement changed, or left out."""
     placements = []
