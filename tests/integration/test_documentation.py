@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -22,6 +24,7 @@ from megatron_patches.arguments import add_arguments
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
 from megatron_patches.refit.hf_match import FLAGS as FLAGS_OF_FIELDS
+from megatron_patches.refit.trl import EtpWeightTransfer
 
 pytestmark = pytest.mark.quick
 
@@ -138,6 +141,21 @@ def test_the_way_of_one_box_is_as_it_is_told() -> None:
         [sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.stderr) == (printed, "")
+
+
+def test_example_of_trl_says_what_trl_and_the_transfer_take() -> None:
+    (example,) = _fenced(ROOT / "docs" / "rl.md", "python")
+    calls = {
+        call.func.id: [argument.arg for argument in call.keywords]
+        for call in ast.walk(ast.parse(example))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    }
+    assert {"EtpWeightTransfer", "AsyncGRPOTrainer", "AsyncGRPOConfig"} <= calls.keys()
+    inspect.signature(EtpWeightTransfer).bind("url", **dict.fromkeys(calls["EtpWeightTransfer"]))
+    text = (ROOT / "docs" / "rl.md").read_text().partition("## TRL")[2]
+    for name in ("first_version", "device"):
+        assert f"`{name}" in text
+        assert name in inspect.signature(EtpWeightTransfer).parameters
 
 
 def test_flags_that_are_documented_are_the_flags() -> None:
