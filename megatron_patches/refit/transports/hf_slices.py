@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_patches.refit.boxes import Box
-from megatron_patches.refit.digest import MASK, add_digest
+from megatron_patches.refit.digest import combine, digest_array
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError
 from megatron_patches.refit.hf_files import HuggingFaceFiles, StoredTensor
@@ -85,28 +85,36 @@ def verify_slices(
     for placement in sorted(placements, key=lambda item: (files.tensors[item.box.tensor].file, item.box)):
         box, storage = placement.box, memory[placement.view.storage]
         stored = files.tensors[box.tensor]
-        found = torch.zeros((), dtype=torch.int64, device=storage.device)
-        add_digest(placement.view.tensor(storage), box, stored.spec.shape, found)
-        expected = _digest_of_file(stored, files.directory, box, storage.dtype, chunk_bytes)
-        if int(found.item()) & MASK != expected:
+        width = max(storage.element_size(), itemsize(stored.spec.dtype))
+        parts = list(box.chunks(max(1, chunk_bytes // width)))
+        held = placement.view.tensor(storage)
+        found = combine(_digest(held[_slices(part, box.start)], part, stored.spec.shape) for part in parts)
+        expected = _digest_of_file(stored, files.directory, parts, storage.dtype)
+        if found != expected:
             raise DigestError(
-                f"{placement.view.storage} does not hold what {stored.file} has of {box}: digest "
-                f"{int(found.item()) & MASK:016x} instead of {expected:016x}; the file has changed while it was read, "
-                "or tensors that should be copies of each other are not"
+                f"{placement.view.storage} does not hold what {stored.file} has of {box}: digest {found:016x} instead "
+                f"of {expected:016x}; the file has changed while it was read, or tensors that should be copies of each "
+                "other are not"
             )
         progress(box.volume * itemsize(stored.spec.dtype))
 
 
-def _digest_of_file(stored: StoredTensor, directory: Path, box: Box, dtype: torch.dtype, chunk_bytes: int) -> int:
-    """Digest of a box in the file, converted to ``dtype``."""
-    width = itemsize(stored.spec.dtype)
-    content = np.memmap(directory / stored.file, f"u{width}", "r", stored.offset, stored.spec.shape)
-    total = torch.zeros((), dtype=torch.int64)
-    for part in box.chunks(max(1, chunk_bytes // width)):
+def _digest_of_file(stored: StoredTensor, directory: Path, parts: Iterable[Box], dtype: torch.dtype) -> int:
+    """Digest of boxes in the file, converted to ``dtype``."""
+    content = np.memmap(
+        directory / stored.file, f"u{itemsize(stored.spec.dtype)}", "r", stored.offset, stored.spec.shape
+    )
+    found = 0
+    for part in parts:
         bits = torch.from_numpy(np.array(content[_slices(part)]))
         values = bits.view(getattr(torch, stored.spec.dtype)).to(dtype)
-        add_digest(values, part, stored.spec.shape, total)
-    return int(total.item()) & MASK
+        found = combine((found, _digest(values, part, stored.spec.shape)))
+    return found
+
+
+def _digest(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    bits = values.contiguous().cpu().view(getattr(torch, f"uint{8 * values.element_size()}"))
+    return digest_array(bits.numpy(), box, shape)
 
 
 def _in_pieces(items: Sequence[Transfer], staging_bytes: int) -> Iterable[Transfer]:
@@ -116,5 +124,7 @@ def _in_pieces(items: Sequence[Transfer], staging_bytes: int) -> Iterable[Transf
         yield from group
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
+def _slices(box: Box, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+    """The box as an index of a tensor whose first element has the index ``origin``; None for the whole tensor."""
+    begin = origin or (0,) * len(box.start)
+    return tuple(slice(low - at, high - at) for low, high, at in zip(box.start, box.stop, begin, strict=True))
