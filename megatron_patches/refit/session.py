@@ -234,8 +234,9 @@ class RefitSession:
             The report. With :attr:`OnEngineFailure.DROP` it says which engines failed, came back or lag.
 
         Raises:
-            RefitError: on every rank, if a rank failed or, with :attr:`OnEngineFailure.RAISE`, an engine, now or in the
-                commit of the last version. Each engine serves the old weights or the new ones; never a mixture.
+            RefitError: on every rank with :attr:`OnEngineFailure.RAISE`, if a rank or an engine failed, now or in the
+                commit of the last version. Otherwise the reports of the engines say so. Each engine serves the old
+                weights or the new ones; never a mixture.
             ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
