@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from megatron_patches import fixes, refit_training
 from megatron_patches.arguments import add_arguments
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
+from megatron_patches.refit.trl import EtpWeightTransfer
 
 pytestmark = pytest.mark.quick
 
@@ -88,6 +91,21 @@ def test_example_of_a_plan_runs_as_it_stands(tmp_path: Path) -> None:
     code = example + "\nprint(len(sources), len(wanted), len(plan.transfers) == verdict.transfers > 0)"
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("16 4 True\n", "")
+
+
+def test_example_of_trl_says_what_trl_and_the_transfer_take() -> None:
+    (example,) = _fenced(ROOT / "docs" / "rl.md", "python")
+    calls = {
+        call.func.id: [argument.arg for argument in call.keywords]
+        for call in ast.walk(ast.parse(example))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+    }
+    assert {"EtpWeightTransfer", "AsyncGRPOTrainer", "AsyncGRPOConfig"} <= calls.keys()
+    inspect.signature(EtpWeightTransfer).bind("url", **dict.fromkeys(calls["EtpWeightTransfer"]))
+    text = (ROOT / "docs" / "rl.md").read_text().partition("## TRL")[2]
+    for name in ("first_version", "device"):
+        assert f"`{name}" in text
+        assert name in inspect.signature(EtpWeightTransfer).parameters
 
 
 def test_flags_that_are_documented_are_the_flags() -> None:
