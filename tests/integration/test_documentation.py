@@ -143,7 +143,7 @@ def test_the_way_of_one_box_is_as_it_is_told() -> None:
     assert (done.stdout, done.stderr) == (printed, "")
 
 
-def test_example_of_trl_says_what_trl_and_the_transfer_take() -> None:
+def test_example_of_trl_says_what_the_transfer_takes() -> None:
     (example,) = _fenced(ROOT / "docs" / "rl.md", "python")
     calls = {
         call.func.id: [argument.arg for argument in call.keywords]
