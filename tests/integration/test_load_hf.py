@@ -230,7 +230,6 @@ def load_refused(rank: int, world_size: int, folder: str) -> list[tuple[str, boo
     return found
 
 
-@pytest.mark.quick
 def test_what_does_not_fit_is_refused_on_all_ranks_before_a_weight_changes(tmp_path: Path) -> None:
     write_refused(tmp_path)
     first, second = run_megatron(load_refused, 2, timeout_s=240, args=(str(tmp_path),), fresh=True)

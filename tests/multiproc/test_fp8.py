@@ -57,7 +57,10 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
         assert "blocks of 1 x 128" in answers["one-dimensional"]
 
 
-@pytest.mark.parametrize(("ranks", "alignment", "kinds"), [(2, 32, bodies.KINDS), (4, 128, ("Linear",))])
+@pytest.mark.parametrize(
+    ("ranks", "alignment", "kinds"),
+    [(2, 32, bodies.KINDS), pytest.param(4, 128, ("Linear",), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("recipe", bodies.APART)
 def test_modules_with_rows_and_columns_apart_equal_whole_ones(
     recipe: str, ranks: int, alignment: int, kinds: tuple[str, ...]
@@ -70,7 +73,9 @@ def test_nvfp4_equals_the_reference() -> None:
     assert run_distributed(bodies.nvfp4_equals_reference, 1, args=(str(SHARED),), fresh=True) == [2 * 3 * 2 * 4]
 
 
-@pytest.mark.parametrize("format_", [MXFP8(), NVFP4(), NVFP4(square=False)], ids=str)
+@pytest.mark.parametrize(
+    "format_", [MXFP8(), *(pytest.param(NVFP4(square), marks=pytest.mark.slow) for square in (True, False))], ids=str
+)
 def test_rows_and_columns_are_read_in_any_order(format_: ApartFormat) -> None:
     answers = run_distributed(rows_and_columns, 3, args=(str(SHARED), format_, "c10d"), fresh=True)
     # Of three experts and of two other layers.

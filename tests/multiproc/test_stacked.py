@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.multiproc]
 LAYERS, WEIGHTS = 2, 2
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["index", "batch", "transposed"])
 def test_they_train_as_unsharded_with_as_many_gathers_on_every_rank(way: str, ranks: int) -> None:
     found = run_distributed(bodies.train, ranks, args=(way, None, False))
