@@ -185,7 +185,7 @@ class Rendezvous:
     def _take_what_came(self) -> None:
         """Handles messages before disconnects, so that what a party sent before its connection ended counts."""
         closed = self._closed_connections()
-        ended = {party: self._ended for party, member in self._members.items() if member.connection in closed}
+        ended = self._ended_members(closed)
         while self._router.poll(0):
             address, *frames = self._router.recv_multipart(copy=False)
             party = self._parties.get(address.bytes)
@@ -197,6 +197,9 @@ class Rendezvous:
                 continue
             if isinstance(message, Join):
                 connection = frames[-1].get(zmq.SRCFD)
+                # What is known of this descriptor's former connection by now must not count against the new party.
+                closed |= (meanwhile := self._closed_connections())
+                ended |= self._ended_members(meanwhile)
                 self._admit(message, address.bytes, connection)
                 if connection in closed - self._open:
                     ended[message.party] = self._ended
@@ -207,6 +210,10 @@ class Rendezvous:
         for party, how in ended.items():
             if party in self._members and party not in self._gone:
                 self._leave(party, how)
+
+    def _ended_members(self, closed: set[int]) -> dict[int, str]:
+        """Parties whose connections are among those that have ended, and how they ended."""
+        return {party: self._ended for party, member in self._members.items() if member.connection in closed}
 
     def _closed_connections(self) -> set[int]:
         """File descriptors of connections that have ended since the last call. The numbers may be reused."""

@@ -517,6 +517,30 @@ def test_a_party_whose_rendezvous_can_be_reached_only_a_little_later_joins(monke
     assert not refusals
 
 
+def test_the_end_of_a_former_connection_does_not_count_against_a_party(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A party's connection may take the file descriptor of the plain one with which the party tried the address.
+
+    Here, the end of that one is told right after the server has asked, and before it reads who joins.
+    """
+    look = Rendezvous._closed_connections
+    asked: list[str] = []
+
+    def late(server: Rendezvous) -> set[int]:
+        found = look(server)
+        if len(asked) == 1:
+            asked.append("since")
+            return set(server._open)
+        if not asked and server._router.poll(0):
+            asked.append("before")
+        return found
+
+    monkeypatch.setattr(Rendezvous, "_closed_connections", late)
+    with meeting(1) as (server, (member,)):
+        assert member.exchange("a step", list[int], lambda: 7) == [7]
+        assert server._gone == {}
+    assert asked == ["before", "since"]
+
+
 def test_a_party_that_never_joined_is_told_where_to() -> None:
     server = Rendezvous(2, 0.3, all_parts)
     member = Assembly(server.invitation, 0, "party 0")
