@@ -162,7 +162,7 @@ def one_fails(fault: Fault, session: RefitSession, clients: list[PlainEngine], p
     if first:
         pid = clients[1].run("pid")
         clients[1].run("fail_in", fault.state, int(fault.how))
-        watching = threading.Thread(target=watch, args=(session, clients[0], serves, standing))
+        watching = threading.Thread(target=watch, args=(session, clients[0], serves, standing, fault.state))
         watching.start()
     fates, took = [], []
     for version in (2, 3, 4):
@@ -225,11 +225,17 @@ def collectives(session: RefitSession) -> list[float]:
     return waited
 
 
-def watch(session: RefitSession, engine: PlainEngine, serves: list[float], standing: list[Standing]) -> None:
-    """Notes after how many seconds an engine serves version 2, and what engine 1 is at then."""
+def watch(
+    session: RefitSession, engine: PlainEngine, serves: list[float], standing: list[Standing], state: str
+) -> None:
+    """Notes after how many seconds an engine serves version 2, and what engine 1 is at then, or a moment later."""
     began = time.monotonic()
     until(lambda: engine.run("content")[0] == 2)
     serves.append(time.monotonic() - began)
+    # The other engine may still receive the last bytes of what it then stops committing.
+    latest = time.monotonic() + 1.0
+    while session.state()["engine 1"].state.value != state and time.monotonic() < latest:
+        time.sleep(0.02)
     standing.append(session.state()["engine 1"])
 
 
