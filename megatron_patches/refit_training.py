@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "before; then that engine misses the version; %(default)s by default",
     )
     group.add_argument(
+        "--refit-fan-out",
+        action="store_true",
+        help="let an engine that starts late or comes back take the version that other engines serve from them, at "
+        "once; without it, it waits for the next push. Engines then connect to each other",
+    )
+    group.add_argument(
         "--refit-wait",
         action="store_true",
         help="go on with the next step only when all engines serve the weights of this one; without it they commit "
@@ -144,9 +150,13 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
     """
     options = push_flags.options_from(args, args.refit_timeout, _PREFIX)
     try:
-        return replace(options, on_engine_failure=_ON_FAILURE[args.refit_on_failure], lag_s=args.refit_lag)
+        options = replace(options, on_engine_failure=_ON_FAILURE[args.refit_on_failure], lag_s=args.refit_lag)
     except ValueError as error:
         raise ValueError(f"--refit-lag: {error}") from error
+    try:
+        return replace(options, fan_out=args.refit_fan_out)
+    except ValueError as error:
+        raise ValueError(f"--refit-fan-out: {error}") from error
 
 
 def telemetry_from_args(args: argparse.Namespace) -> Telemetry:

@@ -139,10 +139,11 @@ class Assembly:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
         self._check_heard()
 
-    def gone(self) -> list[str]:
-        """Parties that have disconnected, during a step or not; a sentence for each."""
+    def gone(self, first: int = 0) -> list[str]:
+        """Parties that have disconnected, during a step or not; a sentence for each. ``first`` is the least number."""
         with self._condition:
-            return [reason for reason in self._notices.get("", {}).values() if reason is not None]
+            left = self._notices.get("", {}).items()
+            return [reason for party, reason in left if reason is not None and party >= first]
 
     def fail(self, step: int, what: str, reason: str) -> None:
         """Fails a step from a thread other than the one that takes it, even before that thread has begun it.

@@ -249,6 +249,9 @@ class Unpacker:
         manifest: what this rank wants and where.
         terms: the agreed terms, by link; None for one packet per link.
         pool: staging memory of the party, which a GPU needs.
+
+    Attributes:
+        verified: digests of the boxes of the manifest, of the last version that was verified.
     """
 
     def __init__(
@@ -259,6 +262,7 @@ class Unpacker:
         pool: StagingPool | None = None,
     ) -> None:
         self._plan, self._manifest, self._pool = plan, manifest, pool
+        self.verified: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
         shapes = {spec.name: spec.shape for spec in plan.tensors}
         mine = (item for item in plan.transfers if item.destination == manifest.rank)
         self._expected = {_key(load): load for loads in cut_into_loads(mine, terms).values() for load in loads}
@@ -384,6 +388,7 @@ class Unpacker:
             np.add.at(sent, homes.placements, np.array(digests, dtype=np.uint64)[homes.boxes])  # wraps
         for home in np.flatnonzero(found != sent):
             self._refuse(int(home), int(found[home]), int(sent[home]))
+        self.verified = found
 
     def close(self) -> None:
         """Waits until unpacking has ended, and returns leased memory."""

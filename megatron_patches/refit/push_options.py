@@ -68,6 +68,8 @@ class RefitOptions:
         on_engine_failure: what a push does when an engine fails.
         lag_s: with :attr:`OnEngineFailure.DROP`, seconds that a push waits for an engine that still commits the version
             before; then the engine misses this version.
+        fan_out: whether an engine that joins takes the version that others serve from these engines, instead of waiting
+            for the next push. Engines then connect to each other. Not with ``c10d``.
     """
 
     transport: TransportName | None = None
@@ -80,6 +82,7 @@ class RefitOptions:
     lease_s: float = DEFAULT_LEASE_S
     on_engine_failure: OnEngineFailure = OnEngineFailure.RAISE
     lag_s: float = 30.0
+    fan_out: bool = False
 
     def __post_init__(self) -> None:
         if self.staging_bytes < _LEAST_STAGING_BYTES:
@@ -104,6 +107,11 @@ class RefitOptions:
             )
         # A program may pass names, as the flags do; modes are compared by identity.
         object.__setattr__(self, "transport", None if self.transport is None else named_transport(self.transport))
+        if self.fan_out and self.transport is TransportName.C10D:
+            raise ValueError(
+                "fan_out is on and transport is c10d, over which an engine that sends would answer no requests; choose "
+                "another transport"
+            )
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))
         object.__setattr__(self, "on_engine_failure", OnEngineFailure(self.on_engine_failure))

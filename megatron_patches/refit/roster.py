@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_patches.refit.engines import EngineClient, HttpEngine, check_given_once
@@ -36,9 +36,14 @@ class _Lost:
 
 
 class Roster:
-    """The engines that are to be served. Its methods may be called from any thread."""
+    """The engines that are to be served. Its methods may be called from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        answered: called with an engine that failed and answers again, before it is taken back.
+    """
+
+    def __init__(self, answered: Callable[[EngineClient], None] = lambda _: None) -> None:
+        self._answered = answered
         self._engines: list[EngineClient] = []
         self._lost: list[_Lost] = []
         self._servers: dict[str, EngineClient] = {}
@@ -135,5 +140,7 @@ class Roster:
             answers = [(lost, worker.submit(lost.engine.check_up)) for lost, worker in asking]
             for lost, answer in answers:
                 lost.answers = answer.exception() is None
+                if lost.answers:
+                    self._answered(lost.engine)
             for _, worker in asking:
                 worker.close(0.0)

@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_patches.refit.candidates import encode
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
+from megatron_patches.refit.fan_out import FanOut
 from megatron_patches.refit.parties.messages import Held, Invitation, Standing
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
+from megatron_patches.refit.push_orders import PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.roster import Roster
 from megatron_patches.refit.source.weight_source import source_of
 from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
@@ -34,44 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["EngineReport", "Fate", "OnEngineFailure", "PushReport", "RefitOptions", "RefitSession"]
-
-
-@dataclass
-class _Orders:
-    """What the first rank tells all ranks at the start of a push.
-
-    Attributes:
-        new: number and name of each engine that begins to join, and the invitation to its rendezvous.
-        ended: numbers of subscriptions to close.
-        taking: numbers of those that take the version.
-        fates: what became of engines since the last push, by name.
-        error: why the push fails, if it does.
-        engines: names of the engines to blame for that.
-        share: staging memory of each new subscription, in bytes.
-    """
-
-    new: list[tuple[int, str, Invitation]] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    taking: list[int] = field(default_factory=list)
-    fates: dict[str, EngineReport] = field(default_factory=dict)
-    error: str | None = None
-    engines: tuple[str, ...] = ()
-    share: int = 0
-
-
-@dataclass
-class _Outcome:
-    """What became of one subscription's part, on one rank.
-
-    Attributes:
-        reason: why it failed; None if it did not.
-        paused_s: how long the engine was paused, in seconds; known on the first rank.
-        unreachable: whether the engine did not answer when it was to join; known on the first rank.
-    """
-
-    reason: str | None = None
-    paused_s: float = 0.0
-    unreachable: bool = False
 
 
 class RefitSession:
@@ -119,7 +84,8 @@ class RefitSession:
         self._options = options or RefitOptions()
         self.exchange = default_exchange(group)
         self._given: Sequence[EngineClient] | None = engines if self._first and engines else None
-        self._roster = Roster()
+        self._roster = Roster(self._bring)
+        self._fan_out: FanOut | None = None  # on the first rank, if the options want it
         self._controls: dict[int, EngineControl] = {}  # on the first rank, until their subscriptions begin
         self._subscriptions: dict[int, Subscription] = {}
         self._engines: dict[int, EngineClient] = {}  # on the first rank, by number of the subscription
@@ -158,6 +124,11 @@ class RefitSession:
     def _prepare(self, engines: Sequence[EngineClient] | None) -> str:
         self._close_all()
         self._described = Once(self._describe)
+        if self._first and self._options.fan_out:
+            subscribed = self._subscriptions.values
+            self._fan_out = FanOut(
+                self._options, self._trainer(), self.exchange.size, subscribed, self._roster.check_other
+            )
         engines, self._given = engines if engines is not None else self._given, None
         self._agree(lambda: self._renewed(engines))
         began = time.monotonic()
@@ -198,7 +169,8 @@ class RefitSession:
     def attach(self, engine: EngineClient) -> None:
         """Attaches an engine, on the first rank, at any time. It joins during the next push without delaying others.
 
-        It takes part in the first push after it has joined.
+        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it takes the version
+        that other engines serve from them meanwhile.
 
         Raises:
             ValueError: if it is attached already.
@@ -206,6 +178,7 @@ class RefitSession:
         """
         self._on_the_first_rank()
         self._roster.add([engine])
+        self._bring(engine)
 
     def detach(self, name: str) -> None:
         """Detaches an engine, on the first rank, at any time. It keeps what it serves; the next push leaves it out.
@@ -216,10 +189,24 @@ class RefitSession:
         """
         self._on_the_first_rank()
         self._roster.remove(name)
+        if self._fan_out is not None:
+            self._fan_out.release(name)
+
+    def candidates(self) -> str:
+        """On the first rank, who can send the newest version that an engine serves, as JSON; see docs/refit.md.
+
+        Raises:
+            RefitError: on other ranks, before :meth:`prepare`, or without :attr:`RefitOptions.fan_out`.
+        """
+        self._on_the_first_rank()
+        if self._fan_out is None:
+            raise RefitError("engines send nothing to each other: the option fan_out is off, or prepare() is missing")
+        return encode(self._fan_out.candidates())
 
     def state(self) -> Mapping[str, Standing]:
         """What each engine's subscription is at, and on the first rank whom it waits for. Any thread may ask."""
-        return {one.name: one.standing for one in list(self._subscriptions.values())}
+        own = {one.name: one.standing for one in list(self._subscriptions.values())}
+        return own if self._fan_out is None else {**self._fan_out.state(), **own}
 
     def push(self, version: int, *, wait: bool = True) -> PushReport:
         """Sends the current weights and makes the engines serve them as ``version``.
@@ -331,7 +318,11 @@ class RefitSession:
             if self._first:
                 served = self._served(self._subscriptions)
                 self._await(served)
-                failed = {number: one for number, one in map(_outcome, served.items()) if one.reason is not None}
+                failed = {
+                    number: one
+                    for number, one in ((number, outcome_of(future)) for number, future in served.items())
+                    if one.reason is not None
+                }
                 if failed:
                     raise self._error(failed)
         finally:
@@ -343,6 +334,8 @@ class RefitSession:
         self._close_all()
 
     def _close_all(self) -> None:
+        if self._fan_out is not None:
+            self._fan_out.close()
         closed = [self._end(number) for number in list(self._subscriptions)]
         for one in closed:
             one.result()
@@ -361,7 +354,7 @@ class RefitSession:
         if engine is not None:
             self._roster.drop(engine, cost_s)
 
-    def _judge(self, failed: Mapping[int, _Outcome], began: float) -> None:
+    def _judge(self, failed: Mapping[int, PartOutcome], began: float) -> None:
         """Drops engines that failed, or raises, as the options say.
 
         Raises:
@@ -372,7 +365,7 @@ class RefitSession:
         for number in failed:
             self._drop(number, time.perf_counter() - began)
 
-    def _error(self, failed: Mapping[int, _Outcome]) -> PartyFailedError:
+    def _error(self, failed: Mapping[int, PartOutcome]) -> PartyFailedError:
         reasons = dict.fromkeys(str(outcome.reason) for outcome in failed.values())
         return PartyFailedError("; ".join(reasons), [self._subscriptions[number].name for number in failed])
 
@@ -390,13 +383,13 @@ class RefitSession:
             except TimeoutError:
                 return
 
-    def _outcomes(self, futures: Mapping[int, Future[Any]]) -> dict[int, _Outcome]:
+    def _outcomes(self, futures: Mapping[int, Future[Any]]) -> dict[int, PartOutcome]:
         """What has become of each subscription's part: failed if it failed on any rank, with the first rank's reason.
 
         Each rank waits for its own part before it meets the others, which end theirs at the same time.
         """
         self._await(futures)
-        mine = dict(map(_outcome, futures.items()))
+        mine = {number: outcome_of(future) for number, future in futures.items()}
         if self._first:
             for number, outcome in mine.items():
                 outcome.unreachable = self._subscriptions[number].unreachable
@@ -407,19 +400,19 @@ class RefitSession:
                     first[number].reason = outcome.reason
         return first
 
-    def _agree(self, decide: Callable[[], _Orders]) -> _Orders:
+    def _agree(self, decide: Callable[[], PushOrders]) -> PushOrders:
         """Carries out on all ranks what the first rank decides, without waiting for an engine.
 
         Raises:
             PartyFailedError: on every rank, if it decides that the push fails.
         """
-        orders = _Orders()
+        orders = PushOrders()
         if self._first:
             try:
                 orders = decide()
             except (RefitError, ValueError) as error:
                 engines = error.engines if isinstance(error, PartyFailedError) else ()
-                orders = _Orders(error=f"cannot start the refit: {describe_error(error)}", engines=engines)
+                orders = PushOrders(error=f"cannot start the refit: {describe_error(error)}", engines=engines)
         (orders, *_) = self.exchange.gather(orders)
         if orders.error is not None:
             raise PartyFailedError(orders.error, orders.engines)
@@ -429,16 +422,18 @@ class RefitSession:
             self._subscribe(number, name, invitation, orders.share)
         return orders
 
-    def _subscribe(self, number: int, name: str, invitation: Invitation, share: int) -> None:
-        if self._described is None:
-            raise RefitError("prepare() has not succeeded")
+    def _trainer(self) -> Trainer:
+        """This rank, as subscriptions know it."""
         import torch
 
-        device, stream = self._source.device, None
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
-        rank = self.exchange.rank
-        me = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
+        if self._described is None:
+            raise RefitError("prepare() has not succeeded")
+        device, rank = self._source.device, self.exchange.rank
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        name = f"trainer rank {rank} on {socket.gethostname()}:{os.getpid()}"
+        return Trainer(rank, name, str(device), stream, self._described, self._telemetry)
+
+    def _subscribe(self, number: int, name: str, invitation: Invitation, share: int) -> None:
         options = LinkOptions(
             transport=self._options.transport,
             staging_bytes=share,
@@ -448,14 +443,14 @@ class RefitSession:
         self._subscriptions[number] = Subscription(
             name,
             invitation,
-            Trainer(rank, me, str(device), stream, self._described, self._telemetry),
+            self._trainer(),
             options,
             control=self._controls.pop(number, None),
             check=self._roster.check_other,
             after=self._before.pop(name, None),
         )
 
-    def _renewed(self, engines: Sequence[EngineClient] | None) -> _Orders:
+    def _renewed(self, engines: Sequence[EngineClient] | None) -> PushOrders:
         """On the first rank, the orders that attach all engines anew."""
         if engines is not None:
             self._roster.set(engines)
@@ -463,13 +458,13 @@ class RefitSession:
             raise RefitError("there is no engine to push to")
         return self._orders()
 
-    def _orders(self) -> _Orders:
+    def _orders(self) -> PushOrders:
         """On the first rank, decides who takes part in a push, from what is known now.
 
         Raises:
             PartyFailedError: if engines failed, unless the options say to leave them out.
         """
-        orders, failed = _Orders(), dict[str, str]()
+        orders, failed = PushOrders(), dict[str, str]()
         for engine in self._roster.take_back():
             orders.fates[engine.name] = EngineReport(Fate.BACK)
         present = self._roster.present
@@ -498,15 +493,24 @@ class RefitSession:
                 failed[one.name] = reason
         if failed:
             raise PartyFailedError("; ".join(failed.values()), failed)
+        self._begin_to_join(orders, present)
+        return orders
+
+    def _begin_to_join(self, orders: PushOrders, present: Sequence[EngineClient]) -> None:
+        """Adds subscriptions of engines that have none, except for those that others bring to their version now."""
         known = {id(engine) for engine in self._engines.values()}
         orders.share = self._options.staging_bytes // max(1, len(present))
         for engine in present:
-            if id(engine) not in known and engine.name not in {one.name for one in self._subscriptions.values()}:
+            if self._fan_out is not None and self._fan_out.is_bringing(engine):
+                orders.fates.setdefault(engine.name, EngineReport(Fate.JOINING))
+            elif id(engine) not in known and engine.name not in {one.name for one in self._subscriptions.values()}:
                 control = EngineControl(engine, self.exchange.size, self._options)
                 self._engines[self._next], self._controls[self._next] = engine, control
                 orders.new.append((self._next, engine.name, control.rendezvous.invitation))
+                taken = None if self._fan_out is None else self._fan_out.release(engine.name)
+                if taken is not None:
+                    self._before[engine.name] = taken
                 self._next += 1
-        return orders
 
     def _turns(self, taking: Mapping[int, Subscription]) -> list[list[Subscription]]:
         """Subscriptions that may send at the same time. Over NCCL one at a time does, in the same order on all ranks.
@@ -524,6 +528,11 @@ class RefitSession:
 
         for stream in {one.stream for one in taking.values() if one.stream is not None}:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def _bring(self, engine: EngineClient) -> None:
+        """Lets an engine take the version that others serve, before the next push."""
+        if self._fan_out is not None:
+            self._fan_out.bring(engine)
 
     def _check_version(self, version: int) -> None:
         if version < 0:
@@ -561,13 +570,3 @@ class RefitSession:
         if not self._first:  # every party receives these, so only one rank sends the whole model
             return Held({}, {}, held.manifest)
         return replace(held, allow_narrowing=self._options.allow_narrowing)
-
-
-def _outcome(item: tuple[int, Future[Any]]) -> tuple[int, _Outcome]:
-    """What became of a subscription's part that has ended."""
-    number, future = item
-    error = future.exception()
-    if error is not None:
-        return number, _Outcome(describe_error(error))
-    found = future.result()
-    return number, _Outcome(paused_s=found if isinstance(found, float) else 0.0)

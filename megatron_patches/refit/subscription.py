@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -83,6 +83,7 @@ class Subscription:
             may then change.
         served: done once the last version serves, or has failed.
         lags: whether it has missed a version because it was committing another, so that no push waits for it again.
+        serves: on the first rank, number of the version that its workers have committed; -1 if that is not known.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Subscription:
         self._party: SourceParty | None = None
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
         self._planning_s = 0.0  # until a version has been charged for it
-        self.lags = False
+        self.lags, self.serves = False, -1
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.served: Future[float] = Future()
@@ -157,6 +158,16 @@ class Subscription:
         return [] if self._assembly is None else self._assembly.gone()
 
     @property
+    def has_all_workers(self) -> bool:
+        """Whether the engine's workers have joined, and none has left."""
+        return self._assembly is not None and not self._assembly.gone(self._options.sources)
+
+    @property
+    def workers(self) -> int:
+        """On the first rank, number of the engine's workers; 0 until it is known."""
+        return 0 if self._control is None else self._control.workers
+
+    @property
     def standing(self) -> Standing:
         """What it is at."""
         return self._log.standing(self._awaited)
@@ -179,6 +190,22 @@ class Subscription:
         """
         self.sent = sent = self._run(lambda: self._send(version, look_up))
         self.served = self._run(lambda: self._serve(version, sent))
+
+    def relay(self, call: Mapping[str, Any]) -> Future[None]:
+        """On the first rank, makes the engine's workers send the version that they serve to those of another engine.
+
+        The engine is called once nothing else is under way, and is not paused.
+
+        Args:
+            call: see :class:`megatron_patches.refit.vllm.refit_call.RefitCall`.
+        """
+
+        def start() -> None:
+            if self._control is None or self.serves != call["version"]:
+                raise RefitError(f"{self.name} no longer serves version {call['version']}")
+            self._control.engine.call({**call, "call": "relay"})
+
+        return self._run(start)
 
     def forget(self) -> None:
         """Forgets that the last commit failed."""
@@ -299,6 +326,7 @@ class Subscription:
             On the first rank, seconds for which the engine was paused.
         """
         assembly, control, arrived = self._assembly, self._control, sent.exception() is None
+        committed, self.serves = self.serves, -1
         if assembly is None:
             raise PartyFailedError(f"{self.name} has not joined")
         if control is None:
@@ -321,6 +349,8 @@ class Subscription:
             self._fail(version, reason)
         elif arrived:
             self._log.enter(State.READY, version)
+        if reason is None:
+            self.serves = version if arrived else committed
         if control is not None:
             self._tell_cost(version, sent, control, reason)
         if reason is not None and (arrived or control is not None):

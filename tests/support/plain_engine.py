@@ -27,8 +27,10 @@ from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Invitation, Model
+from megatron_patches.refit.parties.relay import Committed, Relay
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.transports.base import named_transport
@@ -59,19 +61,35 @@ class Engine:
         self._manifest: Manifest | None = None
         self._known: dict[str, str] | None = None
         self._thread: threading.Thread | None = None
+        self._model: Model | None = None
+        self._digests: list[int] = []
+        self._calls: list[str] = []
+        self._relays: list[tuple[Relay, threading.Thread]] = []
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        self._calls.append(call["call"])
         getattr(self, f"_{call['call']}")(call)
+
+    def calls(self) -> list[str]:
+        """What it was asked to do, pauses included."""
+        return self._calls
+
+    def pause(self) -> None:
+        """Notes that it was paused. Nothing is served between two calls."""
+        self._calls.append("pause")
 
     def commit(self, version: int) -> None:
         """Makes the received version serve."""
+        self._calls.append("commit")
         self._fail_at("committing")
         self._finish()
         received, self._received = self._received, None
         if self._party is None or received is None or received[0] != version:
             raise RefitError(f"version {version} has not been received")
+        self._stop_relays()
         self.version, self.serving = received
+        self._digests = list(self._party.verified)
         self._party.post_commit(version, None)
 
     def content(self) -> tuple[int, dict[str, str]]:
@@ -86,6 +104,21 @@ class Engine:
         """Lets the process send itself a signal in a state."""
         self._fault = state, how
 
+    def damage(self, tensor: str) -> None:
+        """Changes one element of what serves."""
+        self.serving[tensor][0] += 1
+
+    def send_slowly(self, seconds: float) -> None:
+        """Lets it wait before each packet that it sends to other engines."""
+        original = Sender.pack_into
+
+        def slow(sender: Sender, *args: Any) -> Any:
+            time.sleep(seconds)
+            self._fail_at("relaying")
+            return original(sender, *args)
+
+        Sender.pack_into = slow  # type: ignore[method-assign, assignment]
+
     def know(self, dtypes: dict[str, str]) -> None:
         """Lets it know tensors of these names and dtypes alone, and keep them in these dtypes."""
         self._known = dtypes
@@ -94,6 +127,7 @@ class Engine:
         self._fail_at("joining")
         if self._party is not None:
             self._party.leave()
+            self._stop_relays()
             self._finish()
             self._party.close()
         invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
@@ -115,6 +149,37 @@ class Engine:
         self._received = None
         self._start(lambda: self._take(call))
 
+    def _relay(self, call: dict[str, Any]) -> None:
+        options = LinkOptions(
+            transport=named_transport(call["transport"]),
+            staging_bytes=call["staging_bytes"],
+            sources=call["sources"],
+            memory=MemoryMode(call["memory"]),
+        )
+        invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
+        relay = Relay(invitation, call["first"], "engine worker 0", options, "cpu", call["lease_s"])
+        thread = threading.Thread(target=self._send, args=(relay, call["version"]), daemon=True)
+        self._relays.append((relay, thread))
+        thread.start()
+
+    def _send(self, relay: Relay, version: int) -> None:
+        def committed() -> Committed:
+            if self._model is None or self._manifest is None:
+                raise RefitError("nobody has joined")
+            return Committed(self.version, self._model, self._manifest, self.serving, self._digests)
+
+        try:
+            relay.run(version, committed)
+        except RefitError:
+            logger.exception("version %d was not sent", version)
+
+    def _stop_relays(self) -> None:
+        for relay, _ in self._relays:
+            relay.stop()
+        for _, thread in self._relays:
+            thread.join()
+        self._relays = []
+
     def _abandon(self, call: dict[str, Any]) -> None:  # noqa: ARG002 - likewise
         self._finish()
         self._received = None
@@ -132,6 +197,7 @@ class Engine:
         self._received = call["version"], {name: np.asarray(array) for name, array in found.items()}
 
     def _want(self, model: Model) -> Manifest:
+        self._model = model
         if self._known is None:
             return whole(model)
         unknown = [spec.name for spec in model.tensors if spec.name not in self._known]
@@ -221,8 +287,9 @@ class PlainEngine:
         """Likewise."""
         self.run("commit", version)
 
-    def pause(self, mode: PauseMode) -> None:
-        """Nothing is served between two calls."""
+    def pause(self, mode: PauseMode) -> None:  # noqa: ARG002 - nothing is served between two calls
+        """Likewise."""
+        self.run("pause")
 
     def resume(self, *, reset_cache: bool) -> None:
         """Likewise."""

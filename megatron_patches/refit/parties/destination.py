@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from megatron_patches.refit.assembly import Assembly
@@ -29,10 +29,12 @@ class DestinationParty(Party[ReceivingEnd]):
     Attributes:
         beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by the maker of the memory.
         backup_bytes: likewise.
+        verified: digests of the boxes of the manifest, of the last version received.
     """
 
     beside_bytes = 0
     backup_bytes = 0
+    verified: Sequence[int] = ()
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
         super().__init__(assembly, options, device)
@@ -106,6 +108,7 @@ class DestinationParty(Party[ReceivingEnd]):
                         receive_version(unpacker, end, self._assembly.timeout_s, self._assembly.check, meanwhile)
                     with self._timed("verify"):
                         unpacker.verify()
+                self.verified = unpacker.verified.tolist()
                 received.append(memory)
                 return Moved(self.seconds, self.staging.peak_bytes, self.beside_bytes, self.backup_bytes)
 

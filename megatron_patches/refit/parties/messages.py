@@ -132,12 +132,14 @@ class Held:
         shapes: global shape of every tensor of the model, by Hugging Face name.
         manifest: this source's part.
         allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`.
+        partial: whether tensors that no source holds are left out of the model. Otherwise they are an error.
     """
 
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     manifest: Manifest
     allow_narrowing: bool = False
+    partial: bool = False
 
     def tensors(self) -> list[TensorSpec]:
         """The tensors of the model, without dtypes, which only the holders know."""
@@ -154,6 +156,7 @@ class Registered(msgspec.Struct, frozen=True):
         tensors: every tensor of the model, without types.
         layout: this source's part.
         allow_narrowing: see :class:`megatron_patches.refit.plan.PlanOptions`.
+        partial: see :class:`Held`.
     """
 
     rank: int
@@ -162,6 +165,7 @@ class Registered(msgspec.Struct, frozen=True):
     tensors: tuple[TensorGrid, ...]
     layout: Layout
     allow_narrowing: bool
+    partial: bool = False
 
 
 class Registration(msgspec.Struct):

@@ -64,7 +64,7 @@ class Registry:
             RECORDING: self._overlaps,
             PLANNING: self._orders,
             CHECKING: _nothing,
-            CHOOSING: _transport,
+            CHOOSING: self._transport,
             LISTENING: self._introduce,
             LINKING: _nothing,
         }
@@ -93,7 +93,7 @@ class Registry:
             check_layout(holder.layout, f"source rank {holder.rank}")
         self._index = OverlapIndex(holders)
         first = held[0]
-        tensors = agree(first.tensors, holders)
+        tensors = agree(first.tensors, holders, partial=first.partial)
         return [_encode(ModelAnswer(first.config, tensors, first.allow_narrowing))] * len(payloads)
 
     def _overlaps(self, payloads: list[bytes]) -> list[bytes]:
@@ -131,6 +131,12 @@ class Registry:
         self.bytes_by_source = tuple(sent[source] for source in range(self._sources))
         return [_encode(order) for order in orders]
 
+    def _transport(self, payloads: list[bytes]) -> list[bytes]:
+        """The transport that reaches all parties that link with another, for every party."""
+        linked = {payload for party, payload in enumerate(payloads) if self._peers.get(party)}
+        sites = {msgspec.msgpack.decode(payload, type=Site) for payload in linked or set(payloads)}
+        return [_encode(choose(sites))] * len(payloads)
+
     def _introduce(self, payloads: list[bytes]) -> list[bytes]:
         """For each party, the offers of those with which it links, and those for everybody, by party."""
         for_all = {
@@ -150,14 +156,8 @@ def _nothing(payloads: list[bytes]) -> list[bytes]:
     return [_NOTHING] * len(payloads)
 
 
-def _transport(payloads: list[bytes]) -> list[bytes]:
-    """The transport that reaches all parties, for every party."""
-    sites = {msgspec.msgpack.decode(payload, type=Site) for payload in set(payloads)}
-    return [_encode(choose(sites))] * len(payloads)
-
-
 def registered(held: Held, layout: Layout) -> Registered:
     """What a source registers of what it holds."""
     manifest = held.manifest
     tensors = fold_tensors(held.tensors())
-    return Registered(manifest.rank, manifest.host, held.config, tensors, layout, held.allow_narrowing)
+    return Registered(manifest.rank, manifest.host, held.config, tensors, layout, held.allow_narrowing, held.partial)

@@ -47,13 +47,17 @@ class SourceParty(Party[SendingEnd]):
         end = self._end
         return [] if end is None else end.late
 
-    def push(self, version: int, look_up: Callable[[], Memory]) -> Moved:
+    def push(
+        self, version: int, look_up: Callable[[], Memory], confirm: Callable[[Memory], None] = lambda _: None
+    ) -> Moved:
         """Sends one version; when this returns, every destination has verified it.
 
         Args:
             version: number of the weights.
             look_up: returns the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
                 integers. It is called inside the step, so that its failure fails the step for all parties at once.
+            confirm: called with them inside the step, once this rank's boxes have been sent. If it raises, no
+                destination takes the version.
 
         Returns:
             The summary over all parties.
@@ -71,6 +75,7 @@ class SourceParty(Party[SendingEnd]):
                 with closing(sender), self._timed("move"):
                     end.begin(memory, self._assembly.check)
                     send_version(sender, end, version, self._assembly.check)
+                confirm(memory)
                 return Moved(self.seconds, self.staging.peak_bytes)
 
             return self._assembly.exchange(f"{SENDING} {version}", Moved, send)

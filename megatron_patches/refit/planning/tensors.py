@@ -93,8 +93,11 @@ def agree_on_tensors(shapes: Mapping[str, tuple[int, ...]], sources: Sequence[Ma
     return [found[name] for name in shapes]
 
 
-def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder]) -> tuple[TensorGrid, ...]:
-    """:func:`agree_on_tensors` in compact form. A region that several sources hold alike is checked once."""
+def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder], *, partial: bool = False) -> tuple[TensorGrid, ...]:
+    """:func:`agree_on_tensors` in compact form. A region that several sources hold alike is checked once.
+
+    With ``partial``, tensors that no rank holds are left out.
+    """
     shapes: dict[str, dict[Numbers, tuple[int, ...]]] = defaultdict(dict)
     for grid in tensors:
         shapes[grid.tensor].update(dict.fromkeys(numbers_of(grid.axes), grid.shape))
@@ -118,7 +121,7 @@ def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder]) -> tuple[Ten
     missing = [
         join_name(pattern, numbers) for pattern, named in shapes.items() for numbers in named.keys() - known[pattern]
     ]
-    if missing:
+    if missing and not partial:
         missing.sort()
         raise RefitError(
             f"no rank holds {', '.join(missing[:5])}{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}; "
@@ -128,6 +131,7 @@ def agree(tensors: Iterable[TensorGrid], holders: Sequence[Holder]) -> tuple[Ten
         (pattern, numbers, shape, known[pattern][numbers][0])
         for pattern, named in shapes.items()
         for numbers, shape in named.items()
+        if numbers in known[pattern]
     )
 
 

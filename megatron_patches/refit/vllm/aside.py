@@ -53,6 +53,11 @@ class Aside:
         thread.start()
         self._thread = thread
 
+    @property
+    def idle(self) -> bool:
+        """Whether no task is running."""
+        return self._thread is None or not self._thread.is_alive()
+
     def finish(self, timeout_s: float) -> None:
         """Waits until no task is running.
 

@@ -2,12 +2,13 @@
 
 [Note: calls] All calls come through ``init_weight_transfer_engine``, with a field ``call``. The server's own guard
 sends ``admit``. The trainer sends ``join`` and ``record`` once per session, then for each version ``receive`` and
-``commit``, or ``abandon``. The server sends ``leave`` once it no longer hears of the trainer. vLLM's other calls are
-not used, for two reasons. First, vLLM's worker notes that an update was started and refuses the next one until it is
-finished, which a killed trainer never does. Second, if an engine has several workers, an exception in one leaves the
-answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer
-to an earlier one. For the same reason calls do not raise: workers report results at the trainer's rendezvous and in
-the log. Calls raise only if old weights cannot be restored, because the engine must not continue then.
+``commit``, or ``abandon``; ``relay`` makes the workers send what they serve to another engine. The server sends
+``leave`` once it no longer hears of the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker
+notes that an update was started and refuses the next one until it is finished, which a killed trainer never does.
+Second, if an engine has several workers, an exception in one leaves the answers of the others unread
+(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer to an earlier one. For the
+same reason calls do not raise: workers report results at the trainer's rendezvous and in the log. Calls raise only if
+old weights cannot be restored, because the engine must not continue then.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             "receive": self._receive,
             "commit": self._commit,
             "abandon": self._abandon,
+            "relay": self._relay,
             "leave": self._leave,
         }
         try:
@@ -234,6 +236,18 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
     def _abandon(self, call: RefitCall) -> None:
         if self._session is not None and call.token == self._token:
             self._session.abandon()
+
+    def _relay(self, call: RefitCall) -> None:
+        """Starts to send the version that serves to another engine.
+
+        Raises:
+            RefitError: if the trainer of another session asks, or its address is not allowed.
+        """
+        self._settings.check_trainer(call.host, call.port)
+        session = self._joined(call)
+        if session is None:
+            raise RefitError(f"asked to send version {call.version} to another engine, but {self._why_not()}")
+        session.relay(call)
 
     def _leave(self, call: RefitCall) -> None:
         """Ends the session of a trainer that has fallen silent."""

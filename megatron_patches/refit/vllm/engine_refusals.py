@@ -68,6 +68,19 @@ def check_all_loaded(model: nn.Module, wanted: Collection[str], written: Collect
         )
 
 
+def check_stays_awake() -> None:
+    """Refuses engines that may sleep: the memory of their weights could go while another thread reads it.
+
+    Raises:
+        UnsupportedEngineError: if vLLM's sleep mode is on.
+    """
+    if CuMemAllocator.instance is not None:
+        raise UnsupportedEngineError(
+            "an engine with vLLM's sleep mode sends nothing to other engines, as its weights' memory may be taken away "
+            "meanwhile; start it without --enable-sleep-mode"
+        )
+
+
 def check_awake() -> None:
     """Checks that vLLM has not released the memory of the weights.
 

@@ -30,6 +30,7 @@ from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.recording import record_loading
 from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
@@ -63,10 +64,9 @@ class Joining:
         )
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-        name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
         # A party that has joined must answer, so anything in the call that may be invalid is checked first.
         invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
-        self._assembly = Assembly(invitation, call.sources + worker, name)
+        self._assembly = Assembly(invitation, call.sources + worker, _name_of(worker))
         self._party = DestinationParty(self._assembly, options, str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[Layout] = Future()  # from record()
@@ -183,4 +183,10 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
     )
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
-    return Layout(manifest, recording.fills, layers, in_place)
+    relays = Relays(model, manifest, layers, serving.device, worker=rank, name=_name_of(rank))
+    return Layout(manifest, recording.fills, layers, in_place, relays)
+
+
+def _name_of(worker: int) -> str:
+    """Name of this process, for messages."""
+    return f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"

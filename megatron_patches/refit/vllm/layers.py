@@ -213,18 +213,19 @@ class Layers:
         Weights that share memory with another of ``names`` are left out.
         """
         running = {join(layer.path, name): (layer, name) for layer, found in self.of(names) for name in found}
-        kept: dict[str, torch.Tensor] = {}
-        for full, (layer, name) in running.items():
-            tensor, form = layer.running().get(name), layer.loader_form()[name]
-            if tensor is not None and _same_form(tensor, form) and is_dense(tensor) and tensor.numel():
-                kept[full] = tensor.data
         tensors = [*(layer.running()[name] for layer, name in running.values() if name in layer.running())]
         shared = {span_of(tensors[index]) for index in overlapping(tensors)}
-        return {
-            full: tensor.as_strided((tensor.numel(),), (1,))
-            for full, tensor in kept.items()
-            if span_of(tensor) not in shared
-        }
+        return {name: flat for name, flat in self.readable(names).items() if span_of(flat) not in shared}
+
+    def readable(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The weights that serve in exactly the loader form, as flat memory, by name. They may share memory."""
+        kept: dict[str, torch.Tensor] = {}
+        for layer, found in self.of(names):
+            for name in found:
+                tensor, form = layer.running().get(name), layer.loader_form()[name]
+                if tensor is not None and _same_form(tensor, form) and is_dense(tensor) and tensor.numel():
+                    kept[join(layer.path, name)] = tensor.data.as_strided((tensor.numel(),), (1,))
+        return kept
 
 
 class _Watch(TorchDispatchMode):

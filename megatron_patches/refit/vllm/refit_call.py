@@ -21,17 +21,20 @@ class RefitCall(WeightTransferInitInfo):
     """One call, from JSON.
 
     Attributes:
-        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon`` or ``leave``.
-        host: for join: address of the rendezvous.
-        port: for join: its port.
+        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``relay`` or ``leave``.
+        host: for join and relay: address of the rendezvous.
+        port: likewise: its port.
         token: secret that all parties of a session share.
-        timeout_s: for join: seconds that one step may take after its first party has finished.
-        sources: for join: number of trainer ranks; the parties with the first numbers. Workers follow.
-        transport: for join: name of the transport, or ``auto``.
-        staging_bytes: for join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
-        lease_s: for join: seconds without a message of the trainer after which the worker gives up its current step.
-        memory: for join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
-        version: for receive and commit: number of the weights.
+        timeout_s: for join and relay: seconds that one step may take after its first party has finished.
+        sources: likewise: number of sources, such as trainer ranks; the parties with the first numbers. Workers of the
+            receiving engine follow.
+        transport: likewise: name of the transport, or ``auto``.
+        staging_bytes: likewise: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+        lease_s: likewise: seconds without a message of the trainer after which the worker gives up its current step.
+        memory: likewise: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
+        key: for relay: secret of the session of the engine to which the version goes.
+        first: for relay: number of this engine's first worker among the parties of that session.
+        version: for receive, commit and relay: number of the weights.
         step: for receive: number of the trainer's next step.
         linked: for receive: whether the trainer's links are up.
     """
@@ -46,6 +49,8 @@ class RefitCall(WeightTransferInitInfo):
     transport: Annotated[str, Meta(max_length=32)] = AUTO
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     memory: Annotated[str, Meta(max_length=32)] = MemoryMode.BESIDE.value
+    key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    first: Count = 0
     version: Annotated[int, Meta(ge=0)] = 0
     step: Annotated[int, Meta(ge=0)] = 0
     linked: bool = False
@@ -54,6 +59,8 @@ class RefitCall(WeightTransferInitInfo):
         joins = self.host and self.port and self.token and self.timeout_s and self.sources
         if self.call == "join" and not joins:
             raise ValueError("to join, a call names host, port, token, timeout_s and sources")
+        if self.call == "relay" and not (joins and self.key and self.first):
+            raise ValueError("to relay, a call names host, port, token, key, timeout_s, sources and first")
 
 
 def read_call(content: dict[str, Any]) -> RefitCall:

@@ -13,6 +13,12 @@ from megatron_patches.refit.vllm.in_place import InPlace
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
+def bits_of(memory: torch.Tensor) -> Bits:
+    """Flat host memory as unsigned integers."""
+    bits: Bits = memory.view(_UNSIGNED[memory.element_size()]).numpy()
+    return bits
+
+
 @dataclass
 class Arriving:
     """Memory of one version.
@@ -63,5 +69,5 @@ class VersionMemory:
                 made.beside_bytes += memory.nbytes
             made.tensors[storage.name] = memory
             if self._device.type == "cpu":
-                made.bits[storage.name] = memory.view(_UNSIGNED[memory.element_size()]).numpy()
+                made.bits[storage.name] = bits_of(memory)
         return made

@@ -41,6 +41,8 @@ from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
+from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
 from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
 
@@ -75,12 +77,14 @@ class Layout:
         fills: constants that the model's loader writes where no tensor of the trainer goes.
         layers: the model's layers.
         in_place: serving memory in which versions are received; None to receive beside it.
+        relays: sends the version that serves to other engines.
     """
 
     manifest: Manifest
     fills: Sequence[FillRecord]
     layers: Layers
     in_place: InPlace | None
+    relays: Relays
 
 
 class WorkerSession:
@@ -119,6 +123,7 @@ class WorkerSession:
         self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
+        self._digests: Sequence[int] = ()  # of its boxes
         self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are lost for good
@@ -137,6 +142,8 @@ class WorkerSession:
         """
         self._come_to_rest()
         self._staged, self._instead = None, "nothing has been received"
+        if self._in_place is not None:
+            self._layout.relays.stop(LEAVING_S)
         self._log.enter(State.SENDING, version)
         if self._may_go_on:
             self._aside.start(f"receive-{version}", lambda: self._take(version, step, linked))
@@ -159,6 +166,14 @@ class WorkerSession:
             raise
         self._log.enter(State.READY, version)
         self._tell(version, None)
+
+    def relay(self, call: RefitCall) -> None:
+        """Starts to send the version that serves to another engine. If it cannot be sent, that engine's parties fail.
+
+        It ends, sent or not, before the serving weights change.
+        """
+        holds = self._lost is None and not (self._in_place is not None and self._in_place.begun)
+        self._layout.relays.start(call, self._latest if holds else -1, self._digests)
 
     @property
     def awaited(self) -> str:
@@ -191,6 +206,7 @@ class WorkerSession:
             RefitError: if a version that is arriving does not end.
         """
         self._party.leave()  # so that a version that is arriving ends in its own thread
+        self._layout.relays.stop(LEAVING_S)
         self._aside.finish(LEAVING_S)
         self._party.close()
         self._staged = None
@@ -277,6 +293,7 @@ class WorkerSession:
             self._settle()
             raise
         self.version = self._latest = version
+        self._digests = self._party.verified
         if self._in_place is not None:
             self._in_place.done()
 
@@ -289,6 +306,7 @@ class WorkerSession:
         late: RefitError | None = None
         try:
             self._aside.finish(self._timeout_s)
+            self._layout.relays.stop(LEAVING_S)
             check_awake()
         except RefitError as error:
             late = error

@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron_patches.refit.errors import LostWeightsError, TransferError
 from megatron_patches.refit.manifest import Manifest, Storage
+from megatron_patches.refit.parties import messages
 from megatron_patches.refit.parties.messages import StateLog
 
 if importlib.util.find_spec("vllm") is None:
@@ -33,6 +34,7 @@ from vllm.v1.attention.backend import AttentionImplBase
 from megatron_patches.refit.vllm import all_or_none
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
+from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
 
 HEADS, NOPE, VALUE, RANK = 3, 4, 5, 6
@@ -131,7 +133,7 @@ class Party:
     """A trainer whose weights arrive as they are."""
 
     def __init__(self) -> None:
-        self.weight, self.beside_bytes = torch.empty(0), -1
+        self.weight, self.beside_bytes, self.verified = torch.empty(0), -1, ()
 
     def receive(
         self,
@@ -176,10 +178,13 @@ class Worker:
         storages = (Storage(WEIGHT, str(dtype).removeprefix("torch."), self.serving.numel(), self.serving.numel()),)
         serving = InPlace(layers, storages, CPU) if in_place else None
         self.party = Party()
+        relays = Relays(
+            messages.Model({}, ()), Manifest(0, "here", storages, ()), layers, CPU, worker=0, name="a worker"
+        )
         self.session = WorkerSession(
             cast(Any, self.party),
             ServingModel(self.model, config, CPU),
-            Layout(Manifest(0, "here", storages, ()), (), layers, serving),
+            Layout(Manifest(0, "here", storages, ()), (), layers, serving, relays),
             version=0,
             may_go_on=not in_place,
             timeout_s=30.0,

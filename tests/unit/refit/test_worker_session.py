@@ -37,6 +37,8 @@ class Party:
         self.may_receive.set()
         self.receiving, self.asked, self.failure = False, list[str](), ""
         self.beside_bytes = -1
+        self.verified: list[int] = []
+        self.sent: list[tuple[object, int, object]] = []  # to other engines
 
     def receive(
         self,
@@ -73,6 +75,20 @@ class Party:
         if self.left.is_set():
             raise PartyFailedError("the trainer has gone")
         self.asked.append(f"commit of {version}: {reason}")
+
+
+class Relays:
+    """Notes what it is to send, and when it is stopped."""
+
+    def __init__(self, party: Party) -> None:
+        self._party = party
+
+    def start(self, call: object, version: int, digests: object) -> None:
+        self._party.sent.append((call, version, digests))
+
+    def stop(self, timeout_s: float) -> None:
+        assert timeout_s > 0
+        self._party.sent.append(("stopped", len(Replacement.done), None))
 
 
 class Replacement:
@@ -154,8 +170,41 @@ def session(
 ) -> WorkerSession:
     serving = ServingModel(nn.Linear(1, 1), cast(Any, None), torch.device("cpu"))
     storages = () if rule is None else (Storage("arrives", "bfloat16", 3, 3, rule),)
-    layout = Layout(Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place))
+    layout = Layout(
+        Manifest(0, "here", storages, ()), (), cast(Any, None), cast(Any, in_place), cast(Any, Relays(party))
+    )
     return WorkerSession(cast(Any, party), serving, layout, version=2, may_go_on=aside, timeout_s=5.0, log=LOG)
+
+
+def test_what_is_sent_to_other_engines_ends_before_the_weights_change() -> None:
+    party = Party()
+    under_test = session(party)
+    under_test.relay(cast(Any, "call 1"))
+    party.verified = [5]
+    under_test.receive(7, 3, True)
+    under_test.relay(cast(Any, "call 2"))  # 7 has come, but does not serve
+    before = len(Replacement.done)
+    under_test.commit(7)
+    under_test.relay(cast(Any, "call 3"))
+    party.verified = [6]
+    under_test.receive(8, 4, True)
+    under_test.relay(cast(Any, "call 4"))
+    assert party.sent == [
+        ("call 1", -1, ()),
+        ("call 2", -1, ()),
+        ("stopped", before, None),
+        ("call 3", 7, [5]),
+        ("call 4", 7, [5]),
+    ]
+
+
+def test_nothing_is_sent_to_other_engines_from_memory_in_which_a_version_arrives() -> None:
+    party, in_place = Party(), InPlace()
+    under_test = session(party, in_place=in_place)
+    under_test.receive(7, 3, True)
+    assert party.sent == [("stopped", 0, None)]
+    under_test.relay(cast(Any, "call"))
+    assert party.sent[1:] == [("call", -1, ())]
 
 
 @pytest.mark.parametrize("aside", [False, True])

@@ -1,0 +1,269 @@
+"""Fan-out on the first trainer rank: an engine that joins takes the version that others serve, from these engines.
+
+Neither the training loop nor other trainer ranks take part, and no serving engine is paused. For one engine and one
+version, the workers of the chosen engines are the sources of an ordinary
+:class:`megatron_patches.refit.subscription.Subscription`. The first rank is a source too, in a thread of its own: it
+describes the model, calls the receiving engine, and holds no weights. So plans, proofs, digests, transports, time-outs
+and commits are those of a push. The engine joins the trainer's own subscription at the next push.
+
+Waves come from :func:`megatron_patches.refit.planning.fan_out.assign`: an engine that is sending is busy, engines that
+wait are assigned to those that are not, and an engine that has committed sends as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from megatron_patches.refit.candidates import Candidates, Source, candidates_of
+from megatron_patches.refit.engine_control import EngineControl
+from megatron_patches.refit.engines import EngineClient
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.messages import TICK_S, Held, Standing, State
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
+from megatron_patches.refit.push_options import RefitOptions
+from megatron_patches.refit.subscription import Subscription, Trainer
+from megatron_patches.refit.telemetry import Telemetry
+from megatron_patches.refit.transports.base import AUTO
+from megatron_patches.refit.transports.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3  # then the engine waits for the trainer's next push, which might otherwise never come to it
+
+_Failed = frozenset[tuple[str, int]]
+"""Names of engines, each with a version that could not be taken from it."""
+
+
+class FanOut:
+    """Brings engines to the version that others serve. Any thread may use it.
+
+    Args:
+        options: of the session.
+        trainer: this rank, as in its subscriptions.
+        ranks: number of trainer ranks.
+        subscribed: the trainer's subscriptions.
+        check: see :meth:`EngineControl.join`.
+    """
+
+    def __init__(
+        self,
+        options: RefitOptions,
+        trainer: Trainer,
+        ranks: int,
+        subscribed: Callable[[], Collection[Subscription]],
+        check: Callable[[EngineClient], None],
+    ) -> None:
+        self._options, self._ranks, self._subscribed, self._check = options, ranks, subscribed, check
+        describe = trainer.describe
+        # What a version costs here is logged; the telemetry of pushes counts by trainer rank.
+        self._trainer = replace(trainer, describe=lambda: _model_of(describe()), telemetry=Telemetry())
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._at_work: dict[str, EngineClient] = {}
+        self._waiting: dict[str, _Failed] = {}
+        self._taking: dict[str, tuple[int, list[str]]] = {}  # version and servers of each receiver
+        self._brought: dict[str, Subscription] = {}  # by receiver, until the trainer's own subscription
+
+    def bring(self, engine: EngineClient) -> None:
+        """Starts to bring an engine to the version that others serve, in a thread. It need not succeed."""
+        with self._changed:
+            if self._is_closed or engine.name in self._at_work:
+                return
+            self._at_work[engine.name] = engine
+        worker = Worker(f"refit-fan-out-{engine.name}")
+        worker.submit(lambda: self._bring(engine))
+        worker.close(0.0)
+
+    def is_bringing(self, engine: EngineClient) -> bool:
+        """Whether that is under way."""
+        return self._at_work.get(engine.name) is engine
+
+    def release(self, name: str) -> Subscription | None:
+        """Ends an engine's part, whatever it is at. Returns the subscription in which it took a version, if it did."""
+        with self._changed:
+            self._at_work.pop(name, None)
+            one = self._brought.pop(name, None)
+            self._changed.notify_all()
+        if one is not None:
+            one.close()
+        return one
+
+    def state(self) -> Mapping[str, Standing]:
+        """What the engines are at that take, or have taken, a version from others."""
+        return {name: one.standing for name, one in list(self._brought.items())}
+
+    def candidates(self) -> Candidates:
+        """The sources of the newest version that an engine serves."""
+        with self._changed:
+            able = self._able()
+            version = able[0].serves if able else -1
+            sends = {one.name: [to for to, (_, names) in self._taking.items() if one.name in names] for one in able}
+            waiting = list(self._waiting)
+        sources = [Source(one.name, "engine", one.workers, sends[one.name]) for one in able]
+        sent_to = [
+            one.name
+            for one in self._subscribed()
+            if one.standing.state is State.SENDING and one.standing.version == version
+        ]
+        if sent_to:
+            sources.insert(0, Source("trainer", "trainer", self._ranks, sent_to))
+        return candidates_of(version, sources, waiting)
+
+    def close(self) -> None:
+        """Ends everything. Engines keep what they serve."""
+        with self._changed:
+            self._is_closed = True
+            names = [*self._brought]
+            self._changed.notify_all()
+        for name in names:
+            self.release(name)
+
+    def _bring(self, engine: EngineClient) -> None:
+        failed: _Failed = frozenset()
+        try:
+            for _ in range(_ATTEMPTS):
+                chosen = self._choose(engine, failed)
+                if chosen is None:
+                    return
+                version, servers = chosen
+                names = ", ".join(server.name for server in servers)
+                logger.info("refit: %s takes version %d from %s", engine.name, version, names)
+                try:
+                    self._receive(engine, version, servers)
+                except RefitError as error:
+                    failed |= {(server.name, version) for server in servers}
+                    logger.warning(
+                        "refit: %s did not take version %d from %s: %s",
+                        engine.name,
+                        version,
+                        names,
+                        describe_error(error),
+                    )
+                else:
+                    return
+                finally:
+                    self._give_back(engine.name)
+        except Exception:
+            logger.exception("refit: %s serves on what it serves, until the next push", engine.name)
+        finally:
+            with self._changed:
+                if self._at_work.get(engine.name) is engine:
+                    del self._at_work[engine.name]
+
+    def _able(self) -> list[Subscription]:
+        """The engines that serve the newest version, as far as known."""
+        known = [*self._subscribed(), *self._brought.values()]
+        serving = [one for one in known if one.serves >= 0 and one.has_all_workers]
+        newest = max((one.serves for one in serving), default=-1)
+        return [one for one in serving if one.serves == newest]
+
+    def _choose(self, engine: EngineClient, failed: _Failed) -> tuple[int, list[Subscription]] | None:
+        """Waits for engines that can send to a receiver. Returns the version and them; None if there are none."""
+        deadline = time.monotonic() + self._options.timeout_s
+        with self._changed:
+            self._waiting[engine.name] = failed
+            try:
+                while self.is_bringing(engine) and not self._is_closed and time.monotonic() < deadline:
+                    able = [one for one in self._able() if (one.name, one.serves) not in failed]
+                    if not able and all(one.served.done() for one in self._subscribed()):
+                        return None
+                    self._allot(able, failed)
+                    if engine.name in self._taking:
+                        version, names = self._taking[engine.name]
+                        return version, [one for one in able if one.name in names]
+                    self._changed.wait(TICK_S)  # also for a commit under way, which nobody announces here
+            finally:
+                del self._waiting[engine.name]
+        return None
+
+    def _allot(self, able: Sequence[Subscription], failed: _Failed) -> None:
+        """Assigns engines that are not busy to receivers that wait and have failed to take from the same ones."""
+        busy = {name for _, names in self._taking.values() for name in names}
+        free = [one for one in able if one.served.done() and one.name not in busy and one.name not in self._waiting]
+        waiting = [name for name, others in self._waiting.items() if others == failed and name not in self._taking]
+        if not free or not waiting:
+            return
+        for share in assign([Server(name=one.name) for one in free], [Waiting(name=name) for name in waiting]):
+            self._taking.setdefault(share.receiver, (free[0].serves, []))[1].append(share.server)
+        self._changed.notify_all()
+
+    def _give_back(self, receiver: str) -> None:
+        with self._changed:
+            self._taking.pop(receiver, None)
+            self._changed.notify_all()
+
+    def _receive(self, engine: EngineClient, version: int, servers: Sequence[Subscription]) -> None:
+        """Lets an engine take a version from others and commit it.
+
+        Raises:
+            RefitError: if it did not; it then serves what it served.
+        """
+        options = self._options
+        sources = 1 + sum(server.workers for server in servers)
+        control = EngineControl(engine, sources, options)
+        invitation = control.rendezvous.invitation
+        one = Subscription(
+            engine.name,
+            invitation,
+            self._trainer,
+            LinkOptions(
+                transport=options.transport,
+                staging_bytes=options.staging_bytes,
+                sources=sources,
+                memory=options.memory,
+            ),
+            control=control,
+            check=self._check,
+            after=None,
+        )
+        with self._changed:
+            self._brought[engine.name] = one
+        call = {
+            "host": invitation.host,
+            "port": invitation.port,
+            "key": invitation.token,
+            "timeout_s": invitation.timeout_s,
+            "lease_s": options.lease_s,
+            "sources": sources,
+            "transport": AUTO if options.transport is None else options.transport.value,
+            "staging_bytes": options.staging_bytes,
+            "memory": options.memory.value,
+            "version": version,
+        }
+        try:
+            first = 1
+            for server in servers:
+                try:
+                    server.relay({**call, "first": first}).result(options.timeout_s)
+                    control.rendezvous.check_joined(range(first, first + server.workers), server.name)
+                except (RefitError, TimeoutError) as error:
+                    control.rendezvous.give_up(f"{server.name}: {describe_error(error)}")
+                    break
+                first += server.workers
+            one.joined.result()
+            self._check_wanted(engine)
+            one.send(version, dict)
+            one.sent.result()
+            one.served.result()
+        except BaseException:
+            with self._changed:
+                if self._brought.get(engine.name) is one:
+                    del self._brought[engine.name]
+            one.close().result()
+            raise
+
+    def _check_wanted(self, engine: EngineClient) -> None:
+        if self._is_closed or not self.is_bringing(engine):
+            raise PartyFailedError(f"{engine.name} was detached, or the session has ended")
+
+
+def _model_of(held: Held) -> Held:
+    """The model alone, of which this source holds nothing. Engines may lack tensors that they do not serve."""
+    return replace(held, manifest=Manifest(held.manifest.rank, held.manifest.host, (), ()), partial=True)

@@ -1,0 +1,58 @@
+"""What trainer ranks tell each other in the short collectives of a push."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.parties.messages import Invitation
+from megatron_patches.refit.push_options import EngineReport
+
+
+@dataclass
+class PushOrders:
+    """What the first rank tells all ranks at the start of a push.
+
+    Attributes:
+        new: number and name of each engine that begins to join, and the invitation to its rendezvous.
+        ended: numbers of subscriptions to close.
+        taking: numbers of those that take the version.
+        fates: what became of engines since the last push, by name.
+        error: why the push fails, if it does.
+        engines: names of the engines to blame for that.
+        share: staging memory of each new subscription, in bytes.
+    """
+
+    new: list[tuple[int, str, Invitation]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    taking: list[int] = field(default_factory=list)
+    fates: dict[str, EngineReport] = field(default_factory=dict)
+    error: str | None = None
+    engines: tuple[str, ...] = ()
+    share: int = 0
+
+
+@dataclass
+class PartOutcome:
+    """What became of one subscription's part, on one rank.
+
+    Attributes:
+        reason: why it failed; None if it did not.
+        paused_s: how long the engine was paused, in seconds; known on the first rank.
+        unreachable: whether the engine did not answer when it was to join; known on the first rank.
+    """
+
+    reason: str | None = None
+    paused_s: float = 0.0
+    unreachable: bool = False
+
+
+def outcome_of(future: Future[Any]) -> PartOutcome:
+    """What became of a part that has ended."""
+    error = future.exception()
+    if error is not None:
+        return PartOutcome(describe_error(error))
+    found = future.result()
+    return PartOutcome(paused_s=found if isinstance(found, float) else 0.0)

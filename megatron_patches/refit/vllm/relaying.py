@@ -1,0 +1,107 @@
+"""Sends the version that serves in a worker to other engines, in threads, while the engine answers requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_patches.refit.errors import UnsupportedEngineError
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.messages import Invitation, Model
+from megatron_patches.refit.parties.relay import Committed, Relay
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.transports.base import named_transport
+from megatron_patches.refit.vllm.aside import Aside
+from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays_awake
+from megatron_patches.refit.vllm.layers import Layers
+from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.version_memory import bits_of
+
+logger = logging.getLogger(__name__)
+
+
+class Relays:
+    """What one worker sends to other engines.
+
+    Args:
+        model: the model, as the trainer described it.
+        manifest: what the worker receives of every version.
+        layers: layers of the serving model.
+        device: where it is.
+        worker: number of this worker in its engine.
+        name: of this worker, for messages.
+    """
+
+    def __init__(
+        self, model: Model, manifest: Manifest, layers: Layers, device: torch.device, *, worker: int, name: str
+    ) -> None:
+        self._model, self._manifest, self._layers, self._device = model, manifest, layers, device
+        self._worker, self._name = worker, name
+        self._under_way: list[tuple[Relay, Aside]] = []
+
+    def start(self, call: RefitCall, version: int, digests: Sequence[int]) -> None:
+        """Starts to send the version that serves.
+
+        Args:
+            call: where to.
+            version: number of the serving weights; -1 if they did not come in this session.
+            digests: of the boxes of the manifest, as compared with the trainer's.
+        """
+        self._under_way = [(relay, aside) for relay, aside in self._under_way if not aside.idle]
+        options = LinkOptions(
+            transport=named_transport(call.transport),
+            staging_bytes=call.staging_bytes,
+            sources=call.sources,
+            memory=MemoryMode(call.memory),
+        )
+        invitation = Invitation(call.host, call.port, call.key, call.timeout_s)
+        party, device = call.first + self._worker, str(self._device)
+        relay, aside = Relay(invitation, party, self._name, options, device, call.lease_s), Aside(self._device)
+
+        def committed() -> Committed:
+            return Committed(version, self._model, self._manifest, self._memory(), digests)
+
+        aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
+        self._under_way.append((relay, aside))
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends all, because the serving memory is about to change.
+
+        Raises:
+            RefitError: if one does not end in time.
+        """
+        for relay, _ in self._under_way:
+            relay.stop()
+        for _, aside in self._under_way:
+            aside.finish(timeout_s)
+        self._under_way = []
+
+    def _memory(self) -> Memory:
+        """The serving weights, by name of the storages in which they arrived.
+
+        Raises:
+            UnsupportedEngineError: naming a weight that no longer has the form in which it arrived.
+        """
+        check_stays_awake()
+        check_awake()
+        for storage in self._manifest.storages:
+            if storage.rule is not None:
+                raise UnsupportedEngineError(
+                    f"{self._name} cannot send what it serves: it keeps {storage.target} as {storage.final_dtype}, "
+                    f"computed from the {storage.dtype} that the trainer sent"
+                )
+        found: Mapping[str, torch.Tensor] = self._layers.readable([storage.name for storage in self._manifest.storages])
+        for storage in self._manifest.storages:
+            tensor = found.get(storage.name)
+            if tensor is None or tensor.numel() != storage.numel or tensor.dtype is not getattr(torch, storage.dtype):
+                raise UnsupportedEngineError(
+                    f"{self._name} cannot send what it serves: vLLM has changed the form of {storage.name} after "
+                    "loading"
+                )
+        if self._device.type == "cpu":
+            return {name: bits_of(tensor) for name, tensor in found.items()}
+        return dict(found)

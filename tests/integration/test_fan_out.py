@@ -1,0 +1,130 @@
+"""Engines that start late take the version that others serve, from them, while the trainer's ranks are elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patches.refit.parties.messages import State
+from megatron_patches.refit.session import Fate, OnEngineFailure, RefitSession
+from tests.integration.test_subscriptions import NAMES, Push, expected, run, until, until_all_serve
+from tests.support import plain_engine
+from tests.support.plain_engine import PlainEngine
+
+pytestmark = pytest.mark.timeout(300)
+
+OPTIONS: dict[str, Any] = {"on_engine_failure": OnEngineFailure.DROP, "fan_out": True}
+
+
+def start_late(clients: list[PlainEngine], count: int, started: list[Any]) -> list[PlainEngine]:
+    """Further engines, in processes of their own."""
+    found = []
+    for number in range(len(clients), len(clients) + count):
+        address = clients[0].address.replace("0.sock", f"{number}.sock")
+        started.append(plain_engine.start(address))
+        found.append(PlainEngine(NAMES[number], address, 20.0))
+    return found
+
+
+def serves(engine: PlainEngine, version: int) -> bool:
+    found: int = engine.run("content")[0]
+    return found == version
+
+
+def two_start_late(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 0 is killed while it sends to a late one; both late ones then have the version, without the trainer.
+
+    The other rank takes part in nothing until the next push. It waits in a collective, as in a step of training.
+    """
+    push(1, wait=True)
+    first, started, seen = session.exchange.rank == 0, list[Any](), dict[str, Any]()
+    if first:
+        clients[0].run("send_slowly", 0.1)
+        clients[1].run("send_slowly", 0.1)
+        clients[0].run("fail_in", "relaying", int(signal.SIGKILL))
+        late = start_late(clients, 2, started)
+        calls = [client.run("calls") for client in clients]
+        for engine in late:
+            session.attach(engine)
+        until(lambda: bool(json.loads(session.candidates())["sources"][0]["receivers"]))
+        seen["during"] = json.loads(session.candidates())
+        until(lambda: all(serves(engine, 1) for engine in late))
+        until(lambda: not any(session._fan_out.is_bringing(engine) for engine in late))
+        seen["late"] = [engine.run("content") for engine in late]
+        seen["calls"] = clients[1].run("calls")[len(calls[1]) :]
+        seen["after"] = json.loads(session.candidates())
+        seen["states"] = {name: one.state for name, one in session.state().items()}
+    session.exchange.gather(None)
+    version = until_all_serve(push, 2, 3)
+    if first:
+        seen["found"] = [engine.run("content") for engine in [clients[1], *late]]
+        seen["version"] = version
+    for process in started:
+        process.kill()
+        process.wait()
+    return seen
+
+
+def test_late_engines_take_the_version_from_others_and_survive_the_death_of_one(tmp_path: Path) -> None:
+    seen = run(tmp_path, two_start_late, **OPTIONS)[0]
+    assert seen["late"] == [(1, expected(1))] * 2
+    assert set(seen["calls"]) == {"relay"}  # it was not paused, and did nothing else
+    during = seen["during"]
+    assert (during["schema"], during["version"]) == (1, 1)
+    assert [source["name"] for source in during["sources"]] == NAMES[:2]
+    assert {name for source in during["sources"] for name in source["receivers"]} <= set(NAMES[2:4])
+    told = json.dumps({**during, "digest": ""}, separators=(",", ":"))
+    assert during["digest"] == hashlib.sha256(told.encode()).hexdigest()
+    assert {source["name"] for source in seen["after"]["sources"]} == set(NAMES[1:4])  # the killed one is gone
+    assert [source["receivers"] for source in seen["after"]["sources"]] == [[]] * 3
+    assert [seen["states"][name] for name in NAMES[2:4]] == [State.READY] * 2
+    assert seen["found"] == [(seen["version"], expected(seen["version"]))] * 3
+
+
+def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """What the only engine serves is damaged; then it commits another version while it sends."""
+    push(1, wait=True)
+    first, started, found = session.exchange.rank == 0, list[Any](), list[Any]()
+    if first:
+        clients[0].run("damage", "model.norm.weight")
+        (late,) = start_late(clients, 1, started)
+        session.attach(late)
+        until(lambda: not session._fan_out.is_bringing(late))
+        found.append(late.run("content"))
+        session.detach(late.name)
+    session.exchange.gather(None)
+    push(2, wait=True)
+    if first:
+        clients[0].run("send_slowly", 0.3)
+        session.attach(late)
+        until(lambda: "relay" in clients[0].run("calls")[-1:])
+    session.exchange.gather(None)
+    began = time.monotonic()
+    report = push(3, wait=True)
+    took = time.monotonic() - began
+    if first:
+        until(lambda: not session._fan_out.is_bringing(late))
+        found.append(late.run("content"))
+    session.exchange.gather(None)
+    version = until_all_serve(push, 4, 2)
+    if first:
+        found.append(late.run("content"))
+    for process in started:
+        process.kill()
+        process.wait()
+    return {name: one.fate for name, one in report.engines.items()}, took, found, version
+
+
+def test_what_has_changed_is_not_taken(tmp_path: Path) -> None:
+    (fates, took, found, version), _ = run(tmp_path, nobody_can_send, count=1, **OPTIONS)
+    assert found[0] == (-1, {})  # its digest is not that of what the trainer sent
+    assert fates == {NAMES[0]: Fate.SERVES, NAMES[1]: Fate.JOINING}
+    assert took < 3.0  # the fleet does not wait for what an engine sends to another
+    assert found[1] == (3, expected(3))  # not 2, which was cut off
+    assert found[2] == (version, expected(version))
