@@ -66,7 +66,8 @@ class WeightPublisher:
         """Attaches an engine, at any time. Call it on the first rank; on other ranks it does nothing.
 
         An engine that is attached before the first :meth:`publish` receives that version. A later one joins during the
-        next :meth:`publish`, without delaying the others, and receives the first version after it has joined.
+        next :meth:`publish`, without delaying the others, and receives the first version after it has joined. With
+        ``options.fan_out``, it first takes the version that other engines serve from them, at once.
 
         Args:
             engine: URL of a vLLM server, or any :class:`megatron_patches.refit.engines.EngineClient`.
@@ -123,6 +124,14 @@ class WeightPublisher:
             raise
         self._last = PublishHandle(report, self._session.commits())
         return self._last
+
+    def candidates(self) -> str:
+        """On the first rank, who can send the newest version that an engine serves, as JSON; see docs/refit.md.
+
+        Raises:
+            RefitError: on other ranks, before the first :meth:`publish`, or without :attr:`RefitOptions.fan_out`.
+        """
+        return self._session.candidates()
 
     def state(self) -> Mapping[str, Standing]:
         """What each engine is at, and on the first rank whom it waits for, by name. Any thread may ask."""

@@ -39,11 +39,11 @@ class Roster:
     """The engines that are to be served. Its methods may be called from any thread.
 
     Args:
-        answered: called with an engine that failed and answers again, before it is taken back.
+        came: called with each engine that is added, or answers again after it failed, before it takes part.
     """
 
-    def __init__(self, answered: Callable[[EngineClient], None] = lambda _: None) -> None:
-        self._answered = answered
+    def __init__(self, came: Callable[[EngineClient], None] = lambda _: None) -> None:
+        self._came = came
         self._engines: list[EngineClient] = []
         self._lost: list[_Lost] = []
         self._servers: dict[str, EngineClient] = {}
@@ -66,6 +66,8 @@ class Roster:
         """
         with self._lock:
             check_given_once([*self._engines, *engines])
+            for engine in engines:
+                self._came(engine)
             self._engines += engines
 
     def remove(self, name: str) -> None:
@@ -139,8 +141,8 @@ class Roster:
             asking = [(lost, Worker(f"refit-asks-{lost.engine.name}")) for lost in due]
             answers = [(lost, worker.submit(lost.engine.check_up)) for lost, worker in asking]
             for lost, answer in answers:
-                lost.answers = answer.exception() is None
-                if lost.answers:
-                    self._answered(lost.engine)
+                if answer.exception() is None:
+                    self._came(lost.engine)
+                    lost.answers = True
             for _, worker in asking:
                 worker.close(0.0)

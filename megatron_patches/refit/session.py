@@ -178,7 +178,6 @@ class RefitSession:
         """
         self._on_the_first_rank()
         self._roster.add([engine])
-        self._bring(engine)
 
     def detach(self, name: str) -> None:
         """Detaches an engine, on the first rank, at any time. It keeps what it serves; the next push leaves it out.

@@ -46,7 +46,6 @@ def two_start_late(session: RefitSession, clients: list[PlainEngine], push: Push
     first, started, seen = session.exchange.rank == 0, list[Any](), dict[str, Any]()
     if first:
         clients[0].run("send_slowly", 0.1)
-        clients[1].run("send_slowly", 0.1)
         clients[0].run("fail_in", "relaying", int(signal.SIGKILL))
         late = start_late(clients, 2, started)
         calls = [client.run("calls") for client in clients]
@@ -121,6 +120,7 @@ def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Pus
     return {name: one.fate for name, one in report.engines.items()}, took, found, version
 
 
+@pytest.mark.slow
 def test_what_has_changed_is_not_taken(tmp_path: Path) -> None:
     (fates, took, found, version), _ = run(tmp_path, nobody_can_send, count=1, **OPTIONS)
     assert found[0] == (-1, {})  # its digest is not that of what the trainer sent

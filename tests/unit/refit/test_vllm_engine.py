@@ -41,7 +41,10 @@ def engine(workers: int, settings: dict[str, Any] | None = None) -> EtpWeightTra
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"call": "fly"}, "call is 'fly'; it must be one of admit, join, record, receive, commit, abandon, leave"),
+        (
+            {"call": "fly"},
+            "call is 'fly'; it must be one of admit, join, record, receive, commit, abandon, relay, leave",
+        ),
         ({"call": "receive", "version": 1}, "this engine has joined no session"),
         ({"call": "commit", "version": 1}, "asked to commit version 1, but this engine has joined no session"),
     ],
@@ -110,6 +113,37 @@ def joins(under_test: EtpWeightTransferEngine, monkeypatch: pytest.MonkeyPatch, 
     content = {"call": "join", "token": FIRST, **JOIN, **call}
     under_test.init_transfer_engine(under_test.parse_init_info(content))
     return bool(joined)
+
+
+class Sending:
+    """Notes what it is to send to other engines."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, str, int]] = []
+
+    def relay(self, call: RefitCall) -> None:
+        self.sent.append((call.version, call.key, call.first))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, None),
+        ({"token": SECOND}, "by another session than the one that this engine has joined since"),
+        ({"host": "10.0.0.6"}, "asked to connect to a trainer at 10.0.0.6:1"),
+    ],
+)
+def test_a_version_is_sent_only_where_the_own_trainer_says(
+    change: dict[str, Any], told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    under_test, session = engine(1, {"unguarded": True, "trainers": ["10.0.0.5"]}), Sending()
+    under_test._session, under_test._token = cast(Any, session), FIRST
+    call = {"call": "relay", "token": FIRST, **JOIN, "sources": 2, "key": SECOND, "first": 1, "version": 7, **change}
+    under_test.init_transfer_engine(under_test.parse_init_info(call))
+    assert session.sent == ([(7, SECOND, 1)] if told is None else [])
+    assert (told or "") in caplog.text
+    with pytest.raises(ValueError, match="to relay, a call names"):
+        engine(1).parse_init_info({**call, "key": ""})
 
 
 def test_no_trainer_is_joined_where_nobody_asks_who_it_is(
