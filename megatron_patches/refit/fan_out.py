@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 
 from megatron_patches.refit.candidates import Candidates, Source, candidates_of
@@ -116,14 +117,14 @@ class FanOut:
             sources.insert(0, Source("trainer", "trainer", self._ranks, sent_to))
         return candidates_of(version, sources, waiting)
 
-    def close(self) -> None:
-        """Ends everything. Engines keep what they serve."""
+    def close(self) -> dict[str, Subscription]:
+        """Ends everything. Engines keep what they serve. Returns what :meth:`release` does, by engine."""
         with self._changed:
             self._is_closed = True
             names = [*self._brought]
             self._changed.notify_all()
-        for name in names:
-            self.release(name)
+        found = {name: self.release(name) for name in names}
+        return {name: one for name, one in found.items() if one is not None}
 
     def _bring(self, engine: EngineClient) -> None:
         failed: _Failed = frozenset()
@@ -256,6 +257,7 @@ class FanOut:
             with self._changed:
                 if self._brought.get(engine.name) is one:
                     del self._brought[engine.name]
+            wait([one.served], options.timeout_s)  # nobody else may call the engine before
             one.close().result()
             raise
 

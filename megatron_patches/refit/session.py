@@ -334,7 +334,7 @@ class RefitSession:
 
     def _close_all(self) -> None:
         if self._fan_out is not None:
-            self._fan_out.close()
+            self._before |= self._fan_out.close()
         closed = [self._end(number) for number in list(self._subscriptions)]
         for one in closed:
             one.result()

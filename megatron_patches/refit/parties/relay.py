@@ -86,7 +86,7 @@ class Relay:
         self._options, self._device, self._lease_s = options, device, lease_s
         self._lock = threading.Lock()
         self._source: SourceParty | None = None
-        self._is_stopped = False
+        self._is_stopped = self._reads = False
 
     def run(self, version: int, committed: Callable[[], Committed]) -> None:
         """Sends the version. Returns once all workers of the receiving engine have verified it.
@@ -105,8 +105,10 @@ class Relay:
         found: list[Committed] = []
 
         def held() -> Held:
-            if self._is_stopped:
-                raise PartyFailedError(f"{self._name} takes another version, so it cannot send version {version}")
+            with self._lock:
+                if self._is_stopped:
+                    raise PartyFailedError(f"{self._name} takes another version, so it cannot send version {version}")
+                self._reads = True
             found.append(committed())
             if found[0].version != version:
                 raise RefitError(f"{self._name} was to send version {version}, but serves version {found[0].version}")
@@ -119,10 +121,15 @@ class Relay:
         finally:
             source.close()
 
-    def stop(self) -> None:
-        """Ends it, because the memory is about to change. :meth:`run` then ends in its own thread."""
+    def stop(self) -> bool:
+        """Ends it, because the memory is about to change. :meth:`run` then ends in its own thread.
+
+        Returns:
+            Whether it may still read the memory, until :meth:`run` has ended.
+        """
         with self._lock:
             self._is_stopped = True
             source = self._source
         if source is not None:
             source.leave()
+        return self._reads

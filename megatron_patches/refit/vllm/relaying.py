@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,8 +20,6 @@ from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.version_memory import bits_of
-
-logger = logging.getLogger(__name__)
 
 
 class Relays:
@@ -42,6 +40,7 @@ class Relays:
         self._model, self._manifest, self._layers, self._device = model, manifest, layers, device
         self._worker, self._name = worker, name
         self._under_way: list[tuple[Relay, Aside]] = []
+        self._lock = threading.Lock()
 
     def start(self, call: RefitCall, version: int, digests: Sequence[int]) -> None:
         """Starts to send the version that serves.
@@ -51,7 +50,6 @@ class Relays:
             version: number of the serving weights; -1 if they did not come in this session.
             digests: of the boxes of the manifest, as compared with the trainer's.
         """
-        self._under_way = [(relay, aside) for relay, aside in self._under_way if not aside.idle]
         options = LinkOptions(
             transport=named_transport(call.transport),
             staging_bytes=call.staging_bytes,
@@ -65,20 +63,22 @@ class Relays:
         def committed() -> Committed:
             return Committed(version, self._model, self._manifest, self._memory(), digests)
 
-        aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
-        self._under_way.append((relay, aside))
+        with self._lock:
+            self._under_way = [(relay, aside) for relay, aside in self._under_way if not aside.idle]
+            aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
+            self._under_way.append((relay, aside))
 
     def stop(self, timeout_s: float) -> None:
-        """Ends all, because the serving memory is about to change.
+        """Ends all, because the serving memory is about to change. Any thread may call it.
 
         Raises:
             RefitError: if one does not end in time.
         """
-        for relay, _ in self._under_way:
-            relay.stop()
-        for _, aside in self._under_way:
-            aside.finish(timeout_s)
-        self._under_way = []
+        with self._lock:
+            reading = [aside for relay, aside in self._under_way if relay.stop()]
+            for aside in reading:
+                aside.finish(timeout_s)
+            self._under_way = []
 
     def _memory(self) -> Memory:
         """The serving weights, by name of the storages in which they arrived.

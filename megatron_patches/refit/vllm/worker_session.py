@@ -252,6 +252,7 @@ class WorkerSession:
             made[0].bits.clear()  # the receiver may keep the dictionary
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
+            self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
             self._staged = version, replacement
             self._log.enter(State.COMMITTING, version)
         except Exception as error:

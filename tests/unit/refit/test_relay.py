@@ -51,6 +51,6 @@ def test_a_relay_that_cannot_reach_the_rendezvous_fails() -> None:
     held, _ = committed()
     options = LinkOptions(transport=None, staging_bytes=1 << 16, sources=2)
     relay = Relay(Invitation("127.0.0.1", 9, "0" * 64, 0.1), 1, "worker 0", options, "cpu", 1.0)
-    relay.stop()  # nothing is under way yet
+    assert not relay.stop()  # nothing is under way yet, so nothing reads the memory
     with pytest.raises(PartyFailedError, match=r"cannot reach the rendezvous at 127\.0\.0\.1:9"):
         relay.run(7, lambda: held)
