@@ -86,6 +86,15 @@ class FanOut:
         """Whether that is under way."""
         return self._at_work.get(engine.name) is engine
 
+    def claim(self, engine: EngineClient) -> bool:
+        """Ends the wait of an engine that would take a version from others. Returns False if it takes one now."""
+        with self._changed:
+            if engine.name in self._taking:
+                return False
+            self._at_work.pop(engine.name, None)
+            self._changed.notify_all()
+            return True
+
     def release(self, name: str) -> Subscription | None:
         """Ends an engine's part, whatever it is at. Returns the subscription in which it took a version, if it did."""
         with self._changed:
@@ -150,13 +159,20 @@ class FanOut:
                 else:
                     return
                 finally:
-                    self._give_back(engine.name)
+                    self._give_back(engine)
         except Exception:
             logger.exception("refit: %s serves on what it serves, until the next push", engine.name)
         finally:
+            self._give_back(engine)
             with self._changed:
-                if self._at_work.get(engine.name) is engine:
+                if self.is_bringing(engine):
                     del self._at_work[engine.name]
+
+    def _give_back(self, engine: EngineClient) -> None:
+        """Frees the servers of a receiver."""
+        with self._changed:
+            self._taking.pop(engine.name, None)
+            self._changed.notify_all()
 
     def _able(self) -> list[Subscription]:
         """The engines that serve the newest version, as far as known."""
@@ -171,34 +187,40 @@ class FanOut:
         with self._changed:
             self._waiting[engine.name] = failed
             try:
-                while self.is_bringing(engine) and not self._is_closed and time.monotonic() < deadline:
+                while self.is_bringing(engine) and not self._is_closed:
                     able = [one for one in self._able() if (one.name, one.serves) not in failed]
-                    if not able and all(one.served.done() for one in self._subscribed()):
-                        return None
-                    self._allot(able, failed)
-                    if engine.name in self._taking:
-                        version, names = self._taking[engine.name]
-                        return version, [one for one in able if one.name in names]
+                    if engine.name not in self._taking:
+                        if time.monotonic() > deadline or not self._may_come(able):
+                            return None
+                        self._allot(able, failed)
+                    version, names = self._taking.get(engine.name, (-1, []))
+                    servers = [one for one in able if one.name in names and one.serves == version]
+                    if servers:
+                        return version, servers
+                    self._taking.pop(engine.name, None)  # those that another thread has assigned may have gone since
                     self._changed.wait(TICK_S)  # also for a commit under way, which nobody announces here
             finally:
                 del self._waiting[engine.name]
         return None
 
+    def _may_come(self, able: Sequence[Subscription]) -> bool:
+        """Whether some engine can send, or may be able to after a commit that is under way."""
+        return bool(able) or not all(one.served.done() for one in self._subscribed())
+
     def _allot(self, able: Sequence[Subscription], failed: _Failed) -> None:
         """Assigns engines that are not busy to receivers that wait and have failed to take from the same ones."""
         busy = {name for _, names in self._taking.values() for name in names}
         free = [one for one in able if one.served.done() and one.name not in busy and one.name not in self._waiting]
-        waiting = [name for name, others in self._waiting.items() if others == failed and name not in self._taking]
+        waiting = [
+            name
+            for name, others in self._waiting.items()
+            if others == failed and name not in self._taking and name in self._at_work
+        ]
         if not free or not waiting:
             return
         for share in assign([Server(name=one.name) for one in free], [Waiting(name=name) for name in waiting]):
             self._taking.setdefault(share.receiver, (free[0].serves, []))[1].append(share.server)
         self._changed.notify_all()
-
-    def _give_back(self, receiver: str) -> None:
-        with self._changed:
-            self._taking.pop(receiver, None)
-            self._changed.notify_all()
 
     def _receive(self, engine: EngineClient, version: int, servers: Sequence[Subscription]) -> None:
         """Lets an engine take a version from others and commit it.

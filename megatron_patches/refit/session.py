@@ -496,11 +496,11 @@ class RefitSession:
         return orders
 
     def _begin_to_join(self, orders: PushOrders, present: Sequence[EngineClient]) -> None:
-        """Adds subscriptions of engines that have none, except for those that others bring to their version now."""
+        """Adds subscriptions of engines that have none, except for those that take a version from others now."""
         known = {id(engine) for engine in self._engines.values()}
         orders.share = self._options.staging_bytes // max(1, len(present))
         for engine in present:
-            if self._fan_out is not None and self._fan_out.is_bringing(engine):
+            if self._fan_out is not None and not self._fan_out.claim(engine):
                 orders.fates.setdefault(engine.name, EngineReport(Fate.JOINING))
             elif id(engine) not in known and engine.name not in {one.name for one in self._subscriptions.values()}:
                 control = EngineControl(engine, self.exchange.size, self._options)

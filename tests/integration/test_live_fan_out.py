@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,67 +37,71 @@ class Named(VllmConnection):
 
 
 def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> list[Any]:
-    """Pushes model 2 and model 1 to one engine; the other one takes model 1 from it, and both model 2 in a push."""
+    """What a late engine holds: after it took model 2 from the first one, after model 1, and after a push of model 2.
+
+    With the state in which it was when it had taken model 1; None if it took nothing.
+    """
     del rank, world_size
     chunks = start(case)
     first, late = (Named(name, address) for name, address in zip(("first", "late"), addresses, strict=True))
     options = RefitOptions(staging_bytes=STAGING, timeout_s=150.0, fan_out=True)
     pushing = RefitSession(chunks, [first], vocab_size=int(str(case.config["vocab_size"])), options=options)
-    found: list[Any] = []
+    asking, found, standing = VllmConnection(addresses[1]), list[Any](), None
     with contextlib.closing(pushing):
         pushing.prepare()
         for version, seed in ((1, 2), (2, 1)):
             fill(case, chunks, seed)
             pushing.push(version)
-        fill(case, chunks, 3)  # the trainer no longer has what the engine serves
-        pushing.attach(late)
-        deadline = time.monotonic() + 150.0
-        while pushing._fan_out is not None and pushing._fan_out.is_bringing(late):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        standing = pushing.state().get("late")
-        asking = [VllmConnection(address) for address in addresses]
-        found.append(standing is not None and (standing.state, standing.version))
-        found.append((asking[1].parameters(), asking[1].log_probabilities(PROMPTS)))
+            fill(case, chunks, 3)  # the trainer no longer has what the engine serves
+            pushing.attach(late)
+            until(lambda: pushing._fan_out is None or not pushing._fan_out.is_bringing(late))
+            standing = pushing.state().get("late")
+            found.append((asking.parameters(), asking.log_probabilities(PROMPTS)))
+            if seed == 2:
+                pushing.detach("late")
         fill(case, chunks, 2)
-        for version in (3, 4):  # it joins during the first
-            pushing.push(version)
-            while pushing.state()["late"].state is State.JOINING:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        found.append([(one.parameters(), one.log_probabilities(PROMPTS)) for one in asking])
-    return found
+        pushing.push(3)  # it joins
+        until(lambda: pushing.state()["late"].state is State.READY)
+        pushing.push(4)
+        found.append((asking.parameters(), asking.log_probabilities(PROMPTS)))
+    return [None if standing is None else (standing.state, standing.version), *found]
 
 
-def run(config: dict[str, object], folder: Path, **options: Any) -> tuple[list[Any], Any, str]:
-    """What :func:`late_body` found, what the first engine held when it was fresh, and the log of the first engine."""
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 150.0
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def run(config: dict[str, object], folder: Path, *, workers: int, **options: Any) -> tuple[list[Any], Any, str]:
+    """What :func:`late_body` found, what the late engine held of model 1 when it was fresh, and the first one's log."""
     checkpoint = folder / "model_1"
     run_megatron(export_body, 1, args=(Case(TrainerMesh(), (), config), 1, str(checkpoint)))
-    places = [folder / "first", folder / "late"]
+    spread: tuple[dict[str, Any], dict[str, Any]] = ({"load_format": "dummy", "tensor_parallel_size": workers}, {})
     with contextlib.ExitStack() as stack:
         hosts = []
-        for place, how in zip(places, ("auto", "dummy"), strict=True):
-            place.mkdir()
-            hosts.append(stack.enter_context(VllmHost(checkpoint, place, load_format=how, **options)))
-        connections = [host.connect() for host in hosts]
-        fresh = connections[0].parameters(), connections[0].log_probabilities(PROMPTS)
+        for name, how in zip(("first", "late"), spread, strict=True):
+            (place := folder / name).mkdir()
+            hosts.append(stack.enter_context(VllmHost(checkpoint, place, **how, **options)))
+        _, late = (host.connect() for host in hosts)
+        fresh = late.parameters(), late.log_probabilities(PROMPTS)
         case = Case(TrainerMesh(), (), config)
         found = run_megatron(late_body, 1, args=(case, [host.address for host in hosts]), timeout_s=400)[0]
-    return found, fresh, (places[0] / "host.log").read_text()
+    return found, fresh, (folder / "first" / "host.log").read_text()
 
 
-def test_an_engine_takes_a_version_from_another(tmp_path: Path) -> None:
-    (standing, after, both), fresh, _ = run(LLAMA, tmp_path)
+def test_an_engine_takes_versions_from_the_two_workers_of_another(tmp_path: Path) -> None:
+    (standing, other, same, pushed), fresh, _ = run(LLAMA, tmp_path, workers=2)
     assert standing == (State.READY, 2)
-    assert after == fresh
-    assert both[0] == both[1]
-    assert both[0] != fresh
+    assert other != fresh
+    assert same == fresh
+    assert pushed == other
 
 
 def test_an_engine_that_keeps_a_weight_in_another_form_sends_nothing(tmp_path: Path) -> None:
-    (standing, after, both), fresh, log = run(NEMOTRON_H, tmp_path, **OPTIONS["nemotron_h"])
-    assert standing is False
-    assert after != fresh
+    (standing, other, same, pushed), fresh, log = run(NEMOTRON_H, tmp_path, workers=1, **OPTIONS["nemotron_h"])
+    assert standing is None
+    assert other == same == fresh
     assert "cannot send what it serves: it keeps model.layers.0.mixer.A as float32, computed from the bfloat16" in log
-    assert both[0] == both[1]  # it joined at the next push
-    assert both[0] != fresh
+    assert pushed != fresh

@@ -120,7 +120,10 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
 
         def listen() -> Offer:
             place = self._place()
-            made.append(make(place, open_transport(self.transport, place)))
+            # A party without links may lack what the transport needs, unless all parties connect together.
+            together = self.transport is TransportName.C10D
+            name = self.transport if together or self._links() else TransportName.TCP
+            made.append(make(place, open_transport(name, place)))
             mine.append(offer_of(made[0]))
             return mine[0]
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -63,6 +63,7 @@ class Waves(FanOut):
         subscribed = cast("Sequence[Subscription]", engines)
         super().__init__(RefitOptions(timeout_s=5.0), trainer, 4, lambda: subscribed, lambda _: None)
         self.taken: list[tuple[str, int, tuple[str, ...]]] = []
+        self.engines: dict[str, EngineClient] = {}
         self._ends: dict[str, Future[None]] = {}
         self._told = threading.Condition()
 
@@ -80,8 +81,16 @@ class Waves(FanOut):
 
     def bring_all(self, *names: str) -> None:
         for name in names:
-            self.bring(cast(Any, Engine(name, -1)))
+            self.engines[name] = cast(EngineClient, Engine(name, -1))
+            self.bring(self.engines[name])
             time.sleep(0.01)  # they come one after the other
+
+    def wait_for(self, *names: str) -> None:
+        """Until nothing is under way for these receivers."""
+        deadline = time.monotonic() + 5.0
+        while any(name in self._at_work or name in self._waiting for name in names):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
     def until(self, count: int) -> list[tuple[str, int, tuple[str, ...]]]:
         deadline = time.monotonic() + 5.0
@@ -99,6 +108,10 @@ def test_receivers_are_spread_over_engines_and_send_once_they_have_it() -> None:
     document = waves.candidates()
     assert [(one.name, one.receivers) for one in document.sources] == [("first", ["a"]), ("second", ["b"])]
     assert (document.version, document.waiting) == (7, ["c"])
+    assert not waves.claim(waves.engines["a"])
+    waves.bring_all("d")
+    assert waves.claim(waves.engines["d"])  # it waits no longer, so it joins the trainer's subscription
+    waves.wait_for("d")
     second.has_all_workers = False
     first.served = Future()  # it begins to receive another version
     waves.end("a")
@@ -122,10 +135,7 @@ def test_an_engine_that_failed_is_not_asked_for_the_same_version_again() -> None
     waves.end("a", "version 7 is gone")
     assert waves.until(2)[1] == ("a", 8, ("only",))
     waves.end("a", "it cannot be sent")
-    deadline = time.monotonic() + 5.0
-    while "a" in waves._at_work:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    waves.wait_for("a")
     assert len(waves.taken) == 2  # nobody is left
     waves.bring_all("b")
     waves.until(3)
@@ -135,9 +145,6 @@ def test_an_engine_that_failed_is_not_asked_for_the_same_version_again() -> None
 def test_where_nobody_serves_a_version_nothing_is_under_way() -> None:
     waves = Waves([Engine("new", -1)])
     waves.bring_all("a")
-    deadline = time.monotonic() + 5.0
-    while waves._at_work:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    waves.wait_for("a")
     assert (waves.candidates().version, waves.taken) == (-1, [])
     waves.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.choosing import Site
 from megatron_patches.refit.parties.messages import (
@@ -35,7 +36,7 @@ from megatron_patches.refit.planning.layouts import Holder, Layout, Region, Temp
 from megatron_patches.refit.planning.local import SourceIndex
 from megatron_patches.refit.planning.overlaps import OverlapIndex
 from megatron_patches.refit.planning.requests import Request
-from megatron_patches.refit.planning.tensors import fold_tensors
+from megatron_patches.refit.planning.tensors import agree, fold_tensors, unfold_tensors
 from megatron_patches.refit.transports.base import Offer, TransportName
 from tests.support.quick import examples
 from tests.support.refit_cases import random_case
@@ -141,6 +142,26 @@ def test_requests_reach_their_source_as_they_were_sent() -> None:
     assert orders.requests == [(0, [request])]
     assert orders.nbytes == 8
     assert msgspec.msgpack.decode(last, type=Orders[list[Request]]).requests == []
+
+
+def test_a_source_that_sends_nothing_does_not_count_for_the_transport() -> None:
+    gpu, host = Site("a", "13", nixl=False), Site("b", "", nixl=False)
+    sites = [msgspec.msgpack.encode(site) for site in (host, gpu, gpu)]  # two sources and a destination
+    parts = [Asked[list[Request]]({}, "", {}), Asked({}, "", {}), Asked({1: []}, "", {})]
+    found = Registry(2)
+    assert found.answer(CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.TCP)] * 3
+    found.answer(PLANNING, [msgspec.msgpack.encode(part) for part in parts])
+    assert found.answer(CHOOSING, sites) == [msgspec.msgpack.encode(TransportName.CUDA_IPC)] * 3
+
+
+def test_tensors_that_nobody_holds_are_left_out_where_the_first_source_says_so() -> None:
+    case = random_case(3)
+    holders = [holder_of(manifest) for manifest in case.sources]
+    specs = [TensorSpec("nobody.has.1", (3,), ""), *(replace(spec, dtype="") for spec in case.tensors)]
+    with pytest.raises(RefitError, match=r"no rank holds nobody\.has\.1"):
+        agree(fold_tensors(specs), holders)
+    found = agree(fold_tensors(specs), holders, partial=True)
+    assert set(unfold_tensors(found)) == set(case.tensors)
 
 
 def test_requests_to_a_source_that_is_not_there_are_refused() -> None:
