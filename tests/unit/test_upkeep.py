@@ -102,6 +102,14 @@ def test_page_on_releases_has_the_versions_that_are_pinned() -> None:
     assert '"nixl>=1.5,<2"' in SETUP
 
 
+def test_lists_of_the_page_on_releases_are_made_every_week() -> None:
+    page = (ROOT / "docs" / "releases.md").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "newest.yml").read_text()
+    commands = re.findall(r"(?:pip install --no-deps|python -m tests\.support\.newest) [^\n`]*", page)
+    assert len(commands) == 3
+    assert [command for command in commands if command not in workflow] == []
+
+
 @pytest.mark.slow
 def test_nothing_differs_in_the_megatron_that_is_supported() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.newest", "megatron-core"]
