@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
         "--vocab-size", type=_tokens, help="tokens without padding; from the run's tokenizer by default"
     )
     ParallelSizes.add_options(parser, while_doing)
-    parser.add_argument("--timeout-minutes", type=_minutes, default=30.0, help="longest wait for another process")
+    parser.add_argument("--timeout-minutes", type=minutes, default=30.0, help="longest wait for another process")
 
 
 def _tokens(text: str) -> int:
@@ -73,7 +73,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
     """Parses a timeout in minutes.
 
     Raises:
