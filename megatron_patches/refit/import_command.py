@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_patches.refit.checkpoint_build import build_chunks
-from megatron_patches.refit.checkpoint_model import minutes
+from megatron_patches.refit.checkpoint_model import minutes, patch_megatron
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.errors import LoadError, RefitError, UnsupportedModelError
@@ -69,12 +69,7 @@ def _import(options: argparse.Namespace, progress: Progress) -> LoadReport:
     _check_free(options.save)
     config = read_config(options.hf)
     flags = flags_of(config, options.hf)
-    import megatron_patches
-
-    try:
-        megatron_patches.apply()
-    except megatron_patches.IncompatibleMegatronError as error:
-        raise LoadError(str(error)) from error
+    patch_megatron()
     args = _arguments(flags, options.save)
     refuse_unbuildable(args)
     sizes.check_model(args)
