@@ -17,7 +17,6 @@ from megatron_patches.refit.checkpoint_model import minutes, patch_megatron
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.errors import LoadError, RefitError, UnsupportedModelError
-from megatron_patches.refit.exchange import default_exchange, on_first
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.hf_flags import flags_of
 from megatron_patches.refit.load_hf import LoadReport, load_hf_checkpoint
@@ -138,4 +137,3 @@ def _save(chunks: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
             save_checkpoint(0, list(chunks), None, None, 0, release=True)
     except OSError as error:
         raise LoadError(f"--save {args.save}: {error.strerror or error}") from error
-    on_first(default_exchange(), lambda: None)
