@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)")
+# Badges are the code host's own pages, next to the repository's files.
+LINK = re.compile(r"\]\((?!https?:|\.\./\.\./actions/)([^)#]*)#?([^)]*)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FLAG = re.compile(r"^\| `(--[a-z0-9-]+)", re.MULTILINE)
 
@@ -211,6 +213,27 @@ def test_every_error_is_explained(errors: ModuleType) -> None:
     known = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert len(known) > 4
     assert [name for name in known if f"`{name}`" not in text] == []
+
+
+def _told(tree: ast.AST) -> Iterator[str]:
+    """Every text that a program can print, without what is put into it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+
+def test_messages_of_troubleshooting_are_in_the_sources() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = [line.removeprefix("| ").split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    messages = [found[1] for row in rows if (found := re.fullmatch(r"`([^`]+)`", row))]
+    assert len(messages) > 30
+    files = [file for name in ("transformer_engine", "megatron_patches") for file in (ROOT / name).rglob("*.py")]
+    told = [text.replace("%s", "...") for file in files for text in _told(ast.parse(file.read_text()))]
+    for message in messages:
+        words = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")), re.DOTALL)
+        assert any(words.search(text) for text in told), message
 
 
 def _anchors(page: Path) -> set[str]:
