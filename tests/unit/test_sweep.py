@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.long_run_training import Step
+from benchmarks.refit import QWEN3_8B
 from benchmarks.sweep.__main__ import main
 from benchmarks.sweep.layouts import Layout, layouts, obstacle
 from benchmarks.sweep.memory import Training
@@ -234,3 +236,17 @@ def test_a_prediction_fits_80_columns_and_ends_with_the_command(
     seconds = [one["predicted"]["total_s"] for one in content["layouts"]]
     assert seconds == pytest.approx(sorted(seconds), abs=1e-6)
     assert not (tmp_path / "state.jsonl").exists()
+
+
+def test_page_shows_what_the_command_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "sweep.md").read_text()
+    (arguments,) = re.findall(r"predicted \(`([^`]*)`\)", page.replace("\n", " "))
+    (shown,) = re.findall(r"(?ms)^```text\n(.*?)^```", page)
+    (tmp_path / "config.json").write_text(json.dumps(dict(QWEN3_8B)))
+    start = ["--model", str(tmp_path), "--state", str(tmp_path / "state.jsonl")]
+    assert main([*start, *arguments.split()]) == 0
+    printed = capsys.readouterr().out.partition("\nfastest")[0]
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
