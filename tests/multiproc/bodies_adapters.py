@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 import etp
 from megatron_patches.refit import AdapterPublisher, Fate
 from megatron_patches.refit.errors import RefitError
-from megatron_patches.refit.source.adapter import AdapterSource
 from tests.multiproc.bodies_publish import OPTIONS, engine_of, gathered
 from tests.support import plain_engine
 
@@ -35,7 +33,7 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Config(dict):
+class Config(dict[str, Any]):
     """As a configuration of transformers, as far as it matters here."""
 
     def to_json_string(self) -> str:
@@ -61,9 +59,8 @@ def adapted(**settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    targets = settings.pop("target_modules", ["up", "down"])
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, init_lora_weights=False, **settings)
-    return get_peft_model(Model(), config)
+    usual = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["up", "down"], "init_lora_weights": False}
+    return get_peft_model(Model(), LoraConfig(**usual | settings))
 
 
 Sharding = Callable[[Any], None]
@@ -159,15 +156,3 @@ def refused_on_one_rank(rank: int, world_size: int, folder: str) -> tuple[str, A
         layer.scaling["default"] = usual
         publisher.publish(3).result(30.0)
         return said, engine.run("content")[0] if engine is not None else None
-
-
-def source_refusals(cases: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """What is said of adapters that vLLM could not serve."""
-    found = {}
-    for name, settings in cases.items():
-        with contextlib.suppress(KeyError):
-            try:
-                AdapterSource(adapted(**settings))
-            except RefitError as error:
-                found[name] = str(error)
-    return found

@@ -146,7 +146,7 @@ class StagedAdapter:
     factors: Mapping[str, Factors]
     dtype: torch.dtype
 
-    def build(self) -> None:
+    def write(self) -> None:
         """Writes the files, beside their final place.
 
         Raises:
@@ -157,6 +157,9 @@ class StagedAdapter:
         _drop(self._draft)
         self._draft.mkdir(mode=0o700)
         write_adapter(self._draft, self.factors, self.dtype)
+
+    def build(self) -> None:
+        """Does nothing: they have been written while the engine went on."""
 
     def apply(self) -> None:
         """Moves them to their place, unless another worker of this host has."""

@@ -15,7 +15,13 @@ import torch
 from megatron_patches.refit.adapter_names import session_folder
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import View, row_major_strides
-from megatron_patches.refit.errors import PartyFailedError, RefitError, StaleVersionError, TransferError
+from megatron_patches.refit.errors import (
+    LostWeightsError,
+    PartyFailedError,
+    RefitError,
+    StaleVersionError,
+    TransferError,
+)
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -89,14 +95,14 @@ class AdapterSession:
         self._aside.start(f"receive-{call.adapter}-{call.version}", lambda: self._take(call))
 
     def commit(self, version: int) -> None:
-        """Writes a received version on all workers or on none, and tells the trainer.
+        """Puts a received version in its place on all workers or on none, and tells the trainer.
 
         Raises:
             RefitError: if a worker cannot.
         """
         reason = None
         try:
-            self._write(version)
+            self._place(version)
         except Exception as error:
             reason = f"{type(error).__name__}: {describe_error(error)}"
             raise
@@ -114,6 +120,8 @@ class AdapterSession:
             RefitError: if a version that is arriving does not end.
         """
         self._aside.finish(self._call.timeout_s)
+        if self._staged is not None:
+            self._staged.undo()
         self._staged, self._instead = None, "nothing has been received"
 
     def end(self) -> None:
@@ -124,6 +132,7 @@ class AdapterSession:
         """
         self._party.leave()
         self._aside.finish(LEAVING_S)
+        self.abandon()
         self._party.close()
         self._log.enter(State.CLOSED)
 
@@ -161,9 +170,11 @@ class AdapterSession:
         try:
             self._party.receive(call.version, call.step, call.linked, lambda: self._make(call, made))
             tensors = {name: flat.view(self._shapes[name]) for name, flat in made[0].tensors.items()}
-            self._staged = StagedAdapter(
+            staged = StagedAdapter(
                 self._files, self._folder, call.adapter, call.version, factors_of(tensors), self._dtype
             )
+            staged.write()
+            self._staged = staged
             self._log.enter(State.COMMITTING, call.version)
         except Exception as error:
             self._log.enter(State.READY, call.version, describe_error(error))
@@ -180,17 +191,20 @@ class AdapterSession:
         self._party.beside_bytes = made[0].beside_bytes
         return made[0].received_in
 
-    def _write(self, version: int) -> None:
+    def _place(self, version: int) -> None:
         workers = AllOrNone(version, self._latest, self._call.timeout_s + _VOTE_S)
         late: RefitError | None = None
         try:
             self._aside.finish(self._call.timeout_s)
         except RefitError as error:
             late = error
-        staged, self._staged = self._staged, None
+        staged = self._staged
         if late is not None or staged is None or staged.version != version:
             workers.decline()
             raise TransferError(f"asked to commit version {version}, but {late or self._instead}") from late
-        self._instead = f"version {version} has been taken"
-        workers.exchange(staged)
+        try:
+            workers.exchange(staged)
+        except LostWeightsError as error:  # but not of weights: at worst, the files are there and vLLM is not told
+            raise TransferError(str(error)) from error
+        self._staged, self._instead = None, f"version {version} has been taken"
         self._latest = version
