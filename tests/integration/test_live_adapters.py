@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 import threading
 import urllib.error
 from pathlib import Path
@@ -37,7 +41,7 @@ LENGTH = 6
 LONG = 40
 PACE_S = 0.25
 OPTIONS = RefitOptions(timeout_s=60.0, staging_bytes=STAGING, on_engine_failure=OnEngineFailure.DROP)
-LORA = {"enable_lora": True, "max_lora_rank": 8}
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
@@ -174,9 +178,31 @@ def test_a_server_answers_with_each_version_what_an_engine_does_that_has_loaded_
         assert found["running"][:2] == found["alone"][:2]
         assert (found["meanwhile"], found["refused"]) == (["math@5", "math@6", "math@7", "math@8"], 404)
         assert found["afterwards"] == ["math@10", "math@8", "math@9"]  # the last one dropped goes with the next
-    assert not list(folder.iterdir())
+        run_example(server, base, tmp_path)
     for path in paths:
         assert found[path] == fresh(base, path, tmp_path / f"engine of {Path(path).name}")
+
+
+def run_example(server: VllmServer, base: Path, place: Path) -> None:
+    """The example of docs/adapters.md runs as it stands, but for the address of the server, and the adapter's name."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (place / "MODEL").symlink_to(base)
+    example = example.replace("http://127.0.0.1:8000", server.url).replace('"math"', f'"example", folder="{place}"')
+    (place / "train.py").write_text(example)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *launcher],
+        check=False,
+        cwd=place,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("example@3 serves: ") == 2, done.stdout
+    assert refusal_of(server, "example@3") == 200
 
 
 def reason_of(publisher: WeightPublisher, engine: Any) -> str:
@@ -200,7 +226,7 @@ def test_adapters_that_an_engine_would_not_apply_in_full_are_refused(tmp_path: P
     layers = deeper.base_model.model.model.layers
     layers.append(copy.deepcopy(layers[0]))
     head = adapted(target_modules=["lm_head"])
-    with VllmHost(base, tmp_path, **LORA) as host:
+    with VllmHost(base, tmp_path, tensor_parallel_size=2, **LORA) as host:
         engine = host.connect()
         model = adapted(use_rslora=False, rank_pattern={"q_proj": 3}, alpha_pattern={"down_proj": 5})
         with AdapterPublisher(model, "math", **how) as publisher:

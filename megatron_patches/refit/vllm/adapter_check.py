@@ -82,19 +82,17 @@ def _sizes(manager: Any) -> dict[str, tuple[int, int]]:
     for name, wrapper in manager.modules.items():
         layer = getattr(wrapper, "base_layer", None)
         if isinstance(layer, LinearBase):
-            parts = manager.packed_modules.get(name, [name])
-            for part, outputs in zip(parts, _outputs(layer), strict=False):
-                found[part] = int(layer.input_size), outputs
+            parts = manager.packed_modules.get(name)
+            sizes = zip(parts, _outputs(layer), strict=False) if parts else [(name, layer.output_size)]
+            found.update({part: (int(layer.input_size), int(outputs)) for part, outputs in sizes})
     return found
 
 
 def _outputs(layer: Any) -> Iterator[int]:
-    """Outputs of each part of a layer, over all workers."""
+    """Outputs of each part of a layer that stacks several, over all workers."""
     if isinstance(layer, QKVParallelLinear):
         yield layer.total_num_heads * layer.head_size
         yield layer.total_num_kv_heads * layer.head_size
         yield layer.total_num_kv_heads * layer.v_head_size
     elif isinstance(layer, MergedColumnParallelLinear):
         yield from layer.output_sizes
-    else:
-        yield layer.output_size

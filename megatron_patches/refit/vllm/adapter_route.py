@@ -7,6 +7,7 @@ workers know which files vLLM may still read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -43,10 +44,13 @@ async def add_adapter(scope: Message, receive: Receive, send: Send) -> None:
     if not isinstance(loaded, str):
         await answer(send, 409, f"vLLM does not add {name}: {loaded.error.message}")
         return
-    served = [known for known in models.lora_requests if known.startswith(beginning)]
+
+    def versions_in(names: Iterable[str | None]) -> list[int]:
+        known = [name.removeprefix(beginning) for name in names if name is not None and name.startswith(beginning)]
+        return [int(version) for version in known if version.isdecimal()]  # an operator may name others
+
+    served = versions_in(models.lora_requests)
     for old in served[: -asked.keep]:
-        await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=old))
-    running = {str(request.lora_name) for request in state.engine_client.output_processor.request_states.values()}
-    used = [known for known in running | set(served[-asked.keep :]) if known.startswith(beginning)]
-    versions = sorted(int(known.removeprefix(beginning)) for known in used)
-    await answer(send, 200, None, versions=versions)
+        await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=version_name(asked.adapter, old)))
+    running = versions_in(request.lora_name for request in state.engine_client.output_processor.request_states.values())
+    await answer(send, 200, None, versions=sorted({*running, *served[-asked.keep :]}))

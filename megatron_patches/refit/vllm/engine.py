@@ -7,7 +7,8 @@ not used, for two reasons. First, vLLM's worker notes that an update was started
 finished, which a killed trainer never does. Second, if an engine has several workers, an exception in one leaves the
 answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer
 to an earlier one. For the same reason calls do not raise: workers report results at the trainer's rendezvous and in
-the log. Calls raise only if old weights cannot be restored, because the engine must not continue then.
+the log. Calls raise only if old weights cannot be restored, because the engine must not continue then. Calls that name
+an adapter are passed to its own session (:mod:`megatron_patches.refit.vllm.adapters`).
 """
 
 from __future__ import annotations
