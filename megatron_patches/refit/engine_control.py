@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from megatron_patches.refit.adapter_engine import AdapterEngine
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
@@ -206,7 +207,7 @@ class EngineControl:
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
     def _pause(self) -> None:
-        if self._paused_at is None:
+        if self._paused_at is None and not isinstance(self.engine, AdapterEngine):
             began = time.perf_counter()
             try:
                 self.engine.pause(self._options.pause)

@@ -85,12 +85,16 @@ class Release:
                 "configuration without quantization_config"
             )
         if config.lora_config is not None:
-            yield "adapters wrap the layers that hold them (--enable-lora); merge adapters into the trainer's weights"
+            yield "adapters wrap the layers that hold them (--enable-lora); publish adapters, or start it without"
         if config.parallel_config.enable_eplb:
             yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"
         offload = config.offload_config
         if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
             yield "it keeps some of them on the host (--cpu-offload-gb, --offload-group-size)"
+
+    def adapter_names(self, model: nn.Module) -> Any:
+        """How names of an adapter's modules become those of the engine's, for vLLM's parser; None if they stay."""
+        raise NotImplementedError
 
     def derives(self, layer: nn.Module) -> bool:
         """Whether a deferred layer derives something. By default attention only sets scales of the cache to one."""

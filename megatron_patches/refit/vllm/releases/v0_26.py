@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from vllm.config import VllmConfig
@@ -19,6 +20,11 @@ class Vllm026(Release):
     def is_deferred(self, layer: nn.Module) -> bool:
         """Attention layers, which vLLM processes after all others."""
         return isinstance(layer, Attention | MLAAttention | MMEncoderAttention)
+
+    def adapter_names(self, model: nn.Module) -> Any:
+        """Without stacking: adapters name the projections that the engine's layers stack."""
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        return None if mapper is None else mapper.get_unstacked_mapper()
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Also refuses cache scales that this release can take from the first request."""
