@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_patches.refit.adapter_names import session_folder, version_name
-
-if TYPE_CHECKING:
-    from megatron_patches.refit.engines import EngineClient, PauseMode
+from megatron_patches.refit.engines import EngineClient, PauseMode
 
 
 @runtime_checkable
