@@ -267,8 +267,8 @@ def test_adapters_that_an_engine_would_not_apply_in_full_are_refused(tmp_path: P
         assert "the engine was started without --enable-lora; start it with it" in reason
         with WeightPublisher(merged, options=OPTIONS) as publisher:  # merged weights are weights like others
             publisher.attach(engine)
-            report = publisher.publish(1).result(60.0)
-            assert {one.fate for one in report.engines.values()} == {Fate.SERVES}, report
+            pushed = publisher.publish(1).result(60.0)
+            assert {one.fate for one in pushed.engines.values()} == {Fate.SERVES}, pushed
         assert close_to_peft(merged, engine.log_probabilities(PROMPTS))
 
 
