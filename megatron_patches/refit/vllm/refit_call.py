@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
+from megatron_patches.refit.adapter_names import ADAPTER_NAME
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import AUTO
@@ -21,7 +22,8 @@ class RefitCall(WeightTransferInitInfo):
     """One call, from JSON.
 
     Attributes:
-        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``relay`` or ``leave``.
+        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``relay``, ``keep`` or
+            ``leave``.
         host: for join and relay: address of the rendezvous.
         port: likewise: its port.
         token: secret that all parties of a session share.
@@ -37,6 +39,9 @@ class RefitCall(WeightTransferInitInfo):
         version: for receive, commit and relay: number of the weights.
         step: for receive: number of the trainer's next step.
         linked: for receive: whether the trainer's links are up.
+        adapter: name of the LoRA adapter that the call is about; empty if it is about the model's weights.
+        folder: for join with an adapter: absolute path of the folder for files of its versions.
+        versions: for keep, with an adapter: the versions whose files are in use.
     """
 
     call: Annotated[str, Meta(max_length=256)]
@@ -54,6 +59,9 @@ class RefitCall(WeightTransferInitInfo):
     version: Annotated[int, Meta(ge=0)] = 0
     step: Annotated[int, Meta(ge=0)] = 0
     linked: bool = False
+    adapter: Annotated[str, Meta(pattern=rf"^({ADAPTER_NAME})?\Z")] = ""
+    folder: Annotated[str, Meta(max_length=4096)] = ""
+    versions: tuple[Annotated[int, Meta(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
         joins = self.host and self.port and self.token and self.timeout_s and self.sources
@@ -61,6 +69,8 @@ class RefitCall(WeightTransferInitInfo):
             raise ValueError("to join, a call names host, port, token, timeout_s and sources")
         if self.call == "relay" and not (joins and self.key and self.first):
             raise ValueError("to relay, a call names host, port, token, key, timeout_s, sources and first")
+        if self.call == "join" and self.adapter and not self.folder.startswith("/"):
+            raise ValueError(f"to join with an adapter, a call names an absolute folder, not {self.folder!r}")
 
 
 def read_call(content: dict[str, Any]) -> RefitCall:
