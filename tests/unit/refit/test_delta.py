@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_patches.refit.delta import Snapshot, decode, delta_bytes, encode
 from megatron_patches.refit.errors import TransferError
-from megatron_patches.refit.ports import Bytes
+from megatron_patches.refit.ports import Bits, Bytes
 from tests.support.quick import examples
 
 
@@ -138,7 +138,7 @@ def test_random_bytes_are_decoded_or_refused(data: Any, count: int, width: int, 
 
 
 def test_a_snapshot_is_a_copy_in_memory_that_is_used_again() -> None:
-    live = {"w": np.arange(10, dtype=np.uint16), "b": np.arange(3, dtype=np.uint32)}
+    live: dict[str, Bits] = {"w": np.arange(10, dtype=np.uint16), "b": np.arange(3, dtype=np.uint32)}
     kept = Snapshot()
     assert kept.base is None
     kept.take(4, live)

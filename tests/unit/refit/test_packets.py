@@ -247,13 +247,13 @@ def test_changes_since_another_version_are_refused() -> None:
     pair.whole()
     packet = next(packet for packet in pair.relate() if packet.delta is not None)
     with pytest.raises(TransferError, match=r"which holds version 1, what changed since version 7"):
-        pair.unpacker.accept(replace(packet, delta=Delta(7, packet.delta.changed)))  # type: ignore[union-attr]
+        pair.unpacker.accept(replace(packet, delta=Delta(7, packet.delta.changed)))
     pair.unpacker.begin(2, pair.taken[1])
     with pytest.raises(TransferError, match=r"which holds none, what changed since version 1"):
         pair.unpacker.accept(packet)
     pair.unpacker.begin(2, pair.taken[1], Base(1, pair.taken[0]))
     with pytest.raises(TransferError, match=r"bytes and not the \d+ planned"):
-        pair.unpacker.accept(replace(packet, delta=Delta(1, packet.delta.changed + 100)))  # type: ignore[union-attr]
+        pair.unpacker.accept(replace(packet, delta=Delta(1, packet.delta.changed + 100)))
     on_a_device = {name: torch.zeros(bits.size, device="meta") for name, bits in pair.taken[0].items()}
     with pytest.raises(TransferError, match="all storages must be on the host"):
         pair.unpacker.begin(2, pair.taken[1], Base(1, on_a_device))
