@@ -186,7 +186,7 @@ def one_misses_a_version(session: RefitSession, clients: list[PlainEngine], push
 
 
 def test_an_engine_that_missed_a_version_gets_all_of_the_next(tmp_path: Path) -> None:
-    settings = {"payload": "delta", "on_engine_failure": OnEngineFailure.DROP, "lag_s": 0.5}
+    settings: dict[str, Any] = {"payload": "delta", "on_engine_failure": OnEngineFailure.DROP, "lag_s": 0.5}
     missed, sent, found = run(tmp_path, one_misses_a_version, **settings)[0]
     assert missed is Fate.LAGS
     assert sent == [0, sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())]

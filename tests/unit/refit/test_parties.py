@@ -236,7 +236,8 @@ def test_versions_arrive_relative_to_the_last_one(fraction: float, transport: Tr
         held = known[0]
         assert held is not None
         for storage in held.memory.values():
-            np.bitwise_xor(storage, 1, out=storage)  # type: ignore[call-overload]
+            spoiled = np.asarray(storage)
+            np.bitwise_xor(spoiled, 1, out=spoiled)
         if fraction < 1.0 and any(held.memory):
             for answer in parties.change(4, fraction, 3, known):
                 assert isinstance(answer, PartyFailedError)
