@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -55,7 +54,8 @@ class Row:
         share: share of the elements that changed.
         payload: whole or delta.
         nbytes: bytes sent.
-        seconds: of the whole push, median; from the start to the last comparison of digests.
+        seconds: of the whole push, from the start to the last comparison of digests; the least of all repetitions, as
+            other work on the machine only adds to it. So are the next two.
         move: of these, until everything had arrived and was unpacked.
         keep: copying the version at the source after it, which is the next version's base; 0 if whole.
     """
@@ -128,19 +128,23 @@ def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) 
         end.connect(pipe.recv(), {0: slot}, {0: plan.digests[0, 0]}, _check)
         sender, kept, version = Sender(plan, 0, memory, {(0, 0): terms}, place.pool), Snapshot(), 0
         for share in (1.0, *SHARES):  # the first warms up, and gives both ends a base
-            for payload in PayloadKind:
-                for _ in range(repeats if share < 1.0 else 1):
-                    version += 1
-                    _change(rng, memory, share)
-                    sender.renew(memory)
-                    sender.relate_to(kept.base if payload is PayloadKind.DELTA else None)
-                    pipe.recv()
-                    with closing(sender):
-                        end.begin(memory, _check)
-                        send_version(sender, end, version, _check)
-                    began = time.perf_counter()
-                    kept.take(version, memory)
-                    pipe.send((end.sent_bytes, time.perf_counter() - began))
+            for payload in _turns(share, repeats):
+                version += 1
+                _change(rng, memory, share)
+                sender.renew(memory)
+                sender.relate_to(kept.base if payload is PayloadKind.DELTA else None)
+                pipe.recv()
+                with closing(sender):
+                    end.begin(memory, _check)
+                    send_version(sender, end, version, _check)
+                began = time.perf_counter()
+                kept.take(version, memory)
+                pipe.send((end.sent_bytes, time.perf_counter() - began))
+
+
+def _turns(share: float, repeats: int) -> list[PayloadKind]:
+    """Whole and delta in turns, so that other work on the machine meets both alike."""
+    return [*PayloadKind] * (repeats if share < 1.0 else 1)
 
 
 def _change(rng: np.random.Generator, memory: dict[str, Bits], share: float) -> None:
@@ -159,25 +163,24 @@ def _destination(pipe: Connection, results: Connection, mebibytes: int, repeats:
         end.connect({0: theirs, 1: mine}, {0: slot}, {0: plan.digests[0, 0]}, _check)
         unpacker = Unpacker(plan, side, {(0, 0): terms}, place.pool)
         for share in (1.0, *SHARES):
-            for payload in PayloadKind:
-                taken: list[tuple[float, float, float, int]] = []
-                for _ in range(repeats if share < 1.0 else 1):
-                    version += 1
-                    unpacker.begin(version, arriving, Base(version - 1, serving))
-                    pipe.send("go")
-                    began = time.perf_counter()
-                    with closing(unpacker):
-                        receive_version(unpacker, end, _TIMEOUT_S, _check)
-                        moved = time.perf_counter()
-                        unpacker.verify()
-                        ended = time.perf_counter()
-                    nbytes, keep = pipe.recv()
-                    taken.append((ended - began, moved - began, keep, nbytes))
-                    serving, arriving = arriving, serving
-                if share < 1.0:
-                    seconds, move, keep, _ = map(statistics.median, zip(*taken, strict=True))
-                    keep = keep if payload is PayloadKind.DELTA else 0.0
-                    results.send(Row(share, payload.value, taken[-1][3], seconds, move, keep))
+            taken: dict[PayloadKind, list[tuple[float, float, float, int]]] = {kind: [] for kind in PayloadKind}
+            for payload in _turns(share, repeats):
+                version += 1
+                unpacker.begin(version, arriving, Base(version - 1, serving))
+                pipe.send("go")
+                began = time.perf_counter()
+                with closing(unpacker):
+                    receive_version(unpacker, end, _TIMEOUT_S, _check)
+                    moved = time.perf_counter()
+                    unpacker.verify()
+                    ended = time.perf_counter()
+                nbytes, keep = pipe.recv()
+                taken[payload].append((ended - began, moved - began, keep, nbytes))
+                serving, arriving = arriving, serving
+            for payload, found in taken.items() if share < 1.0 else ():
+                seconds, move, keep, _ = (min(column) for column in zip(*found, strict=True))
+                keep = keep if payload is PayloadKind.DELTA else 0.0
+                results.send(Row(share, payload.value, found[-1][3], seconds, move, keep))
 
 
 def measure(mebibytes: int, rate: float | None, repeats: int) -> list[Row]:

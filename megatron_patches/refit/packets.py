@@ -293,10 +293,11 @@ class Sender:
         return self._port.places(self._batches[_key(load)])
 
     def close(self) -> None:
-        """Waits until packing has ended, and returns leased memory."""
+        """Waits until packing has ended, returns leased memory, and forgets the base."""
         self._port.close()
-        if self._base is not None:
-            self._base.close()
+        base, self._base = self._base, None
+        if base is not None:
+            base.close()
 
     def _packet(self, load: Load, version: int, payload: Payload) -> Packet:
         digest = self._plan.digests[self._rank, load.destination]
@@ -484,11 +485,12 @@ class Unpacker:
             self._refuse(int(home), int(found[home]), int(sent[home]))
 
     def close(self) -> None:
-        """Waits until unpacking has ended, and returns leased memory."""
+        """Waits until unpacking has ended, returns leased memory, and forgets the base."""
         if self._port is not None:
             self._port.close()
-        if self._base is not None:
-            self._base.close()
+        base, self._base = self._base, None
+        if base is not None:
+            base.close()
 
     @cached_property
     def _homes(self) -> Mapping[_Key, _Homes]:
