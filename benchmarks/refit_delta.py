@@ -55,8 +55,10 @@ class Row:
         payload: whole or delta.
         nbytes: bytes sent.
         seconds: of the whole push, from the start to the last comparison of digests; the least of all repetitions, as
-            other work on the machine only adds to it. So are the next two.
+            other work on the machine only adds to it. So are the next three.
         move: of these, until everything had arrived and was unpacked.
+        source_cpu: CPU seconds of the source.
+        destination_cpu: of the destination.
         keep: copying the version at the source after it, which is the next version's base; 0 if whole.
     """
 
@@ -65,6 +67,8 @@ class Row:
     nbytes: int
     seconds: float
     move: float
+    source_cpu: float
+    destination_cpu: float
     keep: float
 
 
@@ -134,12 +138,13 @@ def _source(pipe: Connection, mebibytes: int, rate: float | None, repeats: int) 
                 sender.renew(memory)
                 sender.relate_to(kept.base if payload is PayloadKind.DELTA else None)
                 pipe.recv()
+                before = time.process_time()
                 with closing(sender):
                     end.begin(memory, _check)
                     send_version(sender, end, version, _check)
-                began = time.perf_counter()
+                cpu, began = time.process_time() - before, time.perf_counter()
                 kept.take(version, memory)
-                pipe.send((end.sent_bytes, time.perf_counter() - began))
+                pipe.send((end.sent_bytes, cpu, time.perf_counter() - began))
 
 
 def _turns(share: float, repeats: int) -> list[PayloadKind]:
@@ -163,24 +168,24 @@ def _destination(pipe: Connection, results: Connection, mebibytes: int, repeats:
         end.connect({0: theirs, 1: mine}, {0: slot}, {0: plan.digests[0, 0]}, _check)
         unpacker = Unpacker(plan, side, {(0, 0): terms}, place.pool)
         for share in (1.0, *SHARES):
-            taken: dict[PayloadKind, list[tuple[float, float, float, int]]] = {kind: [] for kind in PayloadKind}
+            taken: dict[PayloadKind, list[tuple[float, ...]]] = {kind: [] for kind in PayloadKind}
             for payload in _turns(share, repeats):
                 version += 1
                 unpacker.begin(version, arriving, Base(version - 1, serving))
                 pipe.send("go")
-                began = time.perf_counter()
+                began, before = time.perf_counter(), time.process_time()
                 with closing(unpacker):
                     receive_version(unpacker, end, _TIMEOUT_S, _check)
                     moved = time.perf_counter()
                     unpacker.verify()
-                    ended = time.perf_counter()
-                nbytes, keep = pipe.recv()
-                taken[payload].append((ended - began, moved - began, keep, nbytes))
+                    ended, cpu = time.perf_counter(), time.process_time() - before
+                nbytes, cpu_of_source, keep = pipe.recv()
+                taken[payload].append((nbytes, ended - began, moved - began, cpu_of_source, cpu, keep))
                 serving, arriving = arriving, serving
             for payload, found in taken.items() if share < 1.0 else ():
-                seconds, move, keep, _ = (min(column) for column in zip(*found, strict=True))
+                nbytes, push, move, source, destination, keep = (min(column) for column in zip(*found, strict=True))
                 keep = keep if payload is PayloadKind.DELTA else 0.0
-                results.send(Row(share, payload.value, found[-1][3], seconds, move, keep))
+                results.send(Row(share, payload.value, int(nbytes), push, move, source, destination, keep))
 
 
 def measure(mebibytes: int, rate: float | None, repeats: int) -> list[Row]:
@@ -228,17 +233,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rate = None if options.gigabytes_per_second is None else 1e9 * options.gigabytes_per_second
     rows = measure(options.mebibytes, rate, options.repeats)
-    print("| changed | whole | push | delta | push | copy of the base | of whole: bytes, time |")
-    print("|---|---|---|---|---|---|---|")
+    print("| changed | whole | push | CPU | delta | push | CPU | copy of the base | of whole: bytes, time |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for whole, delta in zip(rows[::2], rows[1::2], strict=True):
         cells = [f"{whole.share:.0%}"]
-        cells += [f"{whole.nbytes / 1e6:.1f} MB", f"{whole.seconds:.2f} s"]
-        cells += [f"{delta.nbytes / 1e6:.1f} MB", f"{delta.seconds:.2f} s", f"{delta.keep:.2f} s"]
+        for row in (whole, delta):
+            cpu = f"{row.source_cpu:.2f} + {row.destination_cpu:.2f} s"
+            cells += [f"{row.nbytes / 1e6:.1f} MB", f"{row.seconds:.2f} s", cpu]
+        cells += [f"{delta.keep:.2f} s"]
         cells += [f"{delta.nbytes / whole.nbytes:.3f}, {delta.seconds / whole.seconds:.2f}"]
         print(f"| {' | '.join(cells)} |")
     if options.json is not None:
         found = {
-            "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+            "options": {key: value for key, value in vars(options).items() if key != "json"},
             "cores": os.cpu_count(),
             "load": os.getloadavg(),
             "rows": [asdict(row) for row in rows],
