@@ -8,6 +8,9 @@ ENGINE_VENV := .venv-vllm
 ENGINE_READY := $(ENGINE_VENV)/.ready
 TORCH_VENV := .venv-torch
 TORCH_READY := $(TORCH_VENV)/.ready
+# mkdocs and its theme.
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 
 # A Python 3.12 to build .venv with; empty means: look on PATH and in pyenv.
 PYTHON ?=
@@ -28,7 +31,7 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(PY) $(PYTEST)
 # Those in which an engine may be of another environment than the trainer.
 ENGINE_TESTS := tests/integration/test_live_http.py
 
-.PHONY: help quickstart grpo test test-all test-vllm test-newest-torch bench-train lint types format venv clean
+.PHONY: help quickstart grpo test test-all test-vllm test-newest-torch bench-train docs lint types format venv clean
 
 help:
 	@echo 'make quickstart   train a small model on 4 processes, export it, generate text (no GPU needed)'
@@ -38,6 +41,7 @@ help:
 	@echo 'make test-vllm    run the live tests with the newest vLLM, in an environment of its own'
 	@echo 'make test-newest-torch   run the quick tests of the trainer with the newest PyTorch'
 	@echo 'make bench-train  time a training step on GPUs, into bench-out; GPUS=4 GPU_PYTHON=python3'
+	@echo 'make docs         build the documentation site into site/, and check its links'
 	@echo 'make lint         check style (ruff)'
 	@echo 'make types        check types (mypy)'
 	@echo 'make format       reformat the sources and apply the safe fixes'
@@ -55,6 +59,10 @@ $(ENGINE_READY): requirements/vllm-0.32.lock setup.py pyproject.toml .ci/make-ve
 
 $(TORCH_READY): requirements/newest-torch.txt requirements/ci.lock setup.py pyproject.toml .ci/make-venv .ci/find-python
 	@sh .ci/make-venv $(TORCH_VENV) newest-torch $(PYTHON)
+	@touch $@
+
+$(DOCS_READY): requirements/docs.lock .ci/make-venv .ci/find-python
+	@sh .ci/make-venv $(DOCS_VENV) docs $(PYTHON)
 	@touch $@
 
 venv: $(READY)
@@ -84,6 +92,10 @@ bench-train:
 	@PYTHONPATH="$(CURDIR):$(CURDIR)/transformer_engine$${PYTHONPATH:+:$$PYTHONPATH}" \
 		$(GPU_PYTHON) -m benchmarks.run_all --gpus $(GPUS) --out bench-out $(BENCH_ARGS)
 
+docs: $(DOCS_READY)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --clean
+	@echo 'site/index.html'
+
 lint: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -96,5 +108,5 @@ format: $(READY)
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(TORCH_VENV) build dist *.egg-info quickstart-out grpo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) $(TORCH_VENV) $(DOCS_VENV) site build dist *.egg-info quickstart-out grpo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks megatron_patches transformer_engine tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -48,6 +48,7 @@ setup(
             "matplotlib",  # draws what benchmarks/train_step.py measured
             "mypy",
             "prometheus_client",
+            "peft",  # trains the adapters that are published, and writes those that they are compared with
             "onnxscript",  # Transformer Engine's Python layer, which some tests unpack, imports it
             "pytest<9.2",  # with 9.2 pytest-xdist 3.8 forgets which tests belong together
             "pytest-timeout",

@@ -21,13 +21,8 @@ SCRIPT = Path(__file__).with_name("long_run_training.py")
 _POLL_S = 0.02
 # Megatron compiles its fused element-wise functions otherwise, for tens of seconds. Attention must add in the same
 # order each time. Tensor parallelism demands that kernels start in the order in which they are given to the device.
-_ENVIRONMENT = {
-    "TORCH_COMPILE_DISABLE": "1",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+_REPEATABLE = {"TORCH_COMPILE_DISABLE": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class TrainingFailedError(Exception):
@@ -43,9 +38,19 @@ class Training:
         ranks: number of processes.
         arguments: the training script's.
         gpus: how many GPUs the ranks share; 0 gives each rank one of its own, or none where there are none.
+        repeatable: whether two trainings must give the same bits and start soon, or else run as fast as they can.
     """
 
-    def __init__(self, name: str, folder: Path, ranks: int, arguments: Sequence[str], gpus: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        ranks: int,
+        arguments: Sequence[str],
+        gpus: int = 0,
+        *,
+        repeatable: bool = True,
+    ) -> None:
         self.name = name
         self.folder = folder / name
         self.folder.mkdir(parents=True)
@@ -53,6 +58,7 @@ class Training:
         self._command = [sys.executable, "-W", "ignore", "-m", "megatron_patches", str(SCRIPT), *arguments, *own]
         self._count = ranks
         self._gpus = gpus
+        self._environment = _ENVIRONMENT | (_REPEATABLE if repeatable else {})
         self.ranks: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -71,7 +77,7 @@ class Training:
                     subprocess.Popen(  # noqa: S603  # this interpreter, with arguments of the caller's own
                         self._command,
                         cwd=ROOT,
-                        env=os.environ | _ENVIRONMENT | shared | own,
+                        env=os.environ | self._environment | shared | own,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +28,9 @@ class Step:
         step: number of the step in the whole training, from 0.
         loss: over all data; None where the pipeline stage has none.
         grad_norm: before clipping.
+        seconds: that the step took.
         allocated: bytes of tensors on the device; 0 on a CPU.
+        peak: most bytes of tensors on the device within this step or, the first time, before it; 0 on a CPU.
         reserved: bytes that PyTorch's allocator holds of the device; 0 on a CPU.
         symmetric: bytes of memory that peers map, which that allocator does not know.
         process: most bytes of main memory that the process ever had.
@@ -36,7 +39,9 @@ class Step:
     step: int
     loss: float | None
     grad_norm: float
+    seconds: float
     allocated: int
+    peak: int
     reserved: int
     symmetric: int
     process: int
@@ -69,26 +74,32 @@ class Recorder:
             from megatron.training import get_args
 
             step = int(get_args().curr_iteration)
+            begun = time.perf_counter()
             result = train_step(forward_step, data, model, *args, **kwargs)
             losses = [float(loss) for loss in result[0].values()]
-            self._write(step, losses[0] if losses else None, float(result[5]), model)
+            # Losses and norm have been read from the device: it has done the step, but for what its optimizer updates.
+            self._write(step, losses[0] if losses else None, float(result[5]), time.perf_counter() - begun, model)
             return result
 
         training.train_step = recording_step
 
-    def _write(self, step: int, loss: float | None, grad_norm: float, model: list[Any]) -> None:
+    def _write(self, step: int, loss: float | None, grad_norm: float, seconds: float, model: list[Any]) -> None:
         cuda = torch.cuda.is_available()
         line = Step(
             step,
             loss,
             grad_norm,
+            seconds,
             torch.cuda.memory_allocated() if cuda else 0,
+            torch.cuda.max_memory_allocated() if cuda else 0,
             torch.cuda.memory_reserved() if cuda else 0,
             _symmetric_bytes(model),
             1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         )
         self._file.write(json.dumps(asdict(line)) + "\n")
         self._file.flush()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:

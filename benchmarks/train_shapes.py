@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 SYSTEMS = {
@@ -28,7 +29,7 @@ EXPERT_PARALLEL = "_ep2"
 # Rows of an ETP shard are a multiple of this (`EtpConfig.pad_for_alignment`).
 _ALIGNMENT = 16
 _BLOCK = 128
-_WEIGHT_BYTES = 2
+WEIGHT_BYTES = 2
 GIB = 2**30
 
 
@@ -149,6 +150,81 @@ def expert_parallel(system: str, ranks: int) -> int:
     return ranks if system == "ep" else 2 if system.endswith(EXPERT_PARALLEL) else 1
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a rank's matrices are sharded, and by what.
+
+    Attributes:
+        over: ranks that hold one shard each of a dense matrix.
+        experts_over: ranks that hold one shard each of an expert's matrix.
+        transport: of ETP, "c10d" or "copy_engine"; "" for any other system, which pads nothing and has no slots here.
+        prefetch_depth: of ETP.
+        precision: one of :data:`PRECISIONS`.
+    """
+
+    over: int
+    experts_over: int
+    transport: str = ""
+    prefetch_depth: int = 1
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of its sharded matrices between two steps.
+
+    Attributes:
+        dense: elements of the shards of dense matrices, with padding.
+        experts: elements of the shards of experts' matrices, with padding.
+        slots: bytes of whole matrices that ETP gathers into.
+        ring: bytes that ``copy_engine`` receives gradients in.
+        copies: bytes of weights quantized for FP8 GEMMs.
+    """
+
+    dense: int
+    experts: int
+    slots: int
+    ring: int
+    copies: int
+
+
+def held(
+    dense: Sequence[tuple[int, int, int]],
+    experts: Sequence[tuple[int, int, int]],
+    ends: tuple[int, int, int],
+    cut: Cut,
+) -> Held:
+    """Counts what a rank holds; docs/performance.md has the formulas.
+
+    Args:
+        dense: number, rows and columns of each group of matrices that is gathered as one (:meth:`Shape.weights`); with
+            tensor parallelism, of this rank's part.
+        experts: the same of the experts on this rank.
+        ends: the group that is embedding or output; they are not Transformer Engine's, and stay bf16.
+        cut: how they are sharded.
+    """
+    in_fp8, etp = cut.precision != "bf16", bool(cut.transport)
+    elements, slots, ring, copies = [], 0, 0, 0
+    for groups, over in ((dense, cut.over), (experts, cut.experts_over)):
+        sharded = etp and over > 1
+        unit = (_BLOCK if cut.precision == "fp8_block" else _ALIGNMENT) * over if sharded else 1
+        sizes = [count * (-(-rows // unit) * unit) * columns for count, rows, columns in groups]
+        elements.append(sum(sizes) // over)
+        # Matrices of one shape share their slots.
+        uses = Counter(zip(groups, sizes, strict=True))
+        for (group, size), count in uses.items():
+            quantized = in_fp8 and group != ends
+            if sharded:
+                slots += min(count, cut.prefetch_depth + 1) * size * (1 if quantized else WEIGHT_BYTES)
+            if quantized and (sharded or over == 1):
+                # A whole weight has rows and columns; a shard's copy is where peers read it.
+                copies += count * size // over * (1 if sharded else 2)
+        if sharded and cut.transport == "copy_engine":
+            # Each process group has a ring. Gradients travel in the dtype that the GEMM writes, that of the weights.
+            ring += 2 * max(sizes, default=0) * (over - 1) // over * WEIGHT_BYTES
+    return Held(elements[0], elements[1], slots, ring, copies)
+
+
 def closed_form(
     shape: Shape, system: str, ranks: int, *, prefetch_depth: int = 1, grad_bytes: int = 2, precision: str = "bf16"
 ) -> dict[str, int]:
@@ -167,32 +243,17 @@ def closed_form(
             a quantized copy of each shard; without sharding, Transformer Engine keeps two copies of each weight.
     """
     system = system.removesuffix(GRAPH)
-    etp = system.startswith("etp")
+    transport = system.removeprefix("etp_").removesuffix(EXPERT_PARALLEL) if system.startswith("etp") else ""
     over, parallel = shards(system, ranks), expert_parallel(system, ranks)
-    in_fp8 = precision != "bf16"
-    unit = (_BLOCK if precision == "fp8_block" else _ALIGNMENT) * over if etp else 1
     local = [(count // parallel, rows, columns) for count, rows, columns in shape.expert_weights()]
-    held, slots, ring, copies = shape.replicated() // (ranks if "fsdp" in system else 1), 0, 0, 0
-    # The embedding and the output layer are not Transformer Engine's.
     ends = (1, shape.vocabulary, shape.hidden)
-    for groups in (shape.weights(), local):
-        sizes = [count * (-(-rows // unit) * unit) * columns for count, rows, columns in groups]
-        held += sum(sizes) // over
-        # Matrices of one shape share their slots.
-        uses = Counter(zip(groups, sizes, strict=True))
-        for (group, size), count in uses.items():
-            quantized = in_fp8 and group != ends
-            slots += min(count, prefetch_depth + 1) * size * (1 if quantized else _WEIGHT_BYTES)
-            copies += count * size // over if quantized else 0
-        # Each process group has a ring of its own.
-        ring += 2 * max(sizes, default=0) * (over - 1) // over
-    found = {"weights": held * _WEIGHT_BYTES, "gradients": held * grad_bytes}
-    if etp:
-        found["gather slots"] = slots
-    if system.startswith("etp_copy_engine"):
-        # Gradients travel in the dtype that the GEMM writes, which is that of the weights.
-        found["receive ring"] = ring * _WEIGHT_BYTES
-    if in_fp8 and (etp or over == 1):
-        # A whole weight has rows and columns; a shard's copy is where peers read it.
-        found["quantized copies"] = copies if etp else 2 * copies
-    return found
+    found = held(shape.weights(), local, ends, Cut(over, over, transport, prefetch_depth, precision))
+    elements = found.dense + found.experts + shape.replicated() // (ranks if "fsdp" in system else 1)
+    sizes = {"weights": elements * WEIGHT_BYTES, "gradients": elements * grad_bytes}
+    if transport:
+        sizes["gather slots"] = found.slots
+    if transport == "copy_engine":
+        sizes["receive ring"] = found.ring
+    if precision != "bf16" and (transport or over == 1):
+        sizes["quantized copies"] = found.copies
+    return sizes

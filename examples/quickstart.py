@@ -19,7 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from examples import loss_curve
 from examples.serving import Server, serve, write_byte_tokenizer
 from examples.vllm_process import ServerError
 
@@ -296,8 +297,12 @@ def generate(model: Any, length: int) -> str:
     return bytes(token for token in output[0].tolist() if token < VOCABULARY - 1).decode(errors="replace")
 
 
-def show(console: Console, summary: Summary, text: str) -> None:
-    """Print the generated text and the table of results."""
+def show(console: Console, summary: Summary, text: str, folder: Path) -> None:
+    """Print the loss, the generated text and the table of results; draw the loss to ``folder``/loss.png."""
+    console.rule("loss of each step")
+    console.print(loss_curve.in_terminal(summary.losses), markup=False, highlight=False)
+    with suppress(ImportError):  # matplotlib is for development only
+        loss_curve.draw(summary.losses, summary.validation, folder / "loss.png")
     console.rule("what the model writes")
     console.print(text.rstrip(), markup=False, highlight=False)
     for weights, written in summary.written:
@@ -315,6 +320,8 @@ def show(console: Console, summary: Summary, text: str) -> None:
     table.add_row("largest difference of logits, Megatron and export", f"{summary.logits_difference:.1e}")
     for line in summary.pushes:
         table.add_row("pushed into vLLM", line)
+    if (folder / "loss.png").exists():
+        table.add_row("picture of the loss", str(folder / "loss.png"))
     for name, seconds in summary.seconds.items():
         table.add_row(f"seconds to {name}", f"{seconds:.1f}")
     table.add_row("seconds in all", f"{sum(summary.seconds.values()):.1f}")
@@ -344,7 +351,7 @@ def main() -> int:
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     quiet()
-    console = Console()
+    console = Console(width=min(Console().width, 80))
     summary = Summary()
     columns = (
         SpinnerColumn(),
@@ -377,7 +384,7 @@ def main() -> int:
     except (QuickstartError, ServerError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         return 1
-    show(console, summary, text)
+    show(console, summary, text, folder)
     return 0
 
 

@@ -19,6 +19,7 @@ from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurati
 from megatron_patches.registry import IncompatibleMegatronError
 
 if TYPE_CHECKING:
+    from megatron_patches.registry import PatchRecord, SourceRecord
     from megatron_patches.seam import WeightShardSeam
 
 __all__ = ["IncompatibleMegatronError", "MegatronEtpConfig", "UnsupportedConfigurationError", "apply"]
@@ -40,8 +41,7 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         IncompatibleMegatronError: if megatron-core or Transformer Engine has an unsupported version or modified
             sources, or if Megatron's process groups already exist.
     """
-    from megatron_patches import command_line, contract, cpu, fixes, hf_training, refit_training, registry, seam
-    from megatron_patches.checkpoint import patches as checkpoint
+    from megatron_patches import cpu, registry, seam
 
     present = seam.installed()
     if present is not None:
@@ -51,10 +51,28 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
     if cpu.needed():
         cpu.prepare_environment()
         cpu.silence_random_state_warning()
+        cpu.silence_warnings_of_gpus()
     if api is None:
         from megatron_patches.weight_shard_api import WeightShardApi
 
         api = WeightShardApi(config or MegatronEtpConfig())
+    relied_upon, patches = records(api)
+    registry.verify((*relied_upon, *patches))
+    seam.install(api)
+    registry.install(patches)
+    return api
+
+
+def records(api: WeightShardSeam) -> tuple[tuple[SourceRecord, ...], tuple[PatchRecord, ...]]:
+    """What :func:`apply` relies upon in Megatron without replacing it, and what it replaces.
+
+    Args:
+        api: the implementation of sharded weights.
+    """
+    from megatron_patches import command_line, contract, cpu, fixes, hf_training, refit_training
+    from megatron_patches.checkpoint import patches as checkpoint
+
+    relied_upon = (*contract.records(), *checkpoint.sources())
     patches = (
         *(cpu.records() if cpu.needed() else ()),
         *fixes.records(),
@@ -63,7 +81,4 @@ def apply(config: MegatronEtpConfig | None = None, *, api: WeightShardSeam | Non
         *hf_training.records(),
         *refit_training.records(),
     )
-    registry.verify((*contract.records(), *checkpoint.sources(), *patches))
-    seam.install(api)
-    registry.install(patches)
-    return api
+    return relied_upon, patches

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import runpy
@@ -15,10 +16,20 @@ from pathlib import Path
 
 import megatron_patches
 from megatron_patches import last_line
-from megatron_patches.command_line import USAGE_ERROR, exit_with
+from megatron_patches.command_line import USAGE_ERROR, add_own_arguments, exit_with
 from megatron_patches.process_exit import ProcessGroupsAtExit
 
-_USAGE = "usage: torchrun [...] -m megatron_patches SCRIPT.py [arguments of the script] [--etp-size N] [--help]"
+_USAGE = "torchrun [...] -m megatron_patches SCRIPT.py [its arguments] [--etp-size N] ..."
+
+
+def _help() -> str:
+    """The flags of this package; Megatron's are those of the script's own ``--help``."""
+    parser = argparse.ArgumentParser(
+        usage=_USAGE,
+        add_help=False,
+        epilog="SCRIPT.py --help also lists the flags of Megatron and of the script.",
+    )
+    return add_own_arguments(parser).format_help()
 
 
 def main(arguments: list[str]) -> None:
@@ -29,7 +40,7 @@ def main(arguments: list[str]) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     if not arguments or arguments[0] in ("-h", "--help"):
-        sys.stdout.write(f"{_USAGE}\n\nSCRIPT.py --help lists the flags of the script, of Megatron and of ETP.\n")
+        sys.stdout.write(_help())
         raise SystemExit(0 if arguments else USAGE_ERROR)
     script = Path(arguments[0])
     if not script.is_file():

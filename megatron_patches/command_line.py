@@ -43,6 +43,18 @@ def exit_with(message: str, rank: int) -> NoReturn:
     raise SystemExit(USAGE_ERROR)
 
 
+def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all flags of this package to ``parser`` and return it."""
+    return refit_training.add_arguments(hf_training.add_arguments(arguments.add_arguments(parser)))
+
+
+def _show_first(parser: argparse.ArgumentParser, first: int) -> None:
+    """Let ``--help`` begin with the groups of flags from number ``first`` on, and without a usage of 1,500 lines."""
+    groups = parser._action_groups
+    groups[:] = [*groups[first:], *groups[:first]]
+    parser.usage = "torchrun [...] -m megatron_patches SCRIPT.py [flags of ETP, of Megatron and of the script]"
+
+
 def _mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the percent signs of help texts that argparse cannot format, so that ``--help`` does not fail.
 
@@ -73,8 +85,10 @@ def _tell_mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
 def _with_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_megatron_arguments)
     def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = arguments.add_arguments(add_megatron_arguments(parser))
-        parser = refit_training.add_arguments(hf_training.add_arguments(parser))
+        parser = add_megatron_arguments(parser)
+        of_megatron = len(parser._action_groups)
+        add_own_arguments(parser)
+        _show_first(parser, of_megatron)
         _mend_help(parser)
         _tell_mistakes_in_one_line(parser)
         return parser

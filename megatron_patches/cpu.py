@@ -16,7 +16,10 @@ import contextlib
 import functools
 import logging
 import os
+import re
+import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -70,6 +73,25 @@ def silence_random_state_warning() -> None:
     tracker_logger = logging.getLogger("megatron.core.tensor_parallel.random")
     if not any(isinstance(present, _NotOnCpu) for present in tracker_logger.filters):
         tracker_logger.addFilter(_NotOnCpu())
+
+
+# Warnings of what only GPUs have; on a CPU nothing is to be done about them.
+_OF_GPUS = (
+    "Apex is not installed.",
+    "Transformer Engine and Apex are not installed.",
+    "Only transformer-engine>=1.7.0 supports MoE experts, but your version is 0.0.0.",
+    "'pin_memory' argument is set as true but no accelerator is found",
+)
+
+
+def silence_warnings_of_gpus() -> None:
+    """Suppress warnings that packages are missing which only GPUs can use, also in processes that this one spawns."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+    for beginning in _OF_GPUS:
+        warnings.filterwarnings("ignore", re.escape(beginning))
+        option = f"ignore:{beginning}"
+        if option not in sys.warnoptions:  # passed on by multiprocessing
+            sys.warnoptions.append(option)
 
 
 class CpuStream:

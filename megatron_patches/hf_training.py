@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class Loader:
             end_with(error)
         if optimizer is not None:
             optimizer.reload_model_params()
-        for line in _lines(report):
+        for line in report.lines():
             _print(f"load-hf: {line}")
 
     def _load(self, args: argparse.Namespace, model: Sequence[Any]) -> LoadReport:
@@ -86,22 +86,6 @@ class Loader:
         from megatron_patches.refit.megatron_checkpoint import vocabulary_of
 
         return load_hf_checkpoint(model, Path(args.load_hf), tokens=vocabulary_of(args))
-
-
-def _lines(report: LoadReport) -> Iterator[str]:
-    """What users should know of a load."""
-    size, most = report.nbytes / 1e6, max(report.bytes_by_rank) / 1e6
-    yield (
-        f"{report.architecture}, {report.tensors} tensors of {size:.1f} MB in {report.seconds:.1f} s, at most "
-        f"{most:.1f} MB on a rank; digests agree"
-    )
-    for (read, write), count in sorted(report.conversions.items()):
-        yield f"{count} tensors are {read} in the checkpoint and {write} in this run, and were converted"
-    if report.padding_rows:
-        yield (
-            f"the embedding has {report.padding_rows} more rows than the checkpoint's {report.vocab_size}; they are "
-            "zero"
-        )
 
 
 def _args() -> argparse.Namespace:

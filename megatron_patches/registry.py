@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,19 +241,26 @@ def verify(records: Iterable[PatchRecord | SourceRecord]) -> None:
     Raises:
         IncompatibleMegatronError: naming the first definition that is missing or differs.
     """
+    for record, root, difference in differences(records):
+        raise IncompatibleMegatronError(
+            f"{record.target} in {root} {difference}, although its version is {MEGATRON_CORE_VERSION}; "
+            f"reinstall megatron-core=={MEGATRON_CORE_VERSION} unmodified (needed for: {record.reason})"
+        )
+
+
+def differences(
+    records: Iterable[PatchRecord | SourceRecord],
+) -> Iterator[tuple[PatchRecord | SourceRecord, Path, str]]:
+    """The records whose definition is missing or differs, with the package's folder and how it differs."""
     packages: dict[str, InstalledPackage] = {}
     for record in records:
         if record.sha256 is None:
             continue
         name = ".".join(record.module.split(".")[:2])
         package = packages.setdefault(name, InstalledPackage(name))
-        found = package.definition(record.module, record.qualified_name)
-        difference = _difference(record, found)
+        difference = _difference(record, package.definition(record.module, record.qualified_name))
         if difference:
-            raise IncompatibleMegatronError(
-                f"{record.target} in {package.root} {difference}, although its version is {MEGATRON_CORE_VERSION}; "
-                f"reinstall megatron-core=={MEGATRON_CORE_VERSION} unmodified (needed for: {record.reason})"
-            )
+            yield record, package.root, difference
 
 
 def _difference(record: PatchRecord | SourceRecord, found: Definition | None) -> str:

@@ -1,4 +1,4 @@
-"""Loads the model of a Megatron checkpoint, sharded as the command line of ``export`` or ``push`` says."""
+"""Loads the model of a Megatron checkpoint, sharded as a command line says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.checkpoint_build import build_chunks
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import ParallelSizes
-from megatron_patches.refit.errors import ExportError
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import default_exchange, together
 from megatron_patches.refit.megatron_checkpoint import (
     find_iteration,
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser, while_doing: str) -> None:
         "--vocab-size", type=_tokens, help="tokens without padding; from the run's tokenizer by default"
     )
     ParallelSizes.add_options(parser, while_doing)
-    parser.add_argument("--timeout-minutes", type=_minutes, default=30.0, help="longest wait for another process")
+    parser.add_argument("--timeout-minutes", type=minutes, default=30.0, help="longest wait for another process")
 
 
 def _tokens(text: str) -> int:
@@ -73,7 +73,7 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
     """Parses a timeout in minutes.
 
     Raises:
@@ -105,12 +105,7 @@ def loaded(
     """
     sizes = ParallelSizes.from_options(options)
     sizes.check(int(os.environ.get("WORLD_SIZE", "1")))
-    import megatron_patches
-
-    try:
-        megatron_patches.apply()
-    except megatron_patches.IncompatibleMegatronError as error:
-        raise ExportError(str(error)) from error
+    patch_megatron()
     args = saved_arguments(directory)
     refuse_unbuildable(args)
     sizes.check_model(args)
@@ -124,6 +119,20 @@ def loaded(
         together(exchange, f"describing {directory}", lambda: describe_rank(chunks, vocab_size, exchange.rank, None))
         load_weights(chunks, directory)
         yield CheckpointModel(chunks, vocab_size, int(getattr(args, "iteration", 0) or _number(directory)))
+
+
+def patch_megatron() -> None:
+    """Applies this package's patches, which sharded weights and machines without GPUs need.
+
+    Raises:
+        RefitError: if Megatron is another version than the one that is patched.
+    """
+    import megatron_patches
+
+    try:
+        megatron_patches.apply()
+    except megatron_patches.IncompatibleMegatronError as error:
+        raise RefitError(str(error)) from error
 
 
 def directory_of(options: argparse.Namespace) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from megatron_patches.refit.adapter_engine import AdapterEngine
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.engines import EngineClient, PauseMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
@@ -135,6 +136,8 @@ class EngineControl:
             raise
         self._resume(reset_cache=False)
         confirm()
+        if isinstance(self.engine, AdapterEngine):  # only now: vLLM must not look for files that are not there
+            self.engine.add(version)
 
     def give_up(self) -> None:
         """Resumes the engine with its old weights if it is paused, because a version did not arrive.
@@ -201,7 +204,7 @@ class EngineControl:
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
     def _pause(self) -> None:
-        if self._paused_at is None:
+        if self._paused_at is None and not isinstance(self.engine, AdapterEngine):
             began = time.perf_counter()
             try:
                 self.engine.pause(self._options.pause)

@@ -8,23 +8,28 @@ that mode it empties the cache itself, after taking running requests off it.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_patches.refit import lease
+from megatron_patches.refit.adapter_names import version_name
 from megatron_patches.refit.credentials import Credentials
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.http_calls import HttpCalls, NotShownError
+from megatron_patches.refit.http_calls import HttpCalls, NotFoundError, NotShownError
 from megatron_patches.refit.lease import EMPTY_CACHES, RESUME, Lease
 
 _EMPTYING_S = 10.0  # for users of the prefix cache, such as a KV connector's transfer, to end
 _RETRY_S = 0.25
 _UP_S = 10.0  # for a server to answer its health check
+ADAPTER_ROUTE = "refit/adapters"
+"""Route of a server's guard that adds a version of an adapter."""
 _HOW_TO_START = (
     "a server must be up before weights are pushed to it, with VLLM_SERVER_DEV_MODE=1 in its environment, "
     '--weight-transfer-config \'{"backend": "etp"}\' and --middleware megatron_patches.refit.vllm.guard.RefitGuard'
@@ -174,6 +179,18 @@ class HttpEngine:
             raise
         self._lease.give_back()
 
+    def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
+        """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`."""
+        asked = {"adapter": adapter, "version": version, "folder": str(folder), "keep": keep}
+        try:
+            answer = self._http.call("POST", ADAPTER_ROUTE, asked)
+        except NotFoundError as error:
+            raise RefitError(
+                f"{self.name} has no guard, which adds adapters; start it with --middleware "
+                "megatron_patches.refit.vllm.guard.RefitGuard"
+            ) from error
+        return [int(one) for one in answer.get("versions", ())]
+
     def close(self) -> None:
         """Gives up a pause that is still held, so that the server can resume by itself."""
         self._lease.drop()
@@ -230,6 +247,7 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
     """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
+    engine = getattr(engine, "engine", engine)  # of one that is called about something else, such as adapters
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)
@@ -247,6 +265,7 @@ class LocalEngine:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._joined = Joined()
+        self._adapters: dict[str, Any] = {}  # requests for versions of adapters, by name, in the order of their adding
 
     def world_size(self) -> int:
         """See :class:`EngineClient`."""
@@ -272,6 +291,34 @@ class LocalEngine:
         if call["call"] == "join":
             self._llm.init_weight_transfer_engine({"init_info": {"call": "admit"}})
         self._llm.init_weight_transfer_engine({"init_info": self._joined.told(call)})
+
+    def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
+        """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`. :meth:`adapter` has what is served."""
+        from vllm.lora.request import LoRARequest
+
+        name, engine = version_name(adapter, version), self._llm.llm_engine
+        # vLLM knows adapters by number. Paths are unique, unlike what several clients of one object would count.
+        number = 1 + int.from_bytes(hashlib.sha256(str(folder).encode()).digest()[:4]) % (1 << 30)
+        request = LoRARequest(name, number, str(folder))
+        try:
+            engine.add_lora(request)
+        except Exception as error:
+            raise RefitError(f"{self.name} does not load {name}: {describe_error(error)}") from error
+        self._adapters[name] = request
+        served = [known for known in self._adapters if known.rpartition("@")[0] == adapter]
+        for old in served[:-keep]:
+            engine.remove_lora(self._adapters.pop(old).lora_int_id)
+        return [int(kept.rpartition("@")[2]) for kept in served[-keep:]]  # nothing runs between two calls of generate
+
+    def adapter(self, name: str) -> Any:
+        """The ``lora_request`` of ``generate`` for a version of an adapter, such as ``math@7``.
+
+        Raises:
+            RefitError: if it is not served.
+        """
+        if name not in self._adapters:
+            raise RefitError(f"{self.name} serves no adapter {name}; it serves {', '.join(self._adapters) or 'none'}")
+        return self._adapters[name]
 
     def pause(self, mode: PauseMode) -> None:
         """See :class:`EngineClient`. Nothing runs between two calls of ``generate``, so nothing needs to pause."""

@@ -120,7 +120,7 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
     """
     theirs = family_from_config(config)
     given, mine = {**theirs.config(), **_plainly_given(config)}, family.config()
-    differing = list(_unsupported(config))
+    differing = list(unsupported(config))
     if theirs.architecture != family.architecture:
         differing.append(
             f"it is a {theirs.architecture}, and the flags of this run make a {family.architecture} (--qk-layernorm, "
@@ -132,7 +132,7 @@ def check_config(config: Mapping[str, object], family: ModelFamily) -> None:
         for name in mine
         if name in given and name not in unused and given[name] != mine[name]
     ]
-    if "rope_scaling" in mine and (scaling := _scaling(config)) != mine["rope_scaling"]:
+    if "rope_scaling" in mine and (scaling := rope_scaling(config)) != mine["rope_scaling"]:
         differing.append(_difference("rope_scaling", scaling, mine["rope_scaling"]))
     if differing:
         raise LoadError(f"the checkpoint holds another model than this run's: {'; '.join(differing)}")
@@ -192,7 +192,7 @@ def _has_dense_layer(traits: ModelTraits) -> bool:
     return not all(traits.has_experts(layer) for layer in range(traits.num_layers))
 
 
-def _scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:
+def rope_scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """Scaling of rotary positions; None for plain ones. transformers 5 keeps it in ``rope_parameters``."""
     for name in ("rope_scaling", "rope_parameters"):
         entry = config.get(name)
@@ -204,8 +204,8 @@ def _scaling(config: Mapping[str, object]) -> Mapping[str, object] | None:
     return None
 
 
-def _unsupported(config: Mapping[str, object]) -> Iterator[str]:
-    """Settings that no Megatron model here has, and that change answers without changing a shape."""
+def unsupported(config: Mapping[str, object]) -> Iterator[str]:
+    """One clause per setting that no Megatron model here has, and that changes answers without changing a shape."""
     if config.get("quantization_config"):
         yield "its weights are quantized (quantization_config); load a copy in bfloat16"
     if config.get("sliding_window") is not None and config.get("use_sliding_window", True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +76,20 @@ class LoadReport:
     padding_rows: int
     conversions: Mapping[tuple[str, str], int]
     seconds: float
+
+    def lines(self) -> Iterator[str]:
+        """What users should know of it."""
+        yield (
+            f"{self.architecture}, {self.tensors} tensors of {self.nbytes / 1e6:.1f} MB in {self.seconds:.1f} s, at "
+            f"most {max(self.bytes_by_rank) / 1e6:.1f} MB on a rank; digests agree"
+        )
+        for (read, write), count in sorted(self.conversions.items()):
+            yield f"{count} tensors are {read} in the checkpoint and {write} in this run, and were converted"
+        if self.padding_rows:
+            yield (
+                f"the embedding has {self.padding_rows} more rows than the checkpoint's {self.vocab_size}; they are "
+                "zero"
+            )
 
 
 def load_hf_checkpoint(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from megatron_patches.refit.source.weight_source import WeightSource
+
 
 class WeightPublisher:
     """Publishes a model's weights to engines, from all of its ranks. Also a context manager.
@@ -47,7 +49,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
+        model: torch.nn.Module | Sequence[torch.nn.Module] | WeightSource,
         *,
         vocab_size: int | None = None,
         config: Mapping[str, Any] | None = None,

@@ -26,7 +26,7 @@ from megatron_patches.refit.parties.messages import Held, Invitation, Standing
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.roster import Roster
-from megatron_patches.refit.source.weight_source import source_of
+from megatron_patches.refit.source.weight_source import WeightSource, source_of
 from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
 from megatron_patches.refit.telemetry import Telemetry
 
@@ -88,7 +88,7 @@ class RefitSession:
 
     Args:
         model: this rank's part of the model. Of Megatron, one GPTModel per virtual pipeline stage, wrapped or not;
-            otherwise a module, see :class:`megatron_patches.refit.source.modules.ModuleSource`.
+            otherwise a module, see :class:`megatron_patches.refit.source.modules.ModuleSource`, or a source.
         engines: on the first rank, the engines; ignored on other ranks, where an empty list will do.
         vocab_size: of a model of Megatron, number of tokens; embedding rows beyond it are padding and are not sent.
             None for other modules.
@@ -105,7 +105,7 @@ class RefitSession:
 
     def __init__(
         self,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
+        model: torch.nn.Module | Sequence[torch.nn.Module] | WeightSource,
         engines: Sequence[EngineClient],
         *,
         vocab_size: int | None = None,

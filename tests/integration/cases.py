@@ -90,6 +90,7 @@ class Case:
         grouped_experts: on GPUs, whether experts are one grouped GEMM.
         cpu_only: why the case is not for GPUs; empty if it is.
         gpu_only: why the case is not for CPUs; empty if it is.
+        slow: whether `make test` leaves it out: other cases cover most of it.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Case:
     grouped_experts: bool = True
     cpu_only: str = ""
     gpu_only: str = ""
+    slow: bool = False
 
     @property
     def loss_tolerance(self) -> float:
@@ -190,9 +192,10 @@ CASES = (
         "--use-distributed-optimizer --overlap-grad-reduce",
         tolerance=BF16_TOLERANCE,
         cpu_only="on GPUs all cases are in bf16",
+        slow=True,
     ),
     Case("etp4", 4, "--etp-size 4"),
-    Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation"),
+    Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation", slow=True),
     Case(
         "etp4_padding",
         4,
@@ -217,7 +220,7 @@ CASES = (
         "--etp-size 2",
         common="--pipeline-model-parallel-size 2 --overlap-grad-reduce --mtp-num-layers 1 --decoupled-lr 2e-3",
     ),
-    Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2"),
+    Case("pp2_etp2_tied", 4, "--etp-size 2", model=GPT2, common="--pipeline-model-parallel-size 2", slow=True),
     Case(
         "pp2_etp2_interleaved",
         4,
@@ -235,7 +238,14 @@ CASES = (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     Case("dp2_etp2", 4, "--etp-size 2", common="--overlap-grad-reduce"),
-    Case("dp2_etp2_tied_overlap", 4, "--etp-size 2", model=GPT2, common="--overlap-grad-reduce --ddp-bucket-size 9000"),
+    Case(
+        "dp2_etp2_tied_overlap",
+        4,
+        "--etp-size 2",
+        model=GPT2,
+        common="--overlap-grad-reduce --ddp-bucket-size 9000",
+        slow=True,
+    ),
     Case(
         "dp2_etp2_distributed_optimizer",
         4,
@@ -269,12 +279,14 @@ CASES = (
         common=f"{MOE.replace('--moe-router-topk 2', '--moe-router-topk 1')} --moe-router-pre-softmax {LOG_NORM} "
         "--expert-model-parallel-size 2",
         cpu_only="the norm is computed by the same code on a GPU",
+        slow=True,
     ),
     Case(
         "moe_per_token_loss",
         4,
         "--etp-size 4 --expert-etp-size 2",
         common=f"{MOE} --expert-model-parallel-size 2 --calculate-per-token-loss",
+        slow=True,
     ),
     # Frozen: nothing is reduced for them, and below the first trained layer there is no backward pass at all.
     Case(
@@ -294,6 +306,7 @@ CASES = (
         "--etp-size 2",
         common="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
         freeze=r"^embedding\.|layers\.0\.|layers\.1\.mlp\.linear_fc1",
+        slow=True,
     ),
     Case(
         "frozen_layer_recomputed",
@@ -301,6 +314,7 @@ CASES = (
         "--etp-size 4",
         common=FULL_RECOMPUTE,
         freeze=r"layers\.1\.",
+        slow=True,
     ),
     Case(
         "frozen_expert",
@@ -317,6 +331,7 @@ CASES = (
         common=f"{MOE} --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce",
         freeze=r"^embedding\.|layers\.0\..*local_experts\.1\.",
         grouped_experts=False,
+        slow=True,
     ),
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE),

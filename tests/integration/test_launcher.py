@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_patches.command_line import add_own_arguments
 from tests.integration.cases import LLAMA, SCHEDULE
 from tests.integration.megatron_run import PRETRAIN_FROZEN, PRETRAIN_GPT
 
@@ -129,8 +132,22 @@ def test_help_of_a_megatron_script_lists_the_flags() -> None:
     text = " ".join(process.stdout.split())
     assert "extended tensor parallelism (ETP):" in text
     assert "NOT Megatron's expert tensor parallelism (--expert-tensor-parallel-size)" in text
-    assert "--etp-size N" in text
-    assert "--tensor-model-parallel-size" in text
+    order = ["--etp-size N", "--load-hf", "--refit-engines", "--tensor-model-parallel-size"]
+    places = [re.search(rf"{flag}\b(?!-)", text.partition("extended tensor parallelism (ETP):")[2]) for flag in order]
+    assert [place.start() for place in places if place] == sorted(place.start() for place in places if place)
+    assert len([place for place in places if place]) == 4
+    assert process.stdout.splitlines()[0].startswith("usage: torchrun")
+    assert "extended tensor parallelism (ETP):" in process.stdout.splitlines()[:6]
+
+
+def test_help_of_the_launcher_lists_all_flags_of_this_package() -> None:
+    process = launch("--help")
+    assert (process.returncode, process.stderr) == (0, "")
+    parser = add_own_arguments(argparse.ArgumentParser(add_help=False))
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert {flag for flag in flags if not re.search(rf"{flag}\b(?!-)", process.stdout)} == set()
+    assert process.stdout.startswith("usage: torchrun")
+    assert max(map(len, process.stdout.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ def _parameters() -> list[Any]:
         reason = case.cpu_only if on_gpus() else case.gpu_only
         for transport in () if reason else TRANSPORTS:
             name = f"{case.ranks}ranks-{case.name}-{transport}"
-            found.append(pytest.param(case, transport, id=name, marks=pytest.mark.xdist_group(case.name)))
+            marks = [pytest.mark.xdist_group(case.name), *([pytest.mark.slow] if case.slow else [])]
+            found.append(pytest.param(case, transport, id=name, marks=marks))
     return found
 
 

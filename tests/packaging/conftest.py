@@ -92,6 +92,17 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built source distribution."""
+    out = tmp_path_factory.mktemp("sdist")
+    # By the build backend's own hook, as a front end calls it.
+    hook = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", hook, out, cwd=sources)
+    (built,) = out.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="session")
 def wheel_environment(wheel: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An environment with the wheel installed."""
     return _environment("wheel", sources, tmp_path_factory.mktemp("env"), str(wheel))

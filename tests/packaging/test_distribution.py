@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.packaging.conftest import run
 
 PACKAGES = {"etp": Path("transformer_engine/etp"), "megatron_patches": Path("megatron_patches")}
 
@@ -24,6 +28,21 @@ def _expected(sources: Path) -> set[str]:
 def test_wheel_holds_every_source_file_under_its_import_name_and_nothing_else(wheel: Path, sources: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if ".dist-info/" not in name} == _expected(sources)
+
+
+def test_source_distribution_installs_the_same_files(sdist: Path, wheel: Path, sources: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        root = sdist.name.removesuffix(".tar.gz")
+        held = {name.removeprefix(f"{root}/") for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= held
+    install = ("install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", tmp_path, sdist)
+    run(sys.executable, "-m", "pip", *install, cwd=tmp_path)
+    installed = {file.relative_to(tmp_path).as_posix() for name in PACKAGES for file in (tmp_path / name).rglob("*.*")}
+    assert {name for name in installed if "__pycache__" not in name} == _expected(sources)
+    (of_sdist,) = tmp_path.glob("*.dist-info/METADATA")
+    archived = zipfile.ZipFile(wheel)
+    (of_wheel,) = [name for name in archived.namelist() if name.endswith(".dist-info/METADATA")]
+    assert of_sdist.read_text() == archived.read(of_wheel).decode()
 
 
 @pytest.fixture

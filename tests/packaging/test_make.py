@@ -88,7 +88,7 @@ def test_make_explains_itself_without_any_python(tools: Path, tmp_path: Path) ->
     assert done.returncode == 0
     targets = [line.split()[1] for line in done.stdout.splitlines()]
     tests = ["test", "test-all", "test-vllm", "test-newest-torch"]
-    assert targets == ["quickstart", "grpo", *tests, "bench-train", "lint", "types", "format", "venv", "clean"]
+    assert targets == ["quickstart", "grpo", *tests, "bench-train", "docs", "lint", "types", "format", "venv", "clean"]
 
 
 @pytest.mark.parametrize(

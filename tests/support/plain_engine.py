@@ -128,6 +128,13 @@ class Engine:
         self._finish()
         self._received = None
 
+    def _commit(self, call: dict[str, Any]) -> None:
+        """Of an adapter."""
+        self.commit(call["version"])
+
+    def _keep(self, call: dict[str, Any]) -> None:
+        """Nothing: there are no files."""
+
     def _take(self, call: dict[str, Any]) -> None:
         if self._party is None or self._manifest is None:
             raise RefitError("nobody has joined")
@@ -190,10 +197,12 @@ class PlainEngine:
     Attributes:
         name: name for messages.
         address: where the process listens.
+        added: versions of adapters that it was told to add, and their folders.
     """
 
     def __init__(self, name: str, address: str, timeout_s: float = 60.0) -> None:
         self.name, self.address, self._timeout_s = name, address, timeout_s
+        self.added: list[tuple[str, Path]] = []
 
     def run(self, command: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Runs a method of :class:`Engine`.
@@ -229,6 +238,12 @@ class PlainEngine:
     def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - there is no cache
         """Likewise."""
         self.run("commit", version)
+
+    def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
+        """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`. It serves one version."""
+        del keep
+        self.added.append((f"{adapter}@{version}", folder))
+        return [version]
 
     def pause(self, mode: PauseMode) -> None:
         """Nothing is served between two calls."""

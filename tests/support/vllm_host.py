@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -144,6 +145,11 @@ class VllmConnection:
     def world_size(self) -> int:
         return int(self.run("world_size"))
 
+    def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
+        """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`."""
+        found: list[int] = self.run("add_adapter", adapter, version, str(folder), keep)
+        return found
+
     def pause(self, mode: PauseMode) -> None:
         self.run("pause", mode.value)
 
@@ -159,14 +165,17 @@ class VllmConnection:
         """Lets the next refit fail on worker ``rank``; see :func:`_sabotage`."""
         self.run("sabotage", rank, where)
 
-    def log_probabilities(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of each prompt's tokens after the first."""
-        found: list[list[float]] = self.run("log_probabilities", [list(prompt) for prompt in prompts])
-        return found
+    def log_probabilities(self, prompts: Sequence[Sequence[int]], adapter: str = "") -> list[list[float]]:
+        """Of each prompt's tokens after the first; with an adapter, by name or from its folder."""
+        if not adapter:
+            found: list[list[float]] = self.run("log_probabilities", [list(prompt) for prompt in prompts], adapter)
+            return found
+        # With adapters vLLM 0.26.0 computes them of one prompt at a time alone.
+        return [self.run("log_probabilities", [list(prompt)], adapter)[0] for prompt in prompts]
 
-    def complete(self, prompt: Sequence[int], length: int) -> Completion:
+    def complete(self, prompt: Sequence[int], length: int, adapter: str = "") -> Completion:
         """What follows a prompt; it may read the prefix cache, which :meth:`log_probabilities` does not."""
-        found: Completion = self.run("complete", list(prompt), length)
+        found: Completion = self.run("complete", list(prompt), length, adapter)
         return found
 
 
@@ -196,6 +205,9 @@ class _Served:
     def commit(self, version: int, reset_cache: bool) -> None:
         self._engine.commit(version, reset_cache=reset_cache)
 
+    def add_adapter(self, adapter: str, version: int, folder: str, keep: int) -> list[int]:
+        return self._engine.add_adapter(adapter, version, Path(folder), keep)
+
     def pause(self, mode: str) -> None:
         self._engine.pause(PauseMode(mode))
 
@@ -209,21 +221,36 @@ class _Served:
     def sabotage(self, rank: int, where: str) -> None:
         self._llm.collective_rpc(_sabotage, args=(rank, where))
 
-    def log_probabilities(self, prompts: list[list[int]]) -> list[list[float]]:
+    def _adapter(self, adapter: str) -> Any:
+        """The request for an adapter: a name that was added, or a folder."""
+        from vllm.lora.request import LoRARequest
+
+        if not adapter.startswith("/"):
+            return self._engine.adapter(adapter) if adapter else None
+        return LoRARequest(adapter, 1 + zlib.crc32(adapter.encode()) % (1 << 30), adapter)
+
+    def log_probabilities(self, prompts: list[list[int]], adapter: str) -> list[list[float]]:
         from vllm import SamplingParams, TokensPrompt
 
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1, detokenize=False)
-        answers = self._llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False)
+        answers = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=p) for p in prompts],
+            sampling,
+            use_tqdm=False,
+            lora_request=self._adapter(adapter),
+        )
         return [
             [entry[token].logprob for token, entry in zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
-    def complete(self, prompt: list[int], length: int) -> Completion:
+    def complete(self, prompt: list[int], length: int, adapter: str) -> Completion:
         from vllm import SamplingParams, TokensPrompt
 
         sampling = SamplingParams(max_tokens=length, temperature=0.0, logprobs=1, ignore_eos=True, detokenize=False)
-        (answer,) = self._llm.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        (answer,) = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False, lora_request=self._adapter(adapter)
+        )
         (output,) = answer.outputs
         pairs = zip(output.token_ids, output.logprobs, strict=True)
         log_probabilities = [entry[token].logprob for token, entry in pairs]
@@ -234,10 +261,11 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
     """Lets the next refit fail on one worker.
 
     When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,
-    half done, in ``apply``; in place, half done in ``replace``.
+    half done, in ``apply``; in place, half done in ``replace``. Or when it puts an ``adapter`` in its place.
     """
     from megatron_patches.refit.packets import Unpacker
     from megatron_patches.refit.vllm import worker_session
+    from megatron_patches.refit.vllm.adapter_files import StagedAdapter
     from megatron_patches.refit.vllm.reload import Replacement
     from megatron_patches.refit.vllm.version_memory import VersionMemory
 
@@ -247,6 +275,7 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
         "memory": (VersionMemory, "make"),
         "convert": (worker_session, "finish"),
         "verify": (Unpacker, "verify"),
+        "adapter": (StagedAdapter, "apply"),
     }
     owner, name = places.get(where, (Replacement, where))
     original = getattr(owner, name)

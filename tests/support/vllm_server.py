@@ -42,10 +42,10 @@ class VllmServer:
         self.url, self._log, self._headers, self.process = url, log, headers, process
 
     def log_probabilities(
-        self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0, replica: int = 0
+        self, prompts: Sequence[Sequence[int]], timeout_s: float = 120.0, replica: int = 0, model: str = MODEL
     ) -> list[list[float]]:
         """Of each prompt's tokens after the first; waits while the server is paused."""
-        return [self._ask(list(prompt), timeout_s, replica) for prompt in prompts]
+        return [self._ask(list(prompt), timeout_s, replica, model) for prompt in prompts]
 
     def post(self, route: str) -> None:
         """Post to a route without a body; raises if it answers with an error."""
@@ -74,8 +74,8 @@ class VllmServer:
         """How many requests for a route it has answered."""
         return self.log().count(f'"POST /{route} ') + self.log().count(f'"POST /{route}?')
 
-    def _ask(self, prompt: list[int], timeout_s: float, replica: int) -> list[float]:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
+    def _ask(self, prompt: list[int], timeout_s: float, replica: int, model: str) -> list[float]:
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
         headers = {"Content-Type": "application/json", "X-data-parallel-rank": str(replica), **self._headers}
         request = urllib.request.Request(  # noqa: S310 - this machine's own server
             f"{self.url}/v1/completions", json.dumps(body).encode(), headers
@@ -94,6 +94,7 @@ def complete(
     salt: str = "",
     pace_s: float | None = None,
     timeout_s: float = 120.0,
+    model: str = MODEL,
 ) -> Completion:
     """What a server adds to a prompt; it may read its prefix cache, which it does not for probabilities of a prompt.
 
@@ -105,8 +106,9 @@ def complete(
         salt: of the cache; nothing is read from it that was cached with another.
         pace_s: how much longer each token takes, of a server with :data:`PACED`.
         timeout_s: how long to wait for the next tokens.
+        model: name of the model, or of an adapter.
     """
-    asked = {"model": MODEL, "prompt": list(prompt), "max_tokens": length, "temperature": 0.0, "logprobs": 1}
+    asked = {"model": model, "prompt": list(prompt), "max_tokens": length, "temperature": 0.0, "logprobs": 1}
     how = {"ignore_eos": True, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
     more: dict[str, object] = {"cache_salt": salt} if salt else {}
     if pace_s is not None:

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -113,6 +114,34 @@ def test_settings_that_change_are_logged_on_the_first_rank(
     assert [record.getMessage() for record in caplog.records] == [
         "no CUDA device: running on CPU with distributed_backend=gloo"
     ]
+
+
+def test_warnings_of_what_only_gpus_have_are_silenced_also_in_spawned_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "warnoptions", [])
+    inapplicable = (
+        "Apex is not installed. Falling back to Torch Norm",
+        (
+            "Only transformer-engine>=1.7.0 supports MoE "
+            "experts, but your version is 0.0.0. Use local linear implementation instead."
+        ),
+    )
+
+    def shown() -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if sys.warnoptions:  # a spawned process has them as -W options
+                warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
+            else:
+                cpu.silence_warnings_of_gpus()
+            for text in (*inapplicable, "loss is nan"):
+                warnings.warn(text, stacklevel=1)
+        return [str(warning.message) for warning in seen]
+
+    assert shown() == ["loss is nan"]
+    assert len(sys.warnoptions) > 1
+    assert shown() == ["loss is nan"]
 
 
 def test_the_random_state_warning_is_dropped_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ def recorded(tmp_path: Path, *ranks: list[Step]) -> Training:
 
 def steps(loss: float | None, *, allocated_each: int = 0, symmetric_at_the_end: int = 0) -> list[Step]:
     return [
-        Step(step, loss, 1.0, 1000 + allocated_each * step, 0, symmetric_at_the_end if step == 11 else 0, 0)
+        Step(step, loss, 1.0, 0.0, 1000 + allocated_each * step, 0, 0, symmetric_at_the_end if step == 11 else 0, 0)
         for step in range(12)
     ]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from matplotlib import rcParams
 
-from benchmarks import refit, refit_report, refit_vllm, train_report
+from benchmarks import refit, refit_report, refit_vllm, train_chart, train_report
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "performance"
 # In the order in which the reports were given.
 TRAINING = {
     "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
-    "h200x4": ("h200x4-etp", "h200x4-others", "h200x4-small"),
+    "h200x4": ("h200x4-etp", "h200x4-others"),
     "h200x2": ("h200x2-etp", "h200x2-others"),
     "h100x2-moe": ("h100x2-moe-ours", "h100x2-moe-theirs"),
     "h200x2-sizes": (
@@ -53,13 +53,33 @@ def test_training_table_is_that_of_the_reports(name: str) -> None:
     assert text.splitlines() == (FOLDER / f"{name}.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("name", "title"), [("h200x4", ""), ("h200x2", ""), ("h100x2-moe", "Mixture of experts")])
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("h200x4", "8 Llama-8B layers in bf16 on 4 H200"),
+        ("h200x2", "8 Llama-8B layers in bf16 on 2 H200"),
+        ("h100x2-moe", "Mixture of experts"),
+    ],
+)
 def test_training_plot_is_that_of_the_reports(
     name: str, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(rcParams, "svg.fonttype", "path")
     train_report.plot(_reports(TRAINING[name]), tmp_path / "plot.svg", title)
     assert _texts(tmp_path / "plot.svg") == _texts(FOLDER / f"{name}.svg") != []
+
+
+def test_chart_is_that_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rcParams, "svg.fonttype", "path")
+    title = "What communication adds to a step: 8 Llama-8B layers in bf16 on 2 H200"
+    reports = _reports(TRAINING["h200x2"])
+    train_chart.draw(reports, title, tmp_path / "plot.svg")
+    texts = _texts(FOLDER / "step-h200x2.svg")
+    assert _texts(tmp_path / "plot.svg") == texts
+    assert title in texts
+    assert (
+        sum(text.endswith(" %") for text in texts) == sum(len(of) for of in train_chart.added(reports).values()) == 18
+    )
 
 
 def test_refit_plot_is_that_of_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +111,40 @@ def test_page_has_the_times_and_ratios_of_the_reports(gpus: int, name: str) -> N
         assert any(all(part in row for part in times) for row in shown), (once.system, times)
 
 
-def test_readme_has_the_ratios_of_the_reports() -> None:
-    rows = [row for row in train_report.rows(_reports(TRAINING["h200x4"])) if row.model == "llama8b-8l"]
+def test_readme_has_the_ratios_of_one_run() -> None:
+    rows = [row for row in train_report.rows(_reports(("h200x4-etp",))) if row.model == "llama8b-8l"]
     known = {(f"{a.ratio:.3f}", f"{b.ratio:.3f}", f"{a.held_gib:.1f}") for a, b in batched(rows, 2)}
-    ratios = [tuple(cells[1:]) for cells in _cells(ROOT / "README.md") if re.fullmatch(r"1\.\d{3}", cells[1])]
-    assert len(ratios) == 7
-    assert set(ratios) <= known
+    page = [cells for cells in _cells(ROOT / "README.md") if len(cells) == 4]
+    ratios = [tuple(cells[1:]) for cells in page if re.fullmatch(r"1\.\d{3}", cells[1])]
+    assert len(ratios) == 5
+    assert set(ratios) == known
+
+
+def test_readme_recommends_by_what_was_measured() -> None:
+    """The table of systems to choose from, and the sentence below the chart."""
+    page = (ROOT / "README.md").read_text()
+    measured = train_report.rows(_reports(TRAINING["h200x2"]))
+    ratios = {name: [row.ratio for row in measured if row.system == name] for name in {row.system for row in measured}}
+    rows = {cells[0]: cells for cells in _cells(ROOT / "README.md")}
+    for name, system in (
+        ("ETP", "etp_copy_engine"),
+        ("Megatron's own sharded weights (GTP)", "upstream_gtp"),
+        ("Megatron-FSDP", "megatron_fsdp"),
+        ("PyTorch FSDP2", "fsdp2"),
+        ("tensor parallelism", "tp"),
+        ("data parallelism, distributed optimizer", "dp"),
+    ):
+        assert rows[name][2] == ", ".join(f"{ratio:.2f}" for ratio in ratios[system]), name
+    added = train_chart.added(_reports(TRAINING["h200x2"]))
+    ours = [*added["etp_copy_engine"].values(), *added["etp_copy_engine_graph"].values()]
+    others = [percent for name in ("upstream_gtp", "megatron_fsdp", "fsdp2") for percent in added[name].values()]
+    assert f"adds {min(ours):.0f} to {max(ours):.0f} %" in page
+    assert f"{min(others):.0f} to {max(others):.0f} %" in page
+    fp8, bf16 = (
+        next(row.ms for row in train_report.rows(_reports((name,))) if row.system == "etp_copy_engine_graph")
+        for name in ("h100x2-fp8", "h100x2-fp8-beside-bf16")
+    )
+    assert rows["ETP"][3] == f"gathers FP8: {fp8 / bf16:.2f} of the bf16 step"
 
 
 def test_commands_of_refits_would_write_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:

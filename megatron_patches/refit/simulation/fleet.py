@@ -251,7 +251,6 @@ class Fleet:
 @contextmanager
 def without_others() -> Iterator[None]:
     """Excludes existing objects from garbage collection: a real party's memory holds none of the other parties."""
-    gc.collect()
     gc.freeze()
     try:
         yield

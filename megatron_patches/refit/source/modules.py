@@ -89,8 +89,8 @@ class ModuleSource:
     """
 
     def __init__(self, module: torch.nn.Module, config: Mapping[str, Any] | None = None) -> None:
-        self._module = _unwrapped(module)
-        self._config = _config_of(self._module) if config is None else dict(config)
+        self._module = unwrapped(module)
+        self._config = config_of(self._module) if config is None else dict(config)
         self._held: list[_Held] = []
         self._present: list[torch.Tensor | None] = []
 
@@ -99,7 +99,7 @@ class ModuleSource:
         """See :class:`megatron_patches.refit.source.weight_source.WeightSource`."""
         import torch
 
-        return next((tensor.device for _, tensor in named_tensors(self._module)), torch.device("cpu"))
+        return next((tensor.device for _, tensor in self._named()), torch.device("cpu"))
 
     def describe(self, rank: int) -> Held:
         """Likewise.
@@ -148,9 +148,11 @@ class ModuleSource:
 
     def _describe(self) -> None:
         self._present = held_tensors(self._module)
-        self._held = [
-            _Held(describe_tensor(name, tensor), tensor, tensor.dtype) for name, tensor in named_tensors(self._module)
-        ]
+        self._held = [_Held(describe_tensor(name, tensor), tensor, tensor.dtype) for name, tensor in self._named()]
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors to publish, and their names."""
+        return named_tensors(self._module)
 
     def _same(self) -> bool:
         """Whether the description is still valid, for any memory: describing anew takes longer."""
@@ -174,8 +176,12 @@ def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         for name, tensor in [*part._parameters.items(), *kept]:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                segments = [segment for segment in path.split(".") if segment and segment not in _WRAPPERS]
-                yield ".".join([*segments, name]), tensor
+                yield f"{plain_path(path)}.{name}".removeprefix("."), tensor
+
+
+def plain_path(path: str) -> str:
+    """A module's path without the names of wrappers."""
+    return ".".join(segment for segment in path.split(".") if segment not in _WRAPPERS)
 
 
 def describe_tensor(name: str, tensor: torch.Tensor) -> HeldBlock:
@@ -287,7 +293,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.data
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The model in wrappers that hold all of it.
 
     Raises:
@@ -311,7 +317,7 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _config_of(module: torch.nn.Module) -> dict[str, Any]:
+def config_of(module: torch.nn.Module) -> dict[str, Any]:
     """What ``save_pretrained`` of transformers would write to ``config.json``.
 
     Raises:

@@ -44,7 +44,7 @@ class WeightSource(Protocol):
 
 
 def source_of(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
+    model: torch.nn.Module | Sequence[torch.nn.Module] | WeightSource,
     vocab_size: int | None,
     config: Mapping[str, Any] | None,
     tp_group: ProcessGroup | None,
@@ -52,7 +52,7 @@ def source_of(
     """The source for a model: Megatron's if ``vocab_size`` is given, otherwise that of a module with its own names.
 
     Args:
-        model: a module; for Megatron, one per virtual pipeline stage.
+        model: a module; for Megatron, one per virtual pipeline stage. Or a source, which is returned.
         vocab_size: for Megatron, number of tokens.
         config: for other modules, content of ``config.json``; see :class:`ModuleSource`.
         tp_group: for Megatron, tensor-parallel group; None for Megatron's own.
@@ -63,6 +63,8 @@ def source_of(
     """
     from torch import nn
 
+    if not isinstance(model, nn.Module | Sequence):
+        return model
     if vocab_size is not None:
         if config is not None:
             raise ValueError(

@@ -12,6 +12,7 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,22 @@ from megatron_patches.refit.errors import LostWeightsError, RefitError, Transfer
 from megatron_patches.refit.vllm.reload import Replacement
 
 logger = logging.getLogger(__name__)
+
+
+class Exchanged(Protocol):
+    """What one worker exchanges for what serves; a :class:`megatron_patches.refit.vllm.reload.Replacement`."""
+
+    def build(self) -> None:
+        """Prepares all that may fail; nothing serves it yet."""
+
+    def apply(self) -> None:
+        """Makes it serve."""
+
+    def undo(self) -> None:
+        """Restores what served before, after :meth:`apply` or a part of it."""
+
+    def forget(self) -> None:
+        """Drops what served before."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,7 @@ class AllOrNone:
         """Tells the other workers, which wait for this one, that it cannot commit."""
         self._all_can(False)
 
-    def exchange(self, replacement: Replacement) -> None:
+    def exchange(self, replacement: Exchanged) -> None:
         """Swaps staged weights with the serving ones.
 
         Raises:

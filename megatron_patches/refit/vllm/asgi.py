@@ -18,15 +18,27 @@ GUARDED = (GUARDED_HEADER.encode(), secrets.token_hex(16).encode())
 """Header that shows a trainer that a server has a guard, and which of its URLs lead to the same server."""
 
 
-async def answer(send: Send, status: int, error: str | None) -> None:
+async def read_body(receive: Receive, most: int) -> bytes:
+    """The body of a request, up to slightly more than ``most`` bytes; a longer body fails to decode."""
+    parts: list[bytes] = []
+    while sum(map(len, parts)) <= most:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    return b"".join(parts)
+
+
+async def answer(send: Send, status: int, error: str | None, **found: Any) -> None:
     """Sends a complete answer.
 
     Args:
         send: ASGI callable to send with.
         status: HTTP status.
         error: what was wrong; None on success.
+        found: what was asked for, on success.
     """
-    content = json.dumps({} if error is None else {"error": error}).encode()
+    content = json.dumps(found if error is None else {"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()), GUARDED]
     headers += [(b"www-authenticate", b"refit")] if status == 401 else []
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -7,7 +7,8 @@ not used, for two reasons. First, vLLM's worker notes that an update was started
 finished, which a killed trainer never does. Second, if an engine has several workers, an exception in one leaves the
 answers of the others unread (``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer
 to an earlier one. For the same reason calls do not raise: workers report results at the trainer's rendezvous and in
-the log. Calls raise only if old weights cannot be restored, because the engine must not continue then.
+the log. Calls raise only if old weights cannot be restored, because the engine must not continue then. Calls that name
+an adapter are passed to its own session (:mod:`megatron_patches.refit.vllm.adapters`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from megatron_patches.refit.errors import LostWeightsError, RefitError, TransferError
 from megatron_patches.refit.parties.messages import Standing, State, StateLog
+from megatron_patches.refit.vllm.adapters import Adapters
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.engine_settings import UNGUARDED, settings_of
 from megatron_patches.refit.vllm.joining import Joining
@@ -70,6 +72,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         self._token = ""  # of the session
         self._trainer = ""  # address of the session's trainer
         self._log: StateLog | None = None
+        self._adapters = Adapters(ServingModel(model, vllm_config, device))
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RefitCall:
         """Reads one call.
@@ -101,6 +104,11 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             "leave": self._leave,
         }
         try:
+            if init_info.adapter:
+                if init_info.call == "join":
+                    self._check_allowed(init_info)
+                self._adapters.carry_out(init_info)
+                return
             if init_info.call not in calls:
                 raise ValueError(f"call is {init_info.call!r}; it must be one of {', '.join(calls)}")
             calls[init_info.call](init_info)
@@ -138,6 +146,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
 
     def shutdown(self) -> None:
         """Leaves the trainer's session."""
+        self._adapters.close()
         if self._joining is not None:
             self._joining.end()
         if self._session is not None:

@@ -22,8 +22,10 @@ from __future__ import annotations
 import logging
 
 from megatron_patches.refit import lease
+from megatron_patches.refit.engines import ADAPTER_ROUTE
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.secret import HEADER, Secret, read_or_make_secret
+from megatron_patches.refit.vllm.adapter_route import add_adapter
 from megatron_patches.refit.vllm.asgi import GUARDED, App, Message, Receive, Send, answer
 from megatron_patches.refit.vllm.pause_lease import PauseLease
 from megatron_patches.refit.vllm.plugin import ENGINE_NAME
@@ -98,6 +100,9 @@ class RefitGuard:
         ended = self._lease.why_ended(dict(headers).get(lease.HEADER.encode(), b"").decode(errors="replace"))
         if ended is not None:
             await answer(send, 410, ended)
+            return
+        if route == f"/{ADAPTER_ROUTE}":
+            await add_adapter(scope, receive, send)
             return
         if route == "/init_weight_transfer_engine":
             await self._admit(scope)

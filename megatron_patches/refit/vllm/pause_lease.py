@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from megatron_patches.refit.lease import EMPTY_CACHES, RESUME
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
-from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send, answer
+from megatron_patches.refit.vllm.asgi import App, Message, Receive, Send, answer, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PauseLease:
     async def request(self, scope: Message, receive: Receive, send: Send) -> None:
         """Takes, renews or returns a lease."""
         try:
-            asked = msgspec.json.decode(await _read(receive), type=_Asked)
+            asked = msgspec.json.decode(await read_body(receive, _MOST_BYTES), type=_Asked)
         except msgspec.MsgspecError as error:
             await answer(send, 400, str(error))
             return
@@ -162,14 +162,3 @@ class PauseLease:
             logger.error("refit: /%s answered %s: %s", path, statuses, found)
             return None
         return found if isinstance(found, dict) else {}
-
-
-async def _read(receive: Receive) -> bytes:
-    """The body, up to slightly more than the limit; a longer body fails to decode."""
-    parts: list[bytes] = []
-    while sum(map(len, parts)) <= _MOST_BYTES:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)

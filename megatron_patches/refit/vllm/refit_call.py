@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
+from megatron_patches.refit.adapter_names import ADAPTER_NAME
 from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
@@ -22,7 +23,7 @@ class RefitCall(WeightTransferInitInfo):
     """One call, from JSON.
 
     Attributes:
-        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon`` or ``leave``.
+        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``keep`` or ``leave``.
         host: for join: address of the rendezvous.
         port: for join: its port.
         token: secret that all parties of a session share.
@@ -36,6 +37,9 @@ class RefitCall(WeightTransferInitInfo):
         version: for receive and commit: number of the weights.
         step: for receive: number of the trainer's next step.
         linked: for receive: whether the trainer's links are up.
+        adapter: name of the LoRA adapter that the call is about; empty if it is about the model's weights.
+        folder: for join with an adapter: absolute path of the folder for files of its versions.
+        versions: for keep, with an adapter: the versions whose files are in use.
     """
 
     call: Annotated[str, Meta(max_length=256)]
@@ -52,11 +56,16 @@ class RefitCall(WeightTransferInitInfo):
     version: Annotated[int, Meta(ge=0)] = 0
     step: Annotated[int, Meta(ge=0)] = 0
     linked: bool = False
+    adapter: Annotated[str, Meta(pattern=rf"^({ADAPTER_NAME})?\Z")] = ""
+    folder: Annotated[str, Meta(max_length=4096)] = ""
+    versions: tuple[Annotated[int, Meta(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
         joins = self.host and self.port and self.token and self.timeout_s and self.sources
         if self.call == "join" and not joins:
             raise ValueError("to join, a call names host, port, token, timeout_s and sources")
+        if self.call == "join" and self.adapter and not self.folder.startswith("/"):
+            raise ValueError(f"to join with an adapter, a call names an absolute folder, not {self.folder!r}")
 
 
 def read_call(content: dict[str, Any]) -> RefitCall:

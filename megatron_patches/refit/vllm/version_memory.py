@@ -46,10 +46,12 @@ class VersionMemory:
         manifest: what the worker wants.
         device: where its model is.
         in_place: serving memory in which versions are received; None to allocate all memory.
-        layers: the model's layers.
+        layers: the model's layers; None if nothing serves as it arrives.
     """
 
-    def __init__(self, manifest: Manifest, device: torch.device, in_place: InPlace | None, layers: Layers) -> None:
+    def __init__(
+        self, manifest: Manifest, device: torch.device, in_place: InPlace | None, layers: Layers | None = None
+    ) -> None:
         self._storages, self._device, self._in_place, self._layers = manifest.storages, device, in_place, layers
         self._version = -1  # of the base; -1 for none
         self._copies: dict[str, torch.Tensor] = {}  # of the base
@@ -92,5 +94,8 @@ class VersionMemory:
 
     def _served(self) -> dict[str, torch.Tensor]:
         """Storages that serve as they arrive."""
-        found = serving_storages(self._layers, self._storages)
-        return {name: memory for name, memory in found.items() if self._layers.is_plain(name)}
+        layers = self._layers
+        if layers is None:
+            return {}
+        found = serving_storages(layers, self._storages)
+        return {name: memory for name, memory in found.items() if layers.is_plain(name)}

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_patches.refit.adapters import AdapterPublisher
 from megatron_patches.refit.delta import PayloadKind, Snapshot, decode, delta_bytes, encode
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.ports import Bits, Bytes
@@ -159,9 +160,11 @@ def test_a_snapshot_is_a_copy_in_memory_that_is_used_again() -> None:
     assert kept.base is None
 
 
-def test_weights_that_are_not_in_host_memory_are_refused() -> None:
+def test_adapters_and_weights_that_are_not_in_host_memory_are_refused() -> None:
     options = RefitOptions(payload=PayloadKind.DELTA)
     with pytest.raises(ValueError, match="payload is delta and the weights are on meta"):
         RefitSession(torch.nn.Linear(2, 2, device="meta"), [], config={}, options=options)
+    with pytest.raises(ValueError, match="payload is delta; versions of an adapter are sent whole"):
+        AdapterPublisher(torch.nn.Linear(2, 2), "math", options=options)
     with pytest.raises(TransferError, match="w is on meta; deltas need weights in host memory"):
         Snapshot().take(1, {"w": torch.zeros(2, device="meta")})

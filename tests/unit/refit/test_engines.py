@@ -57,9 +57,9 @@ def answering(raw: bytes) -> Iterator[HttpEngine]:
             server.shutdown()
 
 
-def prepare(engines: Sequence[EngineClient]) -> None:
+def prepare(engines: Sequence[EngineClient], timeout_s: float = 10.0) -> None:
     """Prepares a session of a model without weights."""
-    session = RefitSession([], engines, vocab_size=1, options=RefitOptions(timeout_s=10.0))
+    session = RefitSession([], engines, vocab_size=1, options=RefitOptions(timeout_s=timeout_s))
     session._describe = lambda: Held({}, {}, Manifest(0, "here", (), ()))  # type: ignore[method-assign]
     session.prepare()
 
@@ -182,7 +182,7 @@ def test_a_server_with_two_names_is_refused_at_once() -> None:
         names = f"({engine.name} and {alias.name}|{alias.name} and {engine.name})"
         message = f"cannot start the refit: .*{names} are one server; give it once"
         with pytest.raises(RefitError, match=message):
-            prepare([engine, other, alias])
+            prepare([engine, other, alias], timeout_s=2.0)  # no worker of the other two joins
         roster = Roster()
         roster.set([engine, other, unguarded, unguarded_too])
         for each in roster.present:

@@ -41,6 +41,7 @@ _NAMES = (
     "vllm.config:CacheConfig.cache_dtype",
     "vllm.config:OffloadConfig.uva",
     "vllm.config:OffloadConfig.prefetch",
+    "vllm.config:ParallelConfig._api_process_count",
     "vllm.config:ParallelConfig.data_parallel_index",
     "vllm.config:ParallelConfig.enable_eplb",
     "vllm.config:VllmConfig.lora_config",
@@ -50,6 +51,8 @@ _NAMES = (
     "vllm.device_allocator.cumem:CuMemAllocator.instance",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
     "vllm.distributed.parallel_state:get_world_group",
+    "vllm.lora.lora_weights:LoRALayerWeights.optimize",
+    "vllm.lora.utils:parse_fine_tuned_lora_name",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
 )
 
@@ -85,12 +88,16 @@ class Release:
                 "configuration without quantization_config"
             )
         if config.lora_config is not None:
-            yield "adapters wrap the layers that hold them (--enable-lora); merge adapters into the trainer's weights"
+            yield "adapters wrap the layers that hold them (--enable-lora); publish adapters, or start it without"
         if config.parallel_config.enable_eplb:
             yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"
         offload = config.offload_config
         if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
             yield "it keeps some of them on the host (--cpu-offload-gb, --offload-group-size)"
+
+    def adapter_names(self, model: nn.Module) -> Any:
+        """How names of an adapter's modules become those of the engine's, for vLLM's parser; None if they stay."""
+        raise NotImplementedError
 
     def derives(self, layer: nn.Module) -> bool:
         """Whether a deferred layer derives something. By default attention only sets scales of the cache to one."""

@@ -1,0 +1,178 @@
+"""Chooses among layouts: which fit, in the order of their predicted speed, and runs the first ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.sweep.layouts import Layout, layouts
+from benchmarks.sweep.memory import Training, needed, stage_experts, stage_weights
+from benchmarks.sweep.model import Model
+from benchmarks.sweep.report import Candidate
+from benchmarks.sweep.runs import STEPS, Outcome, StateFile, Status
+from benchmarks.sweep.step_time import Machine, calibrated, step_seconds
+from benchmarks.train_shapes import GIB, PRECISIONS, WEIGHT_BYTES
+
+_SHORTEST_S = 20.0  # less time than this is not worth a start
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a sweep is to answer.
+
+    Attributes:
+        model: what is trained.
+        training: how.
+        gpus: in all.
+        usable_gib: of a GPU's memory.
+        micro_batch_sizes: to try.
+        max_tokens: of a microbatch on a rank; 0 for no bound.
+        on_cpu: whether it runs on a CPU, with Megatron's local layers.
+    """
+
+    model: Model
+    training: Training
+    gpus: int
+    usable_gib: float
+    micro_batch_sizes: Sequence[int]
+    max_tokens: int = 0
+    on_cpu: bool = False
+
+    def arguments(self, layout: Layout) -> list[str]:
+        """Megatron's command line for a layout."""
+        model, training = self.model, self.training
+        shape = model.shape
+        parts = [
+            *model.flags,
+            f"--seq-length {shape.sequence} --max-position-embeddings {shape.sequence}",
+            *layout.flags(experts=bool(shape.experts)),
+            f"--global-batch-size {training.global_batch} --train-iters {STEPS} --lr 1e-5 --lr-decay-style constant",
+            "--attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer --overlap-grad-reduce",
+            "--overlap-param-gather --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader",
+            "--mock-data --eval-iters 0 --eval-interval 1000 --log-interval 1",
+        ]
+        if training.grad_bytes == WEIGHT_BYTES:
+            parts.append("--grad-reduce-in-bf16")
+        if layout.etp * layout.expert_etp > 1:
+            parts.append(f"--etp-transport {training.transport} --etp-prefetch-depth {training.prefetch_depth}")
+        if PRECISIONS[training.precision]:
+            parts.append(f"--fp8-format e4m3 --fp8-recipe {PRECISIONS[training.precision]}")
+        if shape.experts and not self.on_cpu:
+            parts.append("--moe-grouped-gemm")
+        return " ".join(parts).split()
+
+    def command(self, layout: Layout, ranks_per_host: int) -> str:
+        """The command line to paste, on each host."""
+        hosts = -(-self.gpus // ranks_per_host)
+        several = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if hosts > 1 else ""
+        start = f"torchrun {several}--nproc-per-node {self.gpus // hosts} -m megatron_patches examples/pretrain_gpt.py"
+        return " ".join([start, *self.arguments(layout)])
+
+
+def candidates(question: Question, machine: Machine) -> list[Candidate]:
+    """All layouts that fit, the fastest first.
+
+    Raises:
+        ValueError: if none can run or none fits.
+    """
+    model, training = question.model, question.training
+    able = layouts(
+        model,
+        question.gpus,
+        training.global_batch,
+        question.micro_batch_sizes,
+        machine.ranks_per_host,
+        question.max_tokens,
+    )
+    if not able:
+        raise ValueError(
+            f"no layout of {question.gpus} GPUs can run: {model.shape.layers} layers, {model.shape.kv_heads} KV heads "
+            f"and a global batch of {training.global_batch} do not divide over them; change --gpus or "
+            "--global-batch-size"
+        )
+    sizes = {layout: needed(model, layout, training) for layout in able}
+    fitting = {layout: found for layout, found in sizes.items() if sum(found.values()) <= question.usable_gib * GIB}
+    if not fitting:
+        least = min(sizes, key=lambda layout: sum(sizes[layout].values()))
+        weights = [*stage_weights(model, least, 0), *stage_experts(model, least)]
+        largest = max(count * rows * columns for count, rows, columns in weights) * WEIGHT_BYTES / GIB
+        raise ValueError(
+            f"none of {len(able)} layouts fits {question.usable_gib:.2f} GiB (--memory-gib less --margin): {least} "
+            f"needs least, {sum(sizes[least].values()) / GIB:.2f}, and one weight of it takes {largest:.2f}; take more "
+            "GPUs"
+        )
+    found = [
+        Candidate(
+            layout,
+            memory,
+            step_seconds(model, layout, training, machine),
+            question.command(layout, machine.ranks_per_host),
+        )
+        for layout, memory in fitting.items()
+    ]
+    return in_order(found)
+
+
+def in_order(found: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest first, as predicted; of equal ones, where the host is the bound, the one that computes less."""
+    return sorted(found, key=lambda one: (round(one.seconds.total(), 6), one.seconds.compute, one.gib))
+
+
+@dataclass
+class Sweep:
+    """Runs the best layouts.
+
+    Attributes:
+        question: what is asked.
+        machine: as it is known; the first run that ends well says how fast its arithmetic is.
+        candidates: in the order of their predicted speed.
+        state: outcomes, of earlier sweeps too.
+        device: name of the GPU, or "cpu".
+        start: runs a layout: a command, Megatron's arguments and a time-out in seconds.
+        say: told before each run.
+    """
+
+    question: Question
+    machine: Machine
+    candidates: list[Candidate]
+    state: StateFile
+    device: str
+    start: Callable[[str, Sequence[str], float], Outcome]
+    say: Callable[[str], None]
+
+    def run(self, top: int, seconds: float, timeout_s: float) -> None:
+        """Run up to ``top`` layouts, those of earlier sweeps included.
+
+        Args:
+            top: how many.
+            seconds: after which no run is begun, and at which a run is ended.
+            timeout_s: of one run.
+        """
+        deadline = time.monotonic() + seconds
+        calibrates = True
+        for number in range(1, min(top, len(self.candidates)) + 1):
+            one = next(one for one in self.candidates if one.outcome is None)
+            outcome = self.state.known(one.command, self.device)
+            if outcome is None:
+                left = deadline - time.monotonic()
+                if left < min(_SHORTEST_S, seconds):
+                    self.say(f"{seconds:.0f} s are over (--seconds); the same command goes on from {self.state.path}")
+                    return
+                self.say(f"run {number} of {top}: {one.layout}")
+                outcome = self.start(one.command, self.question.arguments(one.layout), min(timeout_s, left))
+                self.state.add(outcome)
+            at = self.candidates.index(one)
+            self.candidates[at] = replace(one, outcome=outcome)
+            if outcome.status == Status.OK and calibrates:
+                calibrates = False
+                self._calibrate(one.layout, outcome)
+
+    def _calibrate(self, layout: Layout, outcome: Outcome) -> None:
+        model, training = self.question.model, self.question.training
+        if outcome.seconds is None:
+            return
+        self.machine = calibrated(
+            self.machine, lambda machine: step_seconds(model, layout, training, machine).total(), outcome.seconds
+        )
+        self.candidates = in_order([one.timed_on(self.machine, model, training) for one in self.candidates])

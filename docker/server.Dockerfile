@@ -1,0 +1,21 @@
+# A vLLM server that obeys trainers which show its secret.
+#
+#   docker build --file docker/server.Dockerfile --tag etp-server .
+#   docker run --gpus all --ipc host --network host --volume "$HOME/.config/megatron-etp:/root/.config/megatron-etp" \
+#       etp-server --model MODEL
+#
+# The volume shares the secret with a trainer of the same user: docs/live_refit.md, "Who may push".
+ARG VLLM=0.32.0
+FROM vllm/vllm-openai:v${VLLM}
+
+WORKDIR /opt/etp
+COPY setup.py pyproject.toml README.md LICENSE ./
+COPY transformer_engine transformer_engine
+COPY megatron_patches megatron_patches
+RUN python3 -m pip install --no-cache-dir . && rm -rf /opt/etp/*
+
+ENV VLLM_SERVER_DEV_MODE=1
+WORKDIR /
+ENTRYPOINT ["python3", "-m", "vllm.entrypoints.openai.api_server", \
+    "--weight-transfer-config", "{\"backend\": \"etp\"}", \
+    "--middleware", "megatron_patches.refit.vllm.guard.RefitGuard"]

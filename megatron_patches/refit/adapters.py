@@ -1,0 +1,97 @@
+"""Publishes versions of a LoRA adapter to running engines, beside the weights that they serve.
+
+Most of it is :class:`megatron_patches.refit.publisher.WeightPublisher`: an adapter is a few more tensors to move, and
+what engines do with them is in :mod:`megatron_patches.refit.adapter_engine`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from megatron_patches.refit.adapter_engine import AdapterEngine
+from megatron_patches.refit.adapter_names import ADAPTER_NAME, version_name
+from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.engines import EngineClient, HttpEngine
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.exchange import together
+from megatron_patches.refit.publisher import PublishHandle, WeightPublisher
+from megatron_patches.refit.push_options import RefitOptions
+from megatron_patches.refit.source.adapter import AdapterSource
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class AdapterPublisher(WeightPublisher):
+    """Publishes a LoRA adapter of PEFT, as :class:`WeightPublisher` does weights. The base weights are not sent.
+
+    Version 7 of the adapter ``math`` is the model ``math@7`` of a server, and requests choose it by that name. An
+    engine commits a version without pausing. Every worker of it receives both factors of every module whole.
+
+    Args:
+        model: a model with the adapter, the same on every rank, under :func:`etp.shard_module`, or under
+            ``fully_shard``; see :class:`megatron_patches.refit.source.adapter.AdapterSource`.
+        name: name of the adapter in requests: letters, digits, and ``._-``.
+        adapter: PEFT's name of it.
+        keep: how many versions requests may choose. The oldest ones beyond are dropped; requests that run on one
+            finish.
+        folder: absolute path of a folder on the engines' hosts. The workers of an engine write each version to a
+            folder in it that only their user can read, from which vLLM loads it, and remove it after its last use.
+        options: as for :class:`WeightPublisher`. ``pause`` and ``memory`` mean nothing here.
+        group: as for :class:`WeightPublisher`.
+
+    Raises:
+        UnsupportedModelError: if the model has no such adapter, or vLLM could not serve it as it is trained.
+        RefitError: naming a module whose scale is not a finite number, or into whose weight the adapter is merged.
+        ValueError: if the name, the folder or the number of versions is not of this kind, or deltas are asked for.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        name: str,
+        *,
+        adapter: str = "default",
+        keep: int = 2,
+        folder: str = "/tmp",  # noqa: S108 - workers make a folder in it that is theirs alone
+        options: RefitOptions | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        if not re.fullmatch(ADAPTER_NAME, name):
+            raise ValueError(f"the adapter's name is {name!r}; it must match {ADAPTER_NAME}")
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; an engine keeps one version at least")
+        if not folder.startswith("/"):
+            raise ValueError(f"folder is {folder!r}; it must be an absolute path on the engines' hosts")
+        if options is not None and options.payload is PayloadKind.DELTA:
+            raise ValueError("payload is delta; versions of an adapter are sent whole, with payload whole")
+        self._adapter = AdapterSource(model, adapter)
+        super().__init__(self._adapter, options=options, group=group)
+        self._name, self._keep, self._folder = name, keep, folder
+
+    def attach(self, engine: str | EngineClient) -> str:
+        """As :meth:`WeightPublisher.attach`.
+
+        Args:
+            engine: URL of a vLLM server that was started with ``--enable-lora`` and a guard. Or any engine client
+                that is an :class:`megatron_patches.refit.adapter_engine.AdapterServer` too, and that no other
+                publisher uses, such as a ``LocalEngine(llm)`` of its own.
+        """
+        client = HttpEngine(engine, self._options.timeout_s) if isinstance(engine, str) else engine
+        return super().attach(AdapterEngine(client, self._name, self._keep, self._folder))
+
+    def publish(self, version: int) -> PublishHandle:
+        """As :meth:`WeightPublisher.publish`, for the adapter: the base weights may change at any time.
+
+        Raises:
+            RefitError: likewise; or on every rank, before anything is sent, if the adapter cannot be published as it is
+                now on some rank: its scale is not a finite number, for example.
+        """
+        together(self._session.exchange, f"publishing {self.name_of(version)}", self._adapter.check, RefitError)
+        return super().publish(version)
+
+    def name_of(self, version: int) -> str:
+        """The name by which requests choose a version."""
+        return version_name(self._name, version)

@@ -1,0 +1,82 @@
+"""``python -m megatron_patches.refit export``: a Megatron checkpoint as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron_patches.refit import checkpoint_model
+from megatron_patches.refit.dtypes import FLOAT_DTYPES
+from megatron_patches.refit.errors import CheckpointReadError, ExportError, RefitError
+from megatron_patches.refit.export import ExportOptions, ExportReport, export_checkpoint
+from megatron_patches.refit.failing import fail
+from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
+from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], parse_size: Callable[[str], int]
+) -> None:
+    """Adds ``export``."""
+    export = commands.add_parser(
+        "export",
+        help="write a Megatron checkpoint as a Hugging Face checkpoint",
+        description="Writes a Megatron checkpoint (torch_dist) as a Hugging Face checkpoint. Alone, one process holds "
+        "the model; under torchrun it is sharded as asked, and no process ever holds a full tensor.",
+    )
+    checkpoint_model.add_options(export, "exporting")
+    export.add_argument("--output", type=Path, required=True, help="directory for the Hugging Face checkpoint")
+    export.add_argument("--max-shard-size", type=parse_size, default=parse_size("5GB"), help="most bytes in a file")
+    export.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint at --output")
+    export.add_argument("--dtype", choices=FLOAT_DTYPES, help="element type of the checkpoint; kept by default")
+    export.add_argument("--bos-token-id", type=int, help="token that begins a text, for the configuration")
+    export.add_argument("--eos-token-id", type=int, help="token that ends a text, for the configuration")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    first = int(os.environ.get("RANK", "0")) == 0
+    try:
+        with ExitStack() as stack:
+            progress = stack.enter_context(TerminalProgress()) if first else Quiet()
+            report = _export(options, progress)
+    except RefitError as error:
+        return fail(error, speaks=first or isinstance(error, CheckpointReadError), leads=first)
+    if first:
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
+        sys.stdout.write(
+            f"{report.architecture} at {report.path}: {report.tensors} tensors, {report.nbytes / 1e6:.1f} MB in "
+            f"{report.files} files ({seconds})\n"
+        )
+    return 0
+
+
+def _export(options: argparse.Namespace, progress: Progress) -> ExportReport:
+    """Builds the model, loads it and exports it as the command line says.
+
+    Raises:
+        RefitError: on any user error or machine failure, with one line that names it.
+    """
+    try:
+        how = ExportOptions(
+            max_shard_bytes=options.max_shard_size,
+            overwrite=options.overwrite,
+            dtype=options.dtype,
+            bos_token_id=options.bos_token_id,
+            eos_token_id=options.eos_token_id,
+        )
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    directory = checkpoint_model.directory_of(options)
+    probe = CheckpointDirectory(options.output, f"probe-{os.getpid()}", options.overwrite)
+    if int(os.environ.get("RANK", "0")) == 0:  # before minutes of loading
+        probe.create()
+        probe.discard()
+    with checkpoint_model.loaded(options, directory, progress, how.check_tokens) as found:
+        return export_checkpoint(
+            found.chunks, options.output, vocab_size=found.vocab_size, options=how, progress=progress
+        )

@@ -1,0 +1,212 @@
+"""An engine worker's part in a session about a LoRA adapter: receives versions, and writes or drops them.
+
+Nothing that serves changes, so the engine answers requests all the while. A version that all workers of the engine have
+written is added by vLLM itself, at the word of the trainer; see [Note: adapter versions].
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+import torch
+
+from megatron_patches.refit.adapter_names import session_folder
+from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.boxes import View, row_major_strides
+from megatron_patches.refit.errors import (
+    LostWeightsError,
+    PartyFailedError,
+    RefitError,
+    StaleVersionError,
+    TransferError,
+)
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.messages import Invitation, Model, State, StateLog
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.transports.base import named_transport
+from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
+from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
+from megatron_patches.refit.vllm.all_or_none import AllOrNone
+from megatron_patches.refit.vllm.aside import Aside
+from megatron_patches.refit.vllm.refit_call import RefitCall
+from megatron_patches.refit.vllm.same_model import check_same_model
+from megatron_patches.refit.vllm.version_memory import Arriving, VersionMemory
+from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel
+
+logger = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")  # where versions are received, wherever the model is: vLLM loads them from there
+VOTE_S = 60.0
+"""Seconds for the slowest worker of an engine to reach a vote."""
+
+
+class AdapterSession:
+    """One session about one adapter. It joins in its own thread.
+
+    Args:
+        call: the call to join.
+        serving: the model that serves.
+        files: the engine's adapters on this worker.
+        log: the state of the session.
+
+    Raises:
+        RefitError: if the rendezvous cannot be reached.
+        ValueError: if the call has values that this worker does not know.
+    """
+
+    def __init__(self, call: RefitCall, serving: ServingModel, files: AdapterFiles, log: StateLog) -> None:
+        self._call, self._serving, self._files, self._log = call, serving, files, log
+        self._folder = session_folder(call.folder, call.token)
+        options = LinkOptions(
+            transport=named_transport(call.transport),
+            staging_bytes=call.staging_bytes,
+            sources=call.sources,
+            memory=MemoryMode.BESIDE,
+        )
+        parallel = serving.config.parallel_config
+        worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
+        invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
+        self._assembly = Assembly(invitation, call.sources + worker, name)
+        self._party = DestinationParty(self._assembly, options)
+        self._memory: VersionMemory | None = None  # once the parties have agreed on a plan
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors, by name
+        self._dtype = torch.bfloat16  # in which vLLM computes with adapters, once that is known
+        self._latest = -1
+        self._staged: StagedAdapter | None = None
+        self._instead = "nothing has been received"  # why nothing is staged
+        self._aside = Aside(_HOST)
+        self._aside.start(f"join-{call.adapter}", self._join)
+
+    def receive(self, call: RefitCall) -> None:
+        """Starts to receive a version.
+
+        Raises:
+            RefitError: if the session has not been joined.
+        """
+        self.abandon()
+        if self._memory is None:
+            raise RefitError(f"asked to receive version {call.version}, but this worker has not joined the session")
+        self._log.enter(State.SENDING, call.version)
+        self._aside.start(f"receive-{call.adapter}-{call.version}", lambda: self._take(call))
+
+    def commit(self, version: int) -> None:
+        """Puts a received version in its place on all workers or on none, and tells the trainer.
+
+        Raises:
+            RefitError: if a worker cannot.
+        """
+        reason = None
+        try:
+            self._place(version)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {describe_error(error)}"
+            raise
+        finally:
+            self._log.enter(State.READY, version, reason or "")
+            try:
+                self._party.post_commit(version, reason)
+            except PartyFailedError as error:
+                logger.warning("refit: nobody hears how the commit of version %d went: %s", version, error)
+
+    def abandon(self) -> None:
+        """Drops what has been received.
+
+        Raises:
+            RefitError: if a version that is arriving does not end.
+        """
+        self._aside.finish(self._call.timeout_s)
+        if self._staged is not None:
+            self._staged.undo()
+        self._staged, self._instead = None, "nothing has been received"
+
+    def end(self) -> None:
+        """Leaves the session. The versions that it has brought stay.
+
+        Raises:
+            RefitError: if a version that is arriving does not end.
+        """
+        self._party.leave()
+        self._aside.finish(LEAVING_S)
+        self.abandon()
+        self._party.close()
+        self._log.enter(State.CLOSED)
+
+    def _join(self) -> None:
+        try:
+            manifest = self._party.prepare(self._want)
+            self._assembly.most_silence_s = self._call.lease_s
+            self._memory = VersionMemory(manifest, _HOST, None)
+            self._log.enter(State.READY)
+        except Exception as error:
+            self._log.enter(State.FAILED, reason=describe_error(error))
+            self._party.close()
+            raise
+
+    def _want(self, model: Model) -> Manifest:
+        """All of the adapter, whatever part of the model this worker has: vLLM cuts the factors when it loads them."""
+        serving = self._serving
+        manager = manager_of(serving.model, serving.config)
+        check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
+        check_adapter(manager, model.tensors)
+        specs = model.tensors
+        self._shapes, self._dtype = {spec.name: spec.shape for spec in specs}, manager.lora_config.lora_dtype
+        return Manifest(
+            self._party.rank,
+            socket.gethostname(),
+            tuple(Storage(spec.name, spec.dtype, spec.box.volume, spec.box.volume) for spec in specs),
+            tuple(
+                Placement(spec.box, View(spec.name, 0, spec.box.shape, row_major_strides(spec.box.shape)))
+                for spec in specs
+            ),
+        )
+
+    def _take(self, call: RefitCall) -> None:
+        made: list[Arriving] = []
+        try:
+            self._party.receive(call.version, call.step, call.linked, lambda: self._make(call, made))
+            tensors = {name: flat.view(self._shapes[name]) for name, flat in made[0].tensors.items()}
+            staged = StagedAdapter(
+                self._files, self._folder, call.adapter, call.version, factors_of(tensors), self._dtype
+            )
+            staged.write()
+            self._staged = staged
+            self._log.enter(State.COMMITTING, call.version)
+        except Exception as error:
+            self._log.enter(State.READY, call.version, describe_error(error))
+            self._instead = f"what came of version {call.version} was given up ({describe_error(error)})"
+            raise
+
+    def _make(self, call: RefitCall, made: list[Arriving]) -> Memory:
+        if call.version <= self._latest:
+            raise StaleVersionError(f"asked to receive version {call.version} after version {self._latest}")
+        self._files.check_new(call.adapter, call.version)
+        if self._memory is None:
+            raise RefitError("this worker has not joined the session")
+        made.append(self._memory.make(self._call.timeout_s))
+        self._party.beside_bytes = made[0].beside_bytes
+        return made[0].received_in
+
+    def _place(self, version: int) -> None:
+        workers = AllOrNone(version, self._latest, self._call.timeout_s + VOTE_S)
+        late: RefitError | None = None
+        try:
+            self._aside.finish(self._call.timeout_s)
+        except RefitError as error:
+            late = error
+        staged = self._staged
+        if late is not None or staged is None or staged.version != version:
+            workers.decline()
+            raise TransferError(f"asked to commit version {version}, but {late or self._instead}") from late
+        try:
+            workers.exchange(staged)
+        except LostWeightsError as error:  # but not of weights: at worst, the files are there and vLLM is not told
+            raise TransferError(str(error)) from error
+        self._staged, self._instead = None, f"version {version} has been taken"
+        self._latest = version

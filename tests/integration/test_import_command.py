@@ -1,0 +1,93 @@
+"""``refit import`` writes what ``--load`` reads: the weights of a Hugging Face checkpoint, for any parallel sizes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_patches.refit.hf_match import check_config
+from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.mesh import TrainerMesh
+from tests.integration.cases import LLAMA, SCHEDULE
+from tests.integration.checkpoint_families import CONFIGS, parallel_flags
+from tests.integration.megatron_run import MegatronPool
+from tests.integration.test_checkpoint_families import run_commands
+from tests.support.random_checkpoint import random_tensors, read_tensors, write_checkpoint
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.multiproc,
+    pytest.mark.cpu_only("the commands run on the CPU"),
+]
+
+IMPORTED = {
+    "llama": (TrainerMesh(etp=2), TrainerMesh(pp=2)),
+    "qwen3_moe": (TrainerMesh(etp=2, expert_etp=2), TrainerMesh(ep=2, dp=2)),
+    "deepseek_v3": (TrainerMesh(tp=2, ep=2), TrainerMesh(etp=2, expert_etp=2)),
+}
+"""By family, how it is spread while it is imported, and while it is exported again."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random checkpoints of the families, in bfloat16 but for biases of routers."""
+    folder = tmp_path_factory.mktemp("published")
+    for name in IMPORTED:
+        write_checkpoint(folder / name, CONFIGS[name], random_tensors(CONFIGS[name], torch.bfloat16), files=2)
+    quantized = CONFIGS["llama"] | {"quantization_config": {"quant_method": "fp8"}}
+    write_checkpoint(folder / "quantized", quantized, {})
+    return folder
+
+
+def test_what_is_exported_from_an_import_is_what_was_imported(root: Path) -> None:
+    there = [
+        ["import", "--hf", f"{root}/{name}", "--save", f"{root}/{name}-saved", *parallel_flags(mesh)]
+        for name, (mesh, _) in IMPORTED.items()
+    ]
+    back = [
+        ["export", "--load", f"{root}/{name}-saved", "--output", f"{root}/{name}-back", *parallel_flags(mesh)]
+        for name, (_, mesh) in IMPORTED.items()
+    ]
+    refused = {
+        "--save .* is not empty; name a new directory, or remove what is in it": there[0],
+        "Megatron cannot build this LlamaForCausalLM: its weights are quantized": [
+            *("import", "--hf", f"{root}/quantized", "--save", f"{root}/never")
+        ],
+        "2 processes cannot be divided by tensor 3": [
+            *("import", "--hf", f"{root}/llama", "--save", f"{root}/never", "--tensor-model-parallel-size", "3")
+        ],
+    }
+    outcomes = run_commands(2, [*there, *back, *refused.values()])
+    done, failed = outcomes[: 2 * len(IMPORTED)], outcomes[2 * len(IMPORTED) :]
+    for ranks in done:
+        assert [status for status, _ in ranks] == [0, 0], ranks
+    for name, ranks in zip(IMPORTED, done, strict=False):
+        tensors, original = read_tensors(root / f"{name}-back"), read_tensors(root / name)
+        assert f"{len(tensors)} tensors of " in ranks[0][1]
+        assert "digests agree" in ranks[0][1]
+        assert tensors.keys() == original.keys()
+        assert [key for key in tensors if not tensors[key].equal(original[key])] == []
+        assert {key: value.dtype for key, value in tensors.items()} == {k: v.dtype for k, v in original.items()}
+        config = json.loads((root / f"{name}-back" / "config.json").read_text())
+        check_config(config, family_from_config(CONFIGS[name]))
+    for message, ranks in zip(refused, failed, strict=True):
+        status, said = ranks[0]
+        assert status == 1
+        assert re.search(f"^error: .*{message}", said, re.MULTILINE), said
+    assert not (root / "never").exists()
+
+
+def test_a_run_starts_from_an_import_as_from_the_checkpoint_itself(megatron: MegatronPool, root: Path) -> None:
+    model = LLAMA.replace("--num-layers 2", "--num-layers 4").replace("--ffn-hidden-size 128", "--ffn-hidden-size 96")
+    model = model.replace("--untie-embeddings-and-output-weights ", "").replace("--vocab-size 250", "--vocab-size 37")
+    sizes = "--kv-channels 32 --group-query-attention --num-query-groups 2 --bf16 --etp-size 2"
+    flags = f"{model} {SCHEDULE} {sizes} --ckpt-format torch_dist --train-iters 3"
+    flags = flags.replace("divisible-by 2", "divisible-by 1")
+    imported = megatron.train(2, f"{flags} --load {root}/llama-saved".split())
+    started = megatron.train(2, f"{flags} --load-hf {root}/llama".split())
+    assert len(started[-1].losses) == 3
+    assert imported[-1].losses == started[-1].losses

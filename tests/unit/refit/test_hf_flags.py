@@ -1,0 +1,115 @@
+"""Megatron's flags of public models, and the plans that can be made for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_patches.refit.__main__ import main
+from megatron_patches.refit.errors import UnsupportedModelError
+from megatron_patches.refit.hf_flags import flags_of, model_flags
+from megatron_patches.refit.source.config_traits import family_from_config
+from tests.integration import tiny_models
+from tests.support.public_models import PUBLIC
+
+PARAMETERS = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "nemotron-h-8b": 8_101_000_000,
+}
+"""As published; that of Nemotron-H is rounded."""
+REFUSED = {
+    "deepseek-v3": r"its weights are quantized \(quantization_config\).*; its rotary positions are scaled by .*'yarn'",
+    "gpt-oss-20b": "the architecture is GptOssForCausalLM; known are ",
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items(), ids=PARAMETERS)
+def test_public_models_have_as_many_parameters_as_is_said(name: str, parameters: int) -> None:
+    found = sum(math.prod(shape) for shape in family_from_config(PUBLIC[name]).shapes().values())
+    assert found == pytest.approx(parameters, rel=1e-2 if parameters % 1_000_000 == 0 else 0, abs=0)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "nemotron-h-8b"])
+def test_public_models_are_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC[name]))
+    command = ["plan", "--model", str(tmp_path), "--from", "tp=2,etp=2", "--to", "tp=2", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["model_bytes"] == pytest.approx(2 * PARAMETERS[name], rel=1e-2)
+
+
+def test_flags_say_all_that_a_model_is() -> None:
+    assert " ".join(model_flags(PUBLIC["llama-3.2-1b"])) == (
+        "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --max-position-embeddings 131072 "
+        "--normalization RMSNorm --norm-epsilon 1e-05 --disable-bias-linear --num-attention-heads 32 --kv-channels 64 "
+        "--group-query-attention --num-query-groups 8 --position-embedding-type rope --rotary-base 500000 --swiglu "
+        "--use-rope-scaling --rope-scaling-factor 32.0"
+    )
+    assert " ".join(model_flags(PUBLIC["nemotron-h-8b"])) == (
+        f"--hybrid-layer-pattern {PUBLIC['nemotron-h-8b']['hybrid_override_pattern']} --hidden-size 4096 "
+        "--ffn-hidden-size 21504 --max-position-embeddings 8192 --normalization RMSNorm --norm-epsilon 1e-05 "
+        "--untie-embeddings-and-output-weights --disable-bias-linear --num-attention-heads 32 --kv-channels 128 "
+        "--group-query-attention --num-query-groups 8 --position-embedding-type none --squared-relu "
+        "--mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128"
+    )
+    assert " ".join(model_flags(PUBLIC["qwen3-30b-a3b"])).endswith(
+        "--swiglu --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
+    )
+    assert " ".join(model_flags(tiny_models.DEEPSEEK_V3_ODD)).endswith(
+        "--moe-layer-freq [0]*1+[1]*3 --moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
+        "--moe-router-topk-scaling-factor 2.5"
+    )
+
+
+def test_the_vocabulary_is_that_of_a_tokenizer_if_there_is_one(tmp_path: Path) -> None:
+    config = PUBLIC["qwen3-8b"]
+    numbers = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "151936", "--make-vocab-size-divisible-by", "1"]
+    assert flags_of(config, tmp_path)[-7:] == [*numbers, "--bf16"]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    assert flags_of(config, tmp_path)[-7:] == [*words, "--padded-vocab-size", "151936", "--bf16"]
+    assert flags_of({**config, "torch_dtype": "float32"}, tmp_path)[-1] == "151936"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_megatron_cannot_build_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+        model_flags(PUBLIC[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 10000.5}, "its rotary base is 10000.5 (rope_theta), and Megatron takes whole numbers"),
+        ({"norm_topk_prob": False}, "its router has norm_topk_prob False"),
+        ({"torch_dtype": "float8_e4m3fn"}, "the weights' type is "),
+        ({"partial_rotary_factor": 0.5}, "it rotates a part of each head (partial_rotary_factor 0.5)"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, changes: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.DEEPSEEK_V3 | changes))
+    assert main(["flags", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert message in said.err
+
+
+def test_the_command_prints_one_line_that_a_shell_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.QWEN3))
+    assert main(["flags", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.rstrip("\n").split(" ") == flags_of(tiny_models.QWEN3, tmp_path)
+    spaced = tmp_path / "my model"
+    spaced.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (spaced / name).write_text(json.dumps(tiny_models.QWEN3))
+    assert main(["flags", str(spaced)]) == 1
+    assert "a shell would split" in capsys.readouterr().err
