@@ -10,6 +10,7 @@ from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.adapter_names import ADAPTER_NAME
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import AUTO
@@ -32,6 +33,7 @@ class RefitCall(WeightTransferInitInfo):
         staging_bytes: for join: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: for join: seconds without a message of the trainer after which the worker gives up its current step.
         memory: for join: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
+        payload: for join: what versions travel as; see :class:`megatron_patches.refit.delta.PayloadKind`.
         version: for receive and commit: number of the weights.
         step: for receive: number of the trainer's next step.
         linked: for receive: whether the trainer's links are up.
@@ -50,6 +52,7 @@ class RefitCall(WeightTransferInitInfo):
     transport: Annotated[str, Meta(max_length=32)] = AUTO
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     memory: Annotated[str, Meta(max_length=32)] = MemoryMode.BESIDE.value
+    payload: Annotated[str, Meta(max_length=32)] = PayloadKind.WHOLE.value
     version: Annotated[int, Meta(ge=0)] = 0
     step: Annotated[int, Meta(ge=0)] = 0
     linked: bool = False

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import (
     LostWeightsError,
     PartyFailedError,
@@ -75,12 +76,14 @@ class Layout:
         fills: constants that the model's loader writes where no tensor of the trainer goes.
         layers: the model's layers.
         in_place: serving memory in which versions are received; None to receive beside it.
+        payload: what versions travel as.
     """
 
     manifest: Manifest
     fills: Sequence[FillRecord]
     layers: Layers
     in_place: InPlace | None
+    payload: PayloadKind = PayloadKind.WHOLE
 
 
 class WorkerSession:
@@ -116,7 +119,8 @@ class WorkerSession:
         # Without conversion rules, only the location of the new weights matters, which is known before they arrive.
         self._may_begin = may_go_on and all(storage.rule is None for storage in layout.manifest.storages)
         self._in_place = layout.in_place
-        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
+        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place, layout.layers)
+        self._takes_deltas = layout.payload is PayloadKind.DELTA
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._staged: tuple[int, Replacement] | None = None
@@ -232,8 +236,10 @@ class WorkerSession:
             begun.append(self._put_together(dict(made[0].tensors)))
 
         try:
-            self._party.receive(version, step, linked, make, begin if self._may_begin else None)
+            self._party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
             made[0].bits.clear()  # the receiver may keep the dictionary
+            if self._takes_deltas:
+                self._memory.keep(made[0])
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._staged = version, replacement
@@ -277,6 +283,8 @@ class WorkerSession:
             self._settle()
             raise
         self.version = self._latest = version
+        if self._takes_deltas:
+            self._memory.committed(version)
         if self._in_place is not None:
             self._in_place.done()
 
