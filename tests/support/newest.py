@@ -24,9 +24,8 @@ def megatron_core() -> tuple[str, list[str]]:
     from megatron_patches.weight_shard_api import WeightShardApi
 
     relied_upon, patches = megatron_patches.records(WeightShardApi(megatron_patches.MegatronEtpConfig()))
-    of_megatron: list[PatchRecord | SourceRecord] = [
-        record for record in (*relied_upon, *patches) if record.module.startswith("megatron.")
-    ]
+    records: list[PatchRecord | SourceRecord] = [*relied_upon, *patches]
+    of_megatron = [record for record in records if record.module.startswith("megatron.")]
     changed = [
         f"{record.target} {difference}: {record.reason}" for record, _, difference in registry.differences(of_megatron)
     ]
