@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_patches.refit.adapter_names import session_folder, version_name
-
-if TYPE_CHECKING:
-    from megatron_patches.refit.engines import EngineClient, PauseMode
+from megatron_patches.refit.engines import EngineClient, PauseMode
 
 
 @runtime_checkable
@@ -82,8 +80,15 @@ class AdapterEngine:
         self.engine.call(told)
 
     def commit(self, version: int, *, reset_cache: bool) -> None:  # noqa: ARG002 - cache entries are of a version
-        """Lets the workers write a version, makes the engine serve it, and drops older ones."""
+        """Makes the workers put a version in its place."""
         self.call({"call": "commit", "version": version})
+
+    def add(self, version: int) -> None:
+        """Makes the engine serve a version that all workers have put in its place, and drops older ones.
+
+        Raises:
+            RefitError: if it does not serve it.
+        """
         folder = session_folder(self._folder, self._token) / version_name(self._adapter, version)
         used = self._server.add_adapter(self._adapter, version, folder, self._keep)
         if used:

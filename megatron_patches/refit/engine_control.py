@@ -142,6 +142,8 @@ class EngineControl:
             raise
         self._resume(reset_cache=False)
         confirm()
+        if isinstance(self.engine, AdapterEngine):  # only now: vLLM must not look for files that are not there
+            self.engine.add(version)
 
     def give_up(self) -> None:
         """Resumes the engine with its old weights if it is paused, because a version did not arrive.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_patches.refit import lease
-from megatron_patches.refit.adapter_engine import AdapterEngine
 from megatron_patches.refit.adapter_names import version_name
 from megatron_patches.refit.credentials import Credentials
 from megatron_patches.refit.errors import RefitError
@@ -248,8 +247,7 @@ def check_given_once(engines: Sequence[EngineClient]) -> None:
 
 def _identity(engine: EngineClient) -> tuple[str, int]:
     """An engine's name for messages, and a number that distinguishes it from engines of the same name."""
-    if isinstance(engine, AdapterEngine):
-        return _identity(engine.engine)
+    engine = getattr(engine, "engine", engine)  # of one that is called about something else, such as adapters
     if isinstance(engine, HttpEngine):
         return f"engine URL {engine.name}", 0
     return engine.name, id(engine._llm if isinstance(engine, LocalEngine) else engine)

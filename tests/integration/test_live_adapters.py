@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,6 +206,13 @@ def run_example(server: VllmServer, base: Path, place: Path) -> None:
     assert refusal_of(server, "example@3") == 200
 
 
+def reason_of_call(call: Callable[[], object]) -> str:
+    """Why a call fails."""
+    with pytest.raises(RefitError) as caught:
+        call()
+    return str(caught.value)
+
+
 def reason_of(publisher: WeightPublisher, engine: Any) -> str:
     """Why an engine does not serve version 1."""
     with publisher:
@@ -233,7 +241,17 @@ def test_adapters_that_an_engine_would_not_apply_in_full_are_refused(tmp_path: P
             publisher.attach(engine)
             publisher.publish(1).result(60.0)
             before = engine.log_probabilities(PROMPTS, "math@1")
-        assert close_to_peft(model, before)
+            assert close_to_peft(model, before)
+            engine.sabotage(1, "adapter")
+            report = publisher.publish(2).result(60.0).engines[engine.name]
+            assert (report.fate, str(report.reason).count("was not taken: a worker of this engine")) == (Fate.FAILED, 2)
+            assert "serves no adapter math@2" in reason_of_call(lambda: engine.complete(PROMPTS[0], 1, "math@2"))
+        same = adapted()
+        same.save_pretrained(saved := str(tmp_path / "saved"))
+        with AdapterPublisher(same, "same", **how) as publisher:
+            publisher.attach(engine)
+            publisher.publish(1).result(60.0)
+        assert engine.log_probabilities(PROMPTS, "same@1") == engine.log_probabilities(PROMPTS, saved)
         reasons = [reason_of(AdapterPublisher(other, "other", **how), engine) for other in (deeper, high, head)]
         again = reason_of(AdapterPublisher(model, "math", **how), engine)
         assert engine.log_probabilities(PROMPTS, "math@1") == before
@@ -249,8 +267,8 @@ def test_adapters_that_an_engine_would_not_apply_in_full_are_refused(tmp_path: P
         assert "the engine was started without --enable-lora; start it with it" in reason
         with WeightPublisher(merged, options=OPTIONS) as publisher:  # merged weights are weights like others
             publisher.attach(engine)
-            report = publisher.publish(1).result(60.0)
-            assert {one.fate for one in report.engines.values()} == {Fate.SERVES}, report
+            pushed = publisher.publish(1).result(60.0)
+            assert {one.fate for one in pushed.engines.values()} == {Fate.SERVES}, pushed
         assert close_to_peft(merged, engine.log_probabilities(PROMPTS))
 
 

@@ -261,10 +261,11 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
     """Lets the next refit fail on one worker.
 
     When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,
-    half done, in ``apply``; in place, half done in ``replace``.
+    half done, in ``apply``; in place, half done in ``replace``. Or when it puts an ``adapter`` in its place.
     """
     from megatron_patches.refit.packets import Unpacker
     from megatron_patches.refit.vllm import worker_session
+    from megatron_patches.refit.vllm.adapter_files import StagedAdapter
     from megatron_patches.refit.vllm.reload import Replacement
     from megatron_patches.refit.vllm.version_memory import VersionMemory
 
@@ -274,6 +275,7 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
         "memory": (VersionMemory, "make"),
         "convert": (worker_session, "finish"),
         "verify": (Unpacker, "verify"),
+        "adapter": (StagedAdapter, "apply"),
     }
     owner, name = places.get(where, (Replacement, where))
     original = getattr(owner, name)

@@ -42,7 +42,8 @@ from megatron_patches.refit.vllm.worker_session import LEAVING_S, ServingModel
 logger = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")  # where versions are received, wherever the model is: vLLM loads them from there
-_VOTE_S = 60.0  # for workers that have received a version to write it
+VOTE_S = 60.0
+"""Seconds for the slowest worker of an engine to reach a vote."""
 
 
 class AdapterSession:
@@ -68,7 +69,8 @@ class AdapterSession:
             sources=call.sources,
             memory=MemoryMode.BESIDE,
         )
-        worker = int(serving.config.parallel_config.rank)
+        parallel = serving.config.parallel_config
+        worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
         invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
         self._assembly = Assembly(invitation, call.sources + worker, name)
@@ -192,7 +194,7 @@ class AdapterSession:
         return made[0].received_in
 
     def _place(self, version: int) -> None:
-        workers = AllOrNone(version, self._latest, self._call.timeout_s + _VOTE_S)
+        workers = AllOrNone(version, self._latest, self._call.timeout_s + VOTE_S)
         late: RefitError | None = None
         try:
             self._aside.finish(self._call.timeout_s)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from megatron_patches.refit.errors import TransferError
 from megatron_patches.refit.parties.messages import StateLog
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles
-from megatron_patches.refit.vllm.adapter_session import AdapterSession
+from megatron_patches.refit.vllm.adapter_session import VOTE_S, AdapterSession
+from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
@@ -46,6 +47,8 @@ class Adapters:
         elif call.call in calls:
             token, session = self._sessions.get(call.adapter, ("", None))
             if session is None or token != call.token:
+                if call.call == "commit":  # other workers may vote on it
+                    AllOrNone(call.version, -1, VOTE_S).decline()
                 raise TransferError(
                     f"asked to {call.call} for the adapter {call.adapter} by another session than the one that this "
                     "engine has joined since; let one trainer at a time push an adapter"

@@ -41,6 +41,7 @@ _NAMES = (
     "vllm.config:CacheConfig.cache_dtype",
     "vllm.config:OffloadConfig.uva",
     "vllm.config:OffloadConfig.prefetch",
+    "vllm.config:ParallelConfig._api_process_count",
     "vllm.config:ParallelConfig.data_parallel_index",
     "vllm.config:ParallelConfig.enable_eplb",
     "vllm.config:VllmConfig.lora_config",
@@ -50,6 +51,8 @@ _NAMES = (
     "vllm.device_allocator.cumem:CuMemAllocator.instance",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
     "vllm.distributed.parallel_state:get_world_group",
+    "vllm.lora.lora_weights:LoRALayerWeights.optimize",
+    "vllm.lora.utils:parse_fine_tuned_lora_name",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
 )
 

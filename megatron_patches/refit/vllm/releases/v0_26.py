@@ -15,7 +15,10 @@ from megatron_patches.refit.vllm.releases.release import Release
 class Vllm026(Release):
     """vLLM 0.26.0."""
 
-    names = ("vllm.config:CacheConfig.calculate_kv_scales",)
+    names = (
+        "vllm.config:CacheConfig.calculate_kv_scales",
+        "vllm.model_executor.models.utils:WeightsMapper.get_unstacked_mapper",
+    )
 
     def is_deferred(self, layer: nn.Module) -> bool:
         """Attention layers, which vLLM processes after all others."""

@@ -42,6 +42,7 @@ class Vllm032(Release):
         "vllm.config:LoadConfig.load_format",
         "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",
         "vllm.config:ParallelConfig.dcp_q_replicate",
+        "vllm.model_executor.models.utils:WeightsMapper.get_rename_mapper",
     )
 
     def is_deferred(self, layer: nn.Module) -> bool:
