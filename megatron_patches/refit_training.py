@@ -278,7 +278,7 @@ class Pusher:
         if not served and not self._alone:
             _print(f"refit: no engine answers; weights are sent to nobody from version {iteration} on")
         self._alone = not served
-        if report.nbytes:
+        if any(one.fate in {Fate.SERVES, Fate.SENT} for one in report.engines.values()):
             _print(_line(report, time.monotonic() - started if _args().refit_wait else None))
 
     def _tell(self, reports: Mapping[str, EngineReport], version: int) -> None:

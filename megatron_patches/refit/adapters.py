@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_patches.refit.adapter_engine import AdapterEngine
 from megatron_patches.refit.adapter_names import ADAPTER_NAME, version_name
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import EngineClient, HttpEngine
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import together
@@ -45,7 +46,8 @@ class AdapterPublisher(WeightPublisher):
     Raises:
         UnsupportedModelError: if the model has no such adapter, or vLLM could not serve it as it is trained.
         RefitError: naming a module whose scale is not a finite number, or into whose weight the adapter is merged.
-        ValueError: if the name, the folder or the number of versions is not of this kind, or ``options.fan_out`` is on.
+        ValueError: if the name, the folder or the number of versions is not of this kind, or deltas or ``fan_out`` are
+            asked for.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class AdapterPublisher(WeightPublisher):
             raise ValueError(f"folder is {folder!r}; it must be an absolute path on the engines' hosts")
         if options is not None and options.fan_out:
             raise ValueError("fan_out is on; engines send each other no adapters, which are small")
+        if options is not None and options.payload is PayloadKind.DELTA:
+            raise ValueError("payload is delta; versions of an adapter are sent whole, with payload whole")
         self._adapter = AdapterSource(model, adapter)
         super().__init__(self._adapter, options=options, group=group)
         self._name, self._keep, self._folder = name, keep, folder

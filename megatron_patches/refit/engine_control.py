@@ -46,20 +46,14 @@ class EngineControl:
     def __init__(self, engine: EngineClient, sources: int, options: RefitOptions) -> None:
         self.engine = engine
         self._sources, self._options = sources, options
-        self._registry = Registry(sources)
         # The number of workers is not known yet, but there is one at least, without which no step ends.
         self.rendezvous = Rendezvous(
-            sources + 1, options.timeout_s, self._registry.answer, options.host, silence_s=options.lease_s
+            sources + 1, options.timeout_s, Registry(sources).answer, options.host, silence_s=options.lease_s
         )
         self._caller = Worker(f"refit-calls-{engine.name}")
         self._call: Future[None] | None = None
         self._paused_at: float | None = None
         self.workers, self.unreachable, self.paused_s = 0, False, 0.0
-
-    @property
-    def bytes_by_source(self) -> tuple[int, ...]:
-        """Bytes of a version that each trainer rank sends, in order of the ranks; empty before there is a plan."""
-        return self._registry.bytes_by_source
 
     @property
     def in_place(self) -> bool:
@@ -203,6 +197,7 @@ class EngineControl:
             "transport": AUTO if options.transport is None else options.transport.value,
             "staging_bytes": staging_bytes,
             "memory": options.memory.value,
+            "payload": options.payload.value,
             "lease_s": options.lease_s,
         }
         engine.call(dict(call))

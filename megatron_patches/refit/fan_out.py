@@ -20,6 +20,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 
 from megatron_patches.refit.candidates import Candidates, Source, candidates_of
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
@@ -61,7 +62,8 @@ class FanOut:
         subscribed: Callable[[], Collection[Subscription]],
         check: Callable[[EngineClient], None],
     ) -> None:
-        self._options, self._ranks, self._subscribed, self._check = options, ranks, subscribed, check
+        self._options = replace(options, payload=PayloadKind.WHOLE)  # nobody knows what an engine that joins holds
+        self._ranks, self._subscribed, self._check = ranks, subscribed, check
         describe = trainer.describe
         # What a version costs here is logged; the telemetry of pushes counts by trainer rank.
         self._trainer = replace(trainer, describe=lambda: _model_of(describe()), telemetry=Telemetry())

@@ -76,6 +76,11 @@ class Load:
         """Size of the payload."""
         return sum(item.nbytes for item in self.items)
 
+    @cached_property
+    def width(self) -> int:
+        """Bytes of its narrowest element. If packed, it is an array of units of that size."""
+        return min(itemsize(item.dtype) for item in self.items)
+
     def batch(self, shapes: Mapping[str, tuple[int, ...]], *, read: bool) -> Batch:
         """The boxes, with their places at the source (``read``) or at the destination, and in the payload."""
         found, offset = [], 0

@@ -4,6 +4,9 @@ A :class:`Sender` packs a load straight into the memory from which it is sent, a
 boxes of a direct load are only digested. An :class:`Unpacker` unpacks the boxes of arriving packets into memory that
 serves no requests meanwhile. :meth:`Unpacker.verify` then reads back every wanted box, at the place that the
 destination's *manifest* states, not the plan, and compares digests. Transports move the packets.
+
+Relative to a base version, a sender replaces a packed load by what differs from the base (the module ``delta``), and an
+unpacker completes it from its own copy of the base before it unpacks it. Digests are those of all elements either way.
 """
 
 from __future__ import annotations
@@ -19,13 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_patches.refit.boxes import Box
+from megatron_patches.refit.delta import Base, Delta, decode, delta_bytes, encode
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Load, Terms, cut_into_loads
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.port_choice import open_port
-from megatron_patches.refit.ports import Batch, Done, Memory, Payload, Pending, Piece, Port, Shared, Spot
-from megatron_patches.refit.staging import StagingPool
+from megatron_patches.refit.ports import (
+    Batch,
+    Bytes,
+    Done,
+    HostPort,
+    Memory,
+    Payload,
+    Pending,
+    Piece,
+    Port,
+    Shared,
+    Spot,
+    host_bytes,
+)
+from megatron_patches.refit.staging import Lease, StagingPool
 
 _GROWTH = 3  # factor by which groups of loads that are digested together grow
 
@@ -93,6 +110,7 @@ class Packet:
         destination: rank that receives.
         parts: the boxes, in the load's order.
         payload: their elements, one box after another, each in row-major order; empty for a direct load.
+        delta: what the payload holds instead, if not all elements.
     """
 
     plan_digest: str
@@ -102,6 +120,7 @@ class Packet:
     destination: int
     parts: Sequence[Part]
     payload: Payload
+    delta: Delta | None = None
 
     @property
     def digests(self) -> Sequence[int]:
@@ -124,6 +143,43 @@ class Packing:
     def result(self) -> Packet:
         """Waits until the packet is ready, and returns it."""
         return replace(self._packet, parts=PlannedParts(self.load, self._digests.result()))
+
+
+class _BaseCopy:
+    """One side's weights of a base version, and a buffer into which one load of them at a time is packed.
+
+    Args:
+        base: the weights.
+        where: owner of the storages, for messages.
+        pool: pool of the buffer; None to allocate it.
+
+    Attributes:
+        version: their number.
+
+    Raises:
+        TransferError: if they are not in host memory.
+    """
+
+    def __init__(self, base: Base, where: str, pool: StagingPool | None) -> None:
+        self.version = base.version
+        self._port, self._pool = HostPort(base.memory, where), pool
+        self._buffer: Lease[Bytes] | None = None
+
+    def packed(self, batch: Batch, nbytes: int) -> Bytes:
+        """The elements of a load, valid until the next call."""
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            self.close()
+            pool = self._pool or StagingPool(nbytes)
+            self._buffer = pool.lease(nbytes, lambda size: np.empty(size, dtype=np.uint8))
+        found = self._buffer.buffer[:nbytes]
+        self._port.copy_out(batch, found)
+        return found
+
+    def close(self) -> None:
+        """Returns the buffer."""
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
 
 
 class Sender:
@@ -151,8 +207,9 @@ class Sender:
         terms: Mapping[Link, Terms] | None = None,
         pool: StagingPool | None = None,
     ) -> None:
-        self._plan, self._rank = plan, rank
+        self._plan, self._rank, self._pool = plan, rank, pool
         self._port = open_port(memory, f"source rank {rank}", pool)
+        self._base: _BaseCopy | None = None
         shapes = {spec.name: spec.shape for spec in plan.tensors}
         mine = cut_into_loads((item for item in plan.transfers if item.source == rank), terms)
         links = list(mine.items())
@@ -168,6 +225,17 @@ class Sender:
             TransferError: if their kind of memory has changed.
         """
         self._port.renew(memory)
+
+    def relate_to(self, base: Base | None) -> None:
+        """Sends packed loads as what differs from a base, where that is less; or all of them whole.
+
+        Args:
+            base: what all destinations hold; None if that is not known.
+
+        Raises:
+            TransferError: if the base is not in host memory.
+        """
+        self._base = None if base is None else _BaseCopy(base, f"source rank {self._rank}", self._pool)
 
     def waves(self) -> Iterator[tuple[Load, ...]]:
         """The direct loads of all destinations, interleaved, in groups to be digested together.
@@ -195,8 +263,15 @@ class Sender:
     def pack_into(self, load: Load, version: int, payload: Payload) -> Packing:
         """Starts to pack a load into ``payload``, which must be large enough; raises as :meth:`pack`."""
         self._check_types(load)
-        payload = payload[: load.nbytes]
-        return Packing(self._packet(load, version, payload), load, self._port.pack(self._batches[_key(load)], payload))
+        payload, batch = payload[: load.nbytes], self._batches[_key(load)]
+        digests = self._port.pack(batch, payload)
+        packet = self._packet(load, version, payload)
+        if self._base is not None:
+            changed = encode(host_bytes(payload), self._base.packed(batch, load.nbytes), load.width)
+            if changed is not None:
+                delta = Delta(self._base.version, changed)
+                packet = replace(packet, payload=payload[: payload_bytes(load, delta)], delta=delta)
+        return Packing(packet, load, digests)
 
     def digest(self, loads: tuple[Load, ...], version: int) -> list[Packing]:
         """Starts to digest direct loads together; their packets have no payload. Raises as :meth:`pack`."""
@@ -218,8 +293,11 @@ class Sender:
         return self._port.places(self._batches[_key(load)])
 
     def close(self) -> None:
-        """Waits until packing has ended, and returns leased memory."""
+        """Waits until packing has ended, returns leased memory, and forgets the base."""
         self._port.close()
+        base, self._base = self._base, None
+        if base is not None:
+            base.close()
 
     def _packet(self, load: Load, version: int, payload: Payload) -> Packet:
         digest = self._plan.digests[self._rank, load.destination]
@@ -275,6 +353,7 @@ class Unpacker:
         )
         self._version = 0
         self._port: Port | None = None
+        self._base: _BaseCopy | None = None
         self._arrived: dict[_Key, Sequence[int]] = {}  # digests as sent
 
     @property
@@ -282,16 +361,18 @@ class Unpacker:
         """Number of packets that the plan sends here."""
         return len(self._expected)
 
-    def begin(self, version: int, memory: Memory) -> None:
+    def begin(self, version: int, memory: Memory, base: Base | None = None) -> None:
         """Prepares to receive ``version`` into ``memory``, and forgets what has arrived of another version.
 
         Args:
             version: number of the weights.
             memory: the storages of the manifest, by name; always of one kind.
+            base: what packets may be relative to; its memory may be ``memory``. None if all must be whole.
 
         Raises:
-            TransferError: if the kind of memory differs from that of an earlier version.
+            TransferError: if the kind of memory differs from that of an earlier version, or the base is on a device.
         """
+        self._base = None if base is None else _BaseCopy(base, self._here, self._pool)
         self._version, self._arrived = version, {}
         if self._port is None:
             self._port = open_port(memory, f"destination rank {self._manifest.rank}", self._pool)
@@ -325,16 +406,34 @@ class Unpacker:
         """
         load = self._planned(packet)
         _check_parts(packet, load, f"source rank {packet.source}, to {self._here}")
-        nbytes = 0 if load.direct else load.nbytes
+        nbytes = 0 if load.direct else payload_bytes(load, packet.delta)
         if len(packet.payload) != nbytes:
             raise TransferError(
                 f"packet {packet.number} from source rank {packet.source}, to {self._here}, has "
                 f"{len(packet.payload)} bytes and not the {nbytes} planned"
             )
+        payload = packet.payload if packet.delta is None else self._completed(packet, packet.delta, load)
         self._arrived[_key(load)] = packet.digests
         if load.direct:
             return Done(None)
-        return self._open.unpack(self._batches[_key(load)], packet.payload)
+        return self._open.unpack(self._batches[_key(load)], payload)
+
+    def _completed(self, packet: Packet, delta: Delta, load: Load) -> Bytes:
+        """All elements of a load of which the changed ones have arrived. Valid until the next call."""
+        if self._base is None or self._base.version != delta.base:
+            held = "none" if self._base is None else f"version {self._base.version}"
+            raise TransferError(
+                f"source rank {packet.source} sent {self._here}, which holds {held}, what changed since version "
+                f"{delta.base}"
+            )
+        found = self._base.packed(self._batches[_key(load)], load.nbytes)
+        try:
+            decode(host_bytes(packet.payload), delta.changed, found, load.width)
+        except TransferError as error:
+            raise TransferError(
+                f"packet {packet.number} from source rank {packet.source}, to {self._here}: {error}"
+            ) from error
+        return found
 
     @property
     def _here(self) -> str:
@@ -391,9 +490,12 @@ class Unpacker:
         self.verified = found
 
     def close(self) -> None:
-        """Waits until unpacking has ended, and returns leased memory."""
+        """Waits until unpacking has ended, returns leased memory, and forgets the base."""
         if self._port is not None:
             self._port.close()
+        base, self._base = self._base, None
+        if base is not None:
+            base.close()
 
     @cached_property
     def _homes(self) -> Mapping[_Key, _Homes]:
@@ -435,6 +537,16 @@ class _Homes:
 
     boxes: NDArray[np.int64]
     placements: NDArray[np.int64]
+
+
+def payload_bytes(load: Load, delta: Delta | None) -> int:
+    """Size of the payload of a packet.
+
+    Args:
+        load: what the packet carries.
+        delta: what it holds of a packed load, if not all elements.
+    """
+    return load.nbytes if delta is None else delta_bytes(delta.changed, load.nbytes // load.width, load.width)
 
 
 def _check_parts(packet: Packet, load: Load, what: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_patches.refit.credentials import Credentials
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions
@@ -48,6 +49,13 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         default=defaults.memory.value,
         help="where engines receive new weights: beside those that serve, which takes memory for a second copy, or "
         "in_place, which pauses the engines from before the first byte; %(default)s by default",
+    )
+    parser.add_argument(
+        f"--{prefix}payload",
+        choices=[kind.value for kind in PayloadKind],
+        default=defaults.payload.value,
+        help="what travels: whole versions, or delta, which sends only elements that changed since the version that an "
+        "engine serves and keeps a copy of the weights in every rank; on CPUs only; %(default)s by default",
     )
     parser.add_argument(
         f"--{prefix}host",
@@ -113,6 +121,7 @@ def options_from(
         "timeout_s": (timeout_flag, timeout_s),
         "pause": ("pause", PauseMode(given["pause"])),
         "memory": ("memory", MemoryMode(given["memory"])),
+        "payload": ("payload", PayloadKind(given["payload"])),
         "host": ("host", given["host"]),
         "allow_narrowing": ("allow-narrowing", given["allow_narrowing"]),
         "lease_s": ("lease", given["lease"]),

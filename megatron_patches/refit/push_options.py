@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -59,6 +60,8 @@ class RefitOptions:
         pause: what happens to requests in flight when the engines pause, which they do for the commit or, in place, for
             the whole push.
         memory: where workers receive new weights: beside the serving ones, or in their memory.
+        payload: what a version travels as: whole, or what changed since the version that an engine serves. For the
+            latter, every rank keeps a copy of its weights of the last version. Only for weights in host memory.
         host: address at which engines can reach this process.
         allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,
             if its own loader would round a checkpoint in the same way. Otherwise :meth:`RefitSession.prepare` refuses.
@@ -77,6 +80,7 @@ class RefitOptions:
     timeout_s: float = 300.0
     pause: PauseMode = PauseMode.WAIT
     memory: MemoryMode = MemoryMode.BESIDE
+    payload: PayloadKind = PayloadKind.WHOLE
     host: str = "127.0.0.1"
     allow_narrowing: bool = False
     lease_s: float = DEFAULT_LEASE_S
@@ -114,6 +118,7 @@ class RefitOptions:
             )
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))
+        object.__setattr__(self, "payload", PayloadKind(self.payload))
         object.__setattr__(self, "on_engine_failure", OnEngineFailure(self.on_engine_failure))
 
 
@@ -132,7 +137,7 @@ class EngineReport:
     Attributes:
         fate: what.
         seconds: how long each state of its subscription lasted, by name of the state, on this rank.
-        nbytes: bytes sent to it by all ranks.
+        nbytes: bytes of weights sent to it by all ranks.
         reason: why it failed; None if it did not.
     """
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.candidates import encode
+from megatron_patches.refit.delta import PayloadKind, Snapshot
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
@@ -64,7 +65,7 @@ class RefitSession:
 
     Raises:
         UnsupportedModelError: if a module has no configuration and none is given.
-        ValueError: if the arguments are of different kinds of models.
+        ValueError: if the arguments are of different kinds of models, or deltas are asked for of weights on a GPU.
     """
 
     def __init__(
@@ -82,6 +83,13 @@ class RefitSession:
         self._telemetry = telemetry or Telemetry()
         self._source = source_of(model, vocab_size, config, tp_group)
         self._options = options or RefitOptions()
+        self._sends_deltas = self._options.payload is PayloadKind.DELTA
+        if self._sends_deltas and self._source.device.type != "cpu":
+            raise ValueError(
+                f"payload is delta and the weights are on {self._source.device}; changes are found in host memory "
+                "only: send weights on GPUs with payload whole"
+            )
+        self._snapshot = Snapshot()
         self.exchange = default_exchange(group)
         self._given: Sequence[EngineClient] | None = engines if self._first and engines else None
         self._roster = Roster(self._bring)
@@ -247,8 +255,10 @@ class RefitSession:
         self._let_streams_follow(taking)
         for turn in self._turns(taking):
             for one in turn:
-                one.send(version, look_up)
+                one.send(version, look_up, self._snapshot.base)
             self._await({number: one.sent for number, one in enumerate(turn)})
+        if self._sends_deltas and any(one.sent.exception() is None for one in taking.values()):
+            self._snapshot.take(version, look_up())
         seconds = {"send": time.perf_counter() - began}
         outcomes = self._outcomes({number: one.sent for number, one in taking.items()})
         failed = {number: one for number, one in taking.items() if outcomes[number].reason is not None}
@@ -331,6 +341,7 @@ class RefitSession:
         """Disconnects from the engines, which keep what they serve; a commit under way continues."""
         self._roster.close()
         self._close_all()
+        self._snapshot.drop()
 
     def _close_all(self) -> None:
         if self._fan_out is not None:
@@ -438,6 +449,7 @@ class RefitSession:
             staging_bytes=share,
             sources=self.exchange.size,
             memory=self._options.memory,
+            payload=self._options.payload,
         )
         self._subscriptions[number] = Subscription(
             name,

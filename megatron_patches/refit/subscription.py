@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.delta import Base
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
@@ -105,6 +106,7 @@ class Subscription:
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
         self._planning_s = 0.0  # until a version has been charged for it
         self.lags, self.serves = False, -1
+        self._serves = -1  # the version that the next one may be sent relative to; -1 if that is not known
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.served: Future[float] = Future()
@@ -181,14 +183,15 @@ class Subscription:
             return [f"worker {rank}" for rank in late]
         return self._control.rendezvous.awaited
 
-    def send(self, version: int, look_up: Callable[[], Memory]) -> None:
+    def send(self, version: int, look_up: Callable[[], Memory], base: Base | None = None) -> None:
         """Starts to send a version, once the last one has been committed or given up. The engine commits it by itself.
 
         Args:
             version: number of the weights.
             look_up: see :meth:`megatron_patches.refit.parties.source.SourceParty.push`.
+            base: an earlier version, of which only changes are sent if the engine serves it; None to send all.
         """
-        self.sent = sent = self._run(lambda: self._send(version, look_up))
+        self.sent = sent = self._run(lambda: self._send(version, look_up, base))
         self.served = self._run(lambda: self._serve(version, sent))
 
     def relay(self, call: Mapping[str, Any]) -> Future[None]:
@@ -235,7 +238,7 @@ class Subscription:
         return EngineReport(
             fate if reason is None else Fate.FAILED,
             seconds={state.value: seconds for state, seconds in self._log.lasted.items()},
-            nbytes=self.party.agreed.nbytes if sent else 0,
+            nbytes=sum(self.sent.result().bytes_by_source) if sent else 0,
             reason=reason,
         )
 
@@ -295,8 +298,9 @@ class Subscription:
         if self._control is not None and self._assembly is not None:
             self._control.record(self._assembly)
 
-    def _send(self, version: int, look_up: Callable[[], Memory]) -> Moved:
+    def _send(self, version: int, look_up: Callable[[], Memory], base: Base | None) -> Moved:
         self.joined.result(0)
+        serves, self._serves = self._serves, -1
         party, assembly, control = self.party, self._assembly, self._control
         self._log.enter(State.SENDING, version)
         if assembly is None:
@@ -312,7 +316,7 @@ class Subscription:
             return look_up()
 
         try:
-            moved = party.push(version, begin)
+            moved = party.push(version, begin, base if base is not None and base.version == serves else None)
         except Exception as error:
             self._fail(version, describe_error(error))
             raise PartyFailedError(describe_error(error), [self.name]) from error
@@ -348,6 +352,7 @@ class Subscription:
         if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
         elif arrived:
+            self._serves = version
             self._log.enter(State.READY, version)
         if reason is None:
             self.serves = version if arrived else committed
@@ -366,7 +371,6 @@ class Subscription:
             lasted=self._log.lasted,
             moved=sent.result() if lost is None else None,
             paused_s=control.paused_s,
-            bytes_by_source=control.bytes_by_source,
             reason=reason if lost is None else "; ".join(filter(None, (describe_error(lost), reason))),
         )
         self._planning_s = 0.0

@@ -87,7 +87,6 @@ def cost_of(
     lasted: Mapping[State, float],
     moved: Moved | None,
     paused_s: float,
-    bytes_by_source: tuple[int, ...],
     reason: str | None,
 ) -> VersionCost:
     """The cost of a version, from what was measured where it happened.
@@ -99,7 +98,6 @@ def cost_of(
         lasted: seconds of each state of the engine's subscription.
         moved: how all parties moved the version; None if it did not arrive.
         paused_s: seconds for which the engine was paused.
-        bytes_by_source: of :class:`VersionCost`, had the version arrived.
         reason: of :class:`VersionCost`.
     """
     parts = {} if moved is None else moved.seconds
@@ -120,7 +118,7 @@ def cost_of(
         serves=reason is None,
         reason=reason,
         seconds=seconds,
-        bytes_by_source=() if moved is None else bytes_by_source,
+        bytes_by_source=() if moved is None else moved.bytes_by_source,
     )
 
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.refit import Fate, RefitOptions, WeightPublisher
+from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.memory_mode import MemoryMode
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.test_live_http import ANSWER, State, state_of
 from tests.integration.tiny_models import LLAMA, QWEN3
@@ -94,6 +96,46 @@ def fresh(path: str, place: Path) -> State:
         engine = host.connect()
         tokens = [engine.complete(prompt, ANSWER).tokens for prompt in PROMPTS]
         return State(engine.parameters(), engine.log_probabilities(PROMPTS), tokens)
+
+
+def change_some(model: torch.nn.Module, seed: int, share: float = 0.02) -> None:
+    """Flips a bit of a share of each weight's elements."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        bits = weight.data.view(torch.int16)
+        bits ^= (torch.rand(bits.shape, generator=generator) < share).to(torch.int16) << 7  # of the exponent
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_changed_alone_makes_a_server_hold_and_answer_what_the_whole_does(dtype: str, tmp_path: Path) -> None:
+    """Beside and in place, where an engine serves the bits that arrive, and where it converts them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {key: value for key, value in LLAMA.items() if key not in {"model_type", "architectures"}}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(LLAMA["model_type"], **settings)).bfloat16()
+    nbytes = sum(2 * weight.numel() for weight in model.parameters())
+    options: dict[str, Any] = {"timeout_s": 60.0, "staging_bytes": STAGING}
+    with vllm_server(LLAMA, tmp_path, "--worker-extension-cls", EXTENSION, "--dtype", dtype) as server:
+        for memory in MemoryMode:
+            sent = []
+            with WeightPublisher(
+                model, options=RefitOptions(payload=PayloadKind.DELTA, memory=memory, **options)
+            ) as one:
+                name = one.attach(server.url)
+                for version in range(1, 4):
+                    report = one.publish(version).result(60.0).engines[name]
+                    assert report.fate is Fate.SERVES, report
+                    sent.append(report.nbytes)
+                    if version < 3:
+                        change_some(model, version)
+            assert sent[0] == nbytes
+            assert all(0 < changed < 0.1 * nbytes for changed in sent[1:])
+            found = state_of(server)
+            with WeightPublisher(model, options=RefitOptions(**options)) as one:
+                one.attach(server.url)
+                assert one.publish(1).result(60.0).engines[name].nbytes == nbytes
+            assert found == state_of(server)
+            change_some(model, 9)
 
 
 @pytest.mark.parametrize(("shard", "config"), [(under_fsdp, LLAMA), (under_etp, QWEN3)], ids=["fsdp2", "etp"])

@@ -85,8 +85,8 @@ def body(rank: int, world_size: int, addresses: list[str], scene: Scene, options
     telemetry = Telemetry(Path(addresses[0]).with_name("costs.jsonl")) if rank == 0 else None
     session = RefitSession(chunks, clients if rank == 0 else [], vocab_size=37, options=settings, telemetry=telemetry)
 
-    def push(version: int, *, wait: bool = False) -> PushReport:
-        fill(CASE, chunks, version)
+    def push(version: int, *, wait: bool = False, seed: int | None = None) -> PushReport:
+        fill(CASE, chunks, version if seed is None else seed)
         return session.push(version, wait=wait)
 
     roster._AGAIN_S, roster._COST_FACTOR = 0.2, 0.0
@@ -137,6 +137,60 @@ def test_each_engine_serves_what_the_trainer_pushed(tmp_path: Path) -> None:
         assert sum(cost["bytes_by_source"]) == nbytes
         assert all(cost["seconds"][part] > 0 for part in ("plan", "wait", "move", "verify", "commit", "pause"))
         assert cost["seconds"]["pause"] <= cost["seconds"]["commit"]
+
+
+def changes_alone(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """The bytes of each version, why the third failed, and what both serve at last."""
+    reports, first = [push(1, seed=1, wait=True), push(2, seed=1, wait=True)], session.exchange.rank == 0
+    if first:
+        clients[1].run("spoil")
+    session.exchange.gather(None)
+    with pytest.raises(PartyFailedError) as failure:
+        push(3, seed=1, wait=True)
+    reports += [push(4, seed=1, wait=True), push(5, seed=2, wait=True), push(6, seed=2, wait=True)]
+    found = [client.run("content") for client in clients] if first else []
+    session.exchange.gather(None)
+    return [[report.engines[name].nbytes for name in NAMES[:2]] for report in reports], str(failure.value), found
+
+
+def test_an_engine_gets_what_changed_since_the_version_that_it_serves_or_all(tmp_path: Path) -> None:
+    """All after its weights were damaged, which digests tell, or if it serves no known version."""
+    (sent, reason, found), (sent_by_other, _, _) = run(tmp_path, changes_alone, payload="delta")
+    nbytes = sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())
+    assert sent == sent_by_other == [[nbytes, nbytes], [0, 0], [0, nbytes], [nbytes, nbytes], [0, 0]]
+    assert "version 3 is not taken" in reason
+    assert found == [(6, expected(2))] * 2
+    told = costs(tmp_path)
+    assert told["engine 0", 3]["bytes_by_source"] == [0, 0]
+    assert not told["engine 1", 3]["serves"]
+
+
+def one_misses_a_version(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 1 commits version 2 so slowly that it misses version 3. The bytes of version 4, and what both serve."""
+    first, pid = session.exchange.rank == 0, 0
+    push(1, seed=1, wait=True)
+    if first:
+        pid = clients[1].run("pid")
+        clients[1].run("fail_in", "committing", int(signal.SIGSTOP))
+    session.exchange.gather(None)
+    push(2, seed=1)
+    missed = push(3, seed=1).engines[NAMES[1]].fate
+    if first:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: session.state()[NAMES[1]].state is State.READY)
+    session.exchange.gather(None)
+    report = push(4, seed=1, wait=True)
+    found = [client.run("content") for client in clients] if first else []
+    session.exchange.gather(None)
+    return missed, [report.engines[name].nbytes for name in NAMES[:2]], found
+
+
+def test_an_engine_that_missed_a_version_gets_all_of_the_next(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"payload": "delta", "on_engine_failure": OnEngineFailure.DROP, "lag_s": 0.5}
+    missed, sent, found = run(tmp_path, one_misses_a_version, **settings)[0]
+    assert missed is Fate.LAGS
+    assert sent == [0, sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())]
+    assert found == [(4, expected(1))] * 2
 
 
 @dataclass

@@ -40,6 +40,7 @@ def test_an_engine_receives_what_peft_would_save_and_nothing_of_the_base(
     assert all(other[2] == told for other in of_ranks)
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_no_number_is_refused_on_all_ranks_before_anything_is_sent(tmp_path: Path) -> None:
     of_ranks = run_distributed(bodies.refused_on_one_rank, 2, "gloo", args=(str(tmp_path),))
     assert [said for said, _ in of_ranks] == [of_ranks[0][0]] * 2

@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import View
+from megatron_patches.refit.delta import Base, PayloadKind
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
@@ -60,6 +61,7 @@ class Engine:
         self._party: DestinationParty | None = None
         self._manifest: Manifest | None = None
         self._known: dict[str, str] | None = None
+        self._base: Base | None = None
         self._thread: threading.Thread | None = None
         self._model: Model | None = None
         self._digests: list[int] = []
@@ -90,11 +92,16 @@ class Engine:
         self._stop_relays()
         self.version, self.serving = received
         self._digests = list(self._party.verified)
+        self._base = Base(*received)
         self._party.post_commit(version, None)
 
     def content(self) -> tuple[int, dict[str, str]]:
         """The version that serves, and digests of its tensors."""
         return self.version, {name: digest(name, array.tobytes()) for name, array in self.serving.items()}
+
+    def spoil(self) -> None:
+        """Flips a bit of what serves."""
+        next(iter(self.serving.values()))[-1] ^= 1
 
     def pid(self) -> int:
         """Of this process."""
@@ -136,7 +143,9 @@ class Engine:
             staging_bytes=call["staging_bytes"],
             sources=call["sources"],
             memory=MemoryMode(call["memory"]),
+            payload=PayloadKind(call["payload"]),
         )
+        self._base = None
         party = DestinationParty(Assembly(invitation, call["sources"], "engine worker 0"), options)
         self._party = party
         self._start(lambda: setattr(self, "_manifest", party.prepare(self._want)))
@@ -200,7 +209,7 @@ class Engine:
             self._fail_at("sending")
             return {one.name: np.full(one.numel, 0xAB, f"u{itemsize(one.dtype)}") for one in storages}
 
-        found = self._party.receive(call["version"], call["step"], call["linked"], room)
+        found = self._party.receive(call["version"], call["step"], call["linked"], room, base=lambda: self._base)
         self._received = call["version"], {name: np.asarray(array) for name, array in found.items()}
 
     def _want(self, model: Model) -> Manifest:

@@ -138,7 +138,9 @@ def test_readme_recommends_by_what_was_measured() -> None:
     added = train_chart.added(_reports(TRAINING["h200x2"]))
     ours = [*added["etp_copy_engine"].values(), *added["etp_copy_engine_graph"].values()]
     others = [percent for name in ("upstream_gtp", "megatron_fsdp", "fsdp2") for percent in added[name].values()]
+    over_nccl = [*added["etp_c10d"].values(), *added["etp_c10d_graph"].values()]
     assert f"adds {min(ours):.0f} to {max(ours):.0f} %" in page
+    assert f"{min(over_nccl):.0f} to {max(over_nccl):.0f} % with NCCL" in page
     assert f"{min(others):.0f} to {max(others):.0f} %" in page
     fp8, bf16 = (
         next(row.ms for row in train_report.rows(_reports((name,))) if row.system == "etp_copy_engine_graph")

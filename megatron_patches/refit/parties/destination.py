@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.delta import Base
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.packets import Unpacker
@@ -71,6 +72,7 @@ class DestinationParty(Party[ReceivingEnd]):
         linked: bool,
         make_memory: Callable[[], Memory],
         meanwhile: Callable[[], None] | None = None,
+        base: Callable[[], Base | None] = lambda: None,
     ) -> Memory:
         """Receives one version into fresh memory and compares every box with what was sent.
 
@@ -80,6 +82,7 @@ class DestinationParty(Party[ReceivingEnd]):
             linked: whether the sources' links are up.
             make_memory: makes the storages of the manifest; called before the first byte arrives.
             meanwhile: called once while bytes arrive; see :func:`megatron_patches.refit.pump.receive_version`.
+            base: returns what the version may be sent relative to, if anything; called after ``make_memory``.
 
         Returns:
             The memory.
@@ -102,7 +105,7 @@ class DestinationParty(Party[ReceivingEnd]):
                 if self._unpacker is None:
                     self._unpacker = Unpacker(self.plan, manifest, self._terms, self.staging)
                 unpacker = self._unpacker
-                unpacker.begin(version, memory)
+                unpacker.begin(version, memory, base())
                 with closing(unpacker):
                     with self._timed("move"):
                         receive_version(unpacker, end, self._assembly.timeout_s, self._assembly.check, meanwhile)

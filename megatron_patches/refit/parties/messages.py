@@ -242,12 +242,14 @@ class Moved(msgspec.Struct, frozen=True):
         staged_bytes: peak memory of packets; for all parties, the highest of any.
         beside_bytes: memory that a destination allocated for the version beside the one served; likewise.
         backup_bytes: host memory in which a destination keeps the version served; likewise.
+        bytes_by_source: bytes that a source sent; for all parties, in order of the sources.
     """
 
     seconds: dict[str, float]
     staged_bytes: int
     beside_bytes: int = 0
     backup_bytes: int = 0
+    bytes_by_source: tuple[int, ...] = ()
 
 
 def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
@@ -266,6 +268,7 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
         staged_bytes=max(item.staged_bytes for item in moved),
         beside_bytes=max(item.beside_bytes for item in moved),
         backup_bytes=max(item.backup_bytes for item in moved),
+        bytes_by_source=tuple(nbytes for item in moved[:sources] for nbytes in item.bytes_by_source),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.parties.agreement import Agreed
@@ -103,8 +104,12 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         return links_of_party(self.plan, self._assembly.party, self._options.sources)
 
     def _slot_bytes(self) -> int:
-        """The largest slots that this party can have. On a GPU it reserves one more, for staging through the host."""
-        return slot_bytes(self._options.staging_bytes, len(self._links()), extra=int(self._device != "cpu"))
+        """The largest slots that this party can have.
+
+        It reserves one more on a GPU, for staging through the host, and one more for a load of the base of deltas.
+        """
+        extra = int(self._device != "cpu") + int(self._options.payload is PayloadKind.DELTA)
+        return slot_bytes(self._options.staging_bytes, len(self._links()), extra)
 
     def _link(self, make: Callable[[Place, Transport], End], offer_of: Callable[[End], Offer]) -> End:
         """Returns the links of this party. If they are not up, all parties connect them together.

@@ -8,7 +8,7 @@ No party receives everything.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -49,14 +49,10 @@ class Registry:
 
     Args:
         sources: number of sources.
-
-    Attributes:
-        bytes_by_source: bytes that each source sends for a version, in order of the sources; empty before planning.
     """
 
     def __init__(self, sources: int) -> None:
         self._sources = sources
-        self.bytes_by_source: tuple[int, ...] = ()
         self._index = OverlapIndex([])
         self._peers: dict[int, set[int]] = defaultdict(set)
         self._steps: Mapping[str, Callable[[list[bytes]], list[bytes]]] = {
@@ -116,10 +112,8 @@ class Registry:
         """For each source, the requests to it; for every party, the digest and the bytes of all plans together."""
         asked = [msgspec.msgpack.decode(payload, type=Asked[msgspec.Raw]) for payload in payloads]
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
-        sent = Counter[int]()
-        for part in asked:
-            sent.update(part.nbytes)
-        orders = [Orders[msgspec.Raw]([], content, sent.total()) for _ in payloads]
+        nbytes = sum(sum(part.nbytes.values()) for part in asked)
+        orders = [Orders[msgspec.Raw]([], content, nbytes) for _ in payloads]
         self._peers.clear()
         for destination, part in enumerate(asked[self._sources :]):
             for source, requests in part.requests.items():
@@ -128,7 +122,6 @@ class Registry:
                 orders[source].requests.append((destination, requests))
                 self._peers[source].add(self._sources + destination)
                 self._peers[self._sources + destination].add(source)
-        self.bytes_by_source = tuple(sent[source] for source in range(self._sources))
         return [_encode(order) for order in orders]
 
     def _transport(self, payloads: list[bytes]) -> list[bytes]:

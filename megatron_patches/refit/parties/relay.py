@@ -117,7 +117,7 @@ class Relay:
         try:
             source.prepare(held)
             assembly.most_silence_s = self._lease_s  # only now, as long messages before it may delay others
-            source.push(version, lambda: found[0].memory, lambda _: found[0].check())
+            source.push(version, lambda: found[0].memory, confirm=lambda _: found[0].check())
         finally:
             source.close()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from megatron_patches.refit.assembly import Assembly
+from megatron_patches.refit.delta import Base
 from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.parties.agreement import agree_as_source
 from megatron_patches.refit.parties.messages import SENDING, Held, Moved, commit_topic
@@ -48,7 +49,12 @@ class SourceParty(Party[SendingEnd]):
         return [] if end is None else end.late
 
     def push(
-        self, version: int, look_up: Callable[[], Memory], confirm: Callable[[Memory], None] = lambda _: None
+        self,
+        version: int,
+        look_up: Callable[[], Memory],
+        base: Base | None = None,
+        *,
+        confirm: Callable[[Memory], None] = lambda _: None,
     ) -> Moved:
         """Sends one version; when this returns, every destination has verified it.
 
@@ -56,6 +62,8 @@ class SourceParty(Party[SendingEnd]):
             version: number of the weights.
             look_up: returns the storages of this rank's manifest, by name, as flat arrays or tensors of unsigned
                 integers. It is called inside the step, so that its failure fails the step for all parties at once.
+            base: this rank's part of the version that every destination serves, relative to which it sends; None to
+                send all elements.
             confirm: called with them inside the step, once this rank's boxes have been sent. If it raises, no
                 destination takes the version.
 
@@ -72,11 +80,12 @@ class SourceParty(Party[SendingEnd]):
                 with self._timed("look_up"):
                     memory = look_up()
                     sender = self._ready(memory)
+                sender.relate_to(base)
                 with closing(sender), self._timed("move"):
                     end.begin(memory, self._assembly.check)
                     send_version(sender, end, version, self._assembly.check)
                 confirm(memory)
-                return Moved(self.seconds, self.staging.peak_bytes)
+                return Moved(self.seconds, self.staging.peak_bytes, bytes_by_source=(end.sent_bytes,))
 
             return self._assembly.exchange(f"{SENDING} {version}", Moved, send)
         except BaseException:

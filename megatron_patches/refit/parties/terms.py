@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.loads import DEFAULT_TERMS, Reach, Terms, links_of
 from megatron_patches.refit.memory_mode import MemoryMode, may_go_directly
 from megatron_patches.refit.plan import Link, Plan
@@ -24,6 +25,7 @@ class LinkOptions:
         staging_bytes: limit of all packets of one party together.
         sources: number of source parties.
         memory: where destinations receive.
+        payload: what versions travel as. Deltas are always packed.
         direct_bytes: least size of a box that travels unpacked, if transport and memory allow it.
         load_bytes: limit of the unpacked boxes that one announcement covers; None for the transport's default.
     """
@@ -32,6 +34,7 @@ class LinkOptions:
     staging_bytes: int
     sources: int
     memory: MemoryMode = MemoryMode.BESIDE
+    payload: PayloadKind = PayloadKind.WHOLE
     direct_bytes: int = DEFAULT_TERMS.direct_bytes
     load_bytes: int | None = None
 
@@ -62,7 +65,7 @@ def terms_of(
         source, destination = offers[link[0]], offers[options.sources + link[1]]
         # If some storages are on the host and others on GPUs, no transport can move all of them unpacked.
         alike = len(together | {source.memory, destination.memory}) == 1
-        directly = alike and may_go_directly(options.memory, transport)
+        directly = alike and may_go_directly(options.memory, transport) and options.payload is PayloadKind.WHOLE
         terms[link] = Terms(
             packet_bytes=min(source.slot_bytes, destination.slot_bytes, useful_bytes(plan.nbytes_by_link[link])),
             reach=Reach(min(source.reach, destination.reach)) if directly else Reach.NONE,

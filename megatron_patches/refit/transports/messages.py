@@ -47,8 +47,10 @@ class Head(msgspec.Struct, tag=True, array_like=True):
         source: rank of the source.
         destination: rank of the destination.
         digests: digests of its boxes, in order.
-        nbytes: total size of its boxes.
+        nbytes: size of its payload; for a direct load, of its boxes.
         slot: number of its slot.
+        base: number of the version that the payload is relative to; -1 if it holds all elements.
+        changed: number of elements that differ from the base.
     """
 
     plan_digest: str
@@ -59,6 +61,8 @@ class Head(msgspec.Struct, tag=True, array_like=True):
     digests: tuple[int, ...]
     nbytes: int
     slot: int
+    base: int = -1
+    changed: int = 0
 
 
 decode_hello = msgspec.msgpack.Decoder(Hello).decode

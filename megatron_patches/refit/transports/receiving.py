@@ -17,11 +17,12 @@ from typing import cast
 import msgspec
 
 from megatron_patches.refit import frames
+from megatron_patches.refit.delta import Delta
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError, TransferError
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.loads import Load
-from megatron_patches.refit.packets import Packet, PlannedParts
-from megatron_patches.refit.ports import Payload, Pending, Spot
+from megatron_patches.refit.packets import Packet, PlannedParts, payload_bytes
+from megatron_patches.refit.ports import Done, Payload, Pending, Spot
 from megatron_patches.refit.transports import messages
 from megatron_patches.refit.transports.base import Check, IncomingWire, LinkEnd, Offer, Place, Transport
 
@@ -232,9 +233,15 @@ class ReceivingEnd:
         self, source: int, wire: IncomingWire, head: messages.Head, load_of: LoadOf, places_of: PlacesOf
     ) -> _Arriving:
         """Starts to fetch one packet."""
-        packet = Packet(head.plan_digest, head.version, head.number, head.source, head.destination, (), b"")
+        delta = None if head.base < 0 else Delta(head.base, head.changed)
+        packet = Packet(head.plan_digest, head.version, head.number, head.source, head.destination, (), b"", delta)
         load = load_of(packet)
-        planned = len(load.items), load.nbytes, load.direct
+        if delta is not None and (load.direct or not 0 <= delta.changed <= load.nbytes // load.width):
+            raise TransferError(
+                f"source rank {source} announces {delta.changed} changed elements in packet {head.number}, of "
+                f"{load.nbytes // load.width}, direct: {load.direct}"
+            )
+        planned = len(load.items), payload_bytes(load, delta), load.direct
         announced = len(head.digests), head.nbytes, head.slot == messages.NO_SLOT
         if planned != announced:
             raise TransferError(
@@ -242,7 +249,9 @@ class ReceivingEnd:
                 f"in packet {head.number}; the plan says {planned[0]}, {planned[1]}, {planned[2]}"
             )
         parts = PlannedParts(load, head.digests)
-        payload: Pending[object] = (
-            wire.fetch_direct(load, places_of(load)) if load.direct else wire.fetch(head.slot, head.nbytes)
-        )
+        payload: Pending[object]
+        if load.direct:
+            payload = wire.fetch_direct(load, places_of(load))
+        else:
+            payload = wire.fetch(head.slot, head.nbytes) if head.nbytes else Done(b"")
         return _Arriving(source, replace(packet, parts=parts), head.slot, payload)

@@ -88,6 +88,9 @@ class SendingEnd:
     Args:
         place: where the rank runs.
         transport: makes the wires.
+
+    Attributes:
+        sent_bytes: size of all payloads of the current version so far.
     """
 
     def __init__(self, place: Place, transport: Transport) -> None:
@@ -96,6 +99,7 @@ class SendingEnd:
         self._selector = selectors.DefaultSelector()
         self._stopped = False
         self._news = 0  # number of slots and loads returned so far
+        self.sent_bytes = 0
 
     @property
     def timeout_s(self) -> float:
@@ -125,11 +129,12 @@ class SendingEnd:
         )
 
     def begin(self, memory: Memory, check: Check) -> None:
-        """Tells destinations where the storages are now, as far as they need to know.
+        """Begins a version: tells destinations where the storages are now, as far as they need to know.
 
         Raises:
             PartyFailedError: if a destination has gone, or a storage can no longer be accessed in place.
         """
+        self.sent_bytes = 0
         for destination, link in self._links.items():
             told = link.wire.begin(memory)
             if told is not None:
@@ -258,7 +263,9 @@ class SendingEnd:
                 return
             departure = self._links[chosen].leave()
             self._announce(departure.packet, departure.nbytes, departure.slot, check)
-            departure.start()
+            if departure.nbytes:  # nothing may have changed
+                departure.start()
+            self.sent_bytes += departure.nbytes
 
     def _announce(self, packet: Packet, nbytes: int, slot: int, check: Check) -> None:
         patience = self._patience(f"destination rank {packet.destination} to take a packet", check)
@@ -272,6 +279,8 @@ class SendingEnd:
             nbytes,
             slot,
         )
+        if packet.delta is not None:
+            head.base, head.changed = packet.delta.base, packet.delta.changed
         frames.send(self._links[packet.destination].connection, messages.encode(head), patience)
 
     def _patience(self, what: str, check: Check) -> Patience:

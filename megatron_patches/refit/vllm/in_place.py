@@ -12,6 +12,23 @@ from megatron_patches.refit.vllm.backup import Backup
 from megatron_patches.refit.vllm.layers import Layers
 
 
+def serving_storages(layers: Layers, storages: Sequence[Storage]) -> dict[str, torch.Tensor]:
+    """Flat serving memory of the storages that have exactly the form in which their elements arrive, by name.
+
+    Args:
+        layers: layers of the model.
+        storages: what the worker wants, in loader form.
+    """
+    found = layers.in_loader_form([storage.name for storage in storages if storage.rule is None])
+    return {
+        storage.name: found[storage.name]
+        for storage in storages
+        if storage.name in found
+        and found[storage.name].numel() == storage.numel
+        and found[storage.name].dtype is getattr(torch, storage.dtype)
+    }
+
+
 class InPlace:
     """The serving memory of one worker in which versions can be received, and a backup of everything they replace.
 
@@ -26,14 +43,7 @@ class InPlace:
     """
 
     def __init__(self, layers: Layers, storages: Sequence[Storage], device: torch.device) -> None:
-        found = layers.in_loader_form([storage.name for storage in storages if storage.rule is None])
-        self._serving = {
-            storage.name: found[storage.name]
-            for storage in storages
-            if storage.name in found
-            and found[storage.name].numel() == storage.numel
-            and found[storage.name].dtype is getattr(torch, storage.dtype)
-        }
+        self._serving = serving_storages(layers, storages)
         self.backup = Backup(layers.serving(sorted({storage.target for storage in storages})), device)
         self.begun = False
 

@@ -9,7 +9,8 @@ from concurrent.futures import Future, wait
 from torch import nn
 
 from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.errors import PartyFailedError, UnsupportedEngineError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.frames import Patience
 from megatron_patches.refit.manifest import Manifest
@@ -55,12 +56,13 @@ class Joining:
 
     def __init__(self, call: RefitCall, serving: ServingModel, version: int, log: StateLog) -> None:
         self._call, self._serving, self._version, self._log = call, serving, version, log
-        self._memory = MemoryMode(call.memory)
+        self._memory, self._payload = MemoryMode(call.memory), PayloadKind(call.payload)
         options = LinkOptions(
             transport=named_transport(call.transport),
             staging_bytes=call.staging_bytes,
             sources=call.sources,
             memory=self._memory,
+            payload=self._payload,
         )
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
@@ -85,7 +87,7 @@ class Joining:
         except TimeoutError as error:
             raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
         try:
-            layout = describe_layout(model, self._serving, self._party.rank, self._memory)
+            layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
             if self._memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
         except Exception as error:  # noqa: BLE001 - raised in the step of all parties
@@ -153,7 +155,9 @@ class Joining:
         return layout.manifest
 
 
-def describe_layout(model: Model, serving: ServingModel, rank: int, memory: MemoryMode) -> Layout:
+def describe_layout(
+    model: Model, serving: ServingModel, rank: int, memory: MemoryMode, payload: PayloadKind = PayloadKind.WHOLE
+) -> Layout:
     """Describes what a worker wants of a model, by running the engine's own weight loaders.
 
     Args:
@@ -161,13 +165,19 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
         serving: the serving model.
         rank: the worker's destination rank.
         memory: where versions will be received.
+        payload: what versions travel as.
 
     Raises:
-        UnsupportedEngineError: if new weights would not reach everything that serves.
+        UnsupportedEngineError: if new weights would not reach everything that serves, or deltas are for a GPU.
         ModelMismatchError: if the two models differ.
         UnsupportedModelError: if a loader does something that cannot be recorded.
         UnmappedParameterError: if the loader leaves a parameter out.
     """
+    if payload is PayloadKind.DELTA and serving.device.type != "cpu":
+        raise UnsupportedEngineError(
+            f"payload is delta and the engine's weights are on {serving.device}; deltas are completed in host memory "
+            "only: push to engines on GPUs with payload whole"
+        )
     check_options(serving.config)
     check_derivations(serving.model)
     check_awake()
@@ -184,7 +194,7 @@ def describe_layout(model: Model, serving: ServingModel, rank: int, memory: Memo
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving.device, worker=rank, name=_name_of(rank))
-    return Layout(manifest, recording.fills, layers, in_place, relays)
+    return Layout(manifest, recording.fills, layers, in_place, relays, payload)
 
 
 def _name_of(worker: int) -> str:

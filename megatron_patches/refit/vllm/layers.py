@@ -207,6 +207,10 @@ class Layers:
         """All serving tensors of the layers that have weights of these names."""
         return [tensor.data for layer, _ in self.of(names) for tensor in layer.running().values()]
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a weight serves as it was loaded; see [Note: plain layers]."""
+        return self._of[name][0].is_plain
+
     def in_loader_form(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The weights that serve in exactly the loader form, as flat memory, by name.
 

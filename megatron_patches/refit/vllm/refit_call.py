@@ -10,6 +10,7 @@ from msgspec import Meta
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from megatron_patches.refit.adapter_names import ADAPTER_NAME
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import AUTO
@@ -34,6 +35,7 @@ class RefitCall(WeightTransferInitInfo):
         staging_bytes: likewise: see :class:`megatron_patches.refit.parties.terms.LinkOptions`.
         lease_s: likewise: seconds without a message of the trainer after which the worker gives up its current step.
         memory: likewise: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
+        payload: for join: what versions travel as; see :class:`megatron_patches.refit.delta.PayloadKind`.
         key: for relay: secret of the session of the engine to which the version goes.
         first: for relay: number of this engine's first worker among the parties of that session.
         version: for receive, commit and relay: number of the weights.
@@ -54,6 +56,7 @@ class RefitCall(WeightTransferInitInfo):
     transport: Annotated[str, Meta(max_length=32)] = AUTO
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     memory: Annotated[str, Meta(max_length=32)] = MemoryMode.BESIDE.value
+    payload: Annotated[str, Meta(max_length=32)] = PayloadKind.WHOLE.value
     key: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     first: Count = 0
     version: Annotated[int, Meta(ge=0)] = 0

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import (
     LostWeightsError,
     PartyFailedError,
@@ -78,6 +79,7 @@ class Layout:
         layers: the model's layers.
         in_place: serving memory in which versions are received; None to receive beside it.
         relays: sends the version that serves to other engines.
+        payload: what versions travel as.
     """
 
     manifest: Manifest
@@ -85,6 +87,7 @@ class Layout:
     layers: Layers
     in_place: InPlace | None
     relays: Relays
+    payload: PayloadKind = PayloadKind.WHOLE
 
 
 class WorkerSession:
@@ -120,7 +123,8 @@ class WorkerSession:
         # Without conversion rules, only the location of the new weights matters, which is known before they arrive.
         self._may_begin = may_go_on and all(storage.rule is None for storage in layout.manifest.storages)
         self._in_place = layout.in_place
-        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place)
+        self._memory = VersionMemory(layout.manifest, serving.device, layout.in_place, layout.layers)
+        self._takes_deltas = layout.payload is PayloadKind.DELTA
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # of its boxes
@@ -248,8 +252,10 @@ class WorkerSession:
             begun.append(self._put_together(dict(made[0].tensors)))
 
         try:
-            self._party.receive(version, step, linked, make, begin if self._may_begin else None)
+            self._party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
             made[0].bits.clear()  # the receiver may keep the dictionary
+            if self._takes_deltas:
+                self._memory.keep(made[0])
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
@@ -295,6 +301,8 @@ class WorkerSession:
             raise
         self.version = self._latest = version
         self._digests = self._party.verified
+        if self._takes_deltas:
+            self._memory.committed(version)
         if self._in_place is not None:
             self._in_place.done()
 

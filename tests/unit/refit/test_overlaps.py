@@ -196,7 +196,11 @@ def test_parties_hear_what_was_chosen_and_how_all_moved_a_version() -> None:
     found = Registry(1)
     here, there = Site("a", "12", nixl=True), Site("b", "", nixl=True)
     assert answers(found, CHOOSING, [here, here, there], TransportName) == [TransportName.NIXL] * 3
-    moved = [Moved({"look_up": 1.0}, 3), Moved({"move": 2.0}, 5), Moved({"move": 4.0, "verify": 1.0}, 4)]
+    moved = [
+        Moved({"look_up": 1.0}, 3, bytes_by_source=(70,)),
+        Moved({"move": 2.0}, 5),
+        Moved({"move": 4.0, "verify": 1.0}, 4),
+    ]
     told = answers(found, f"{SENDING} 7", moved, Moved)
-    assert told == [Moved({"look_up": 1.0, "move": 4.0, "verify": 1.0}, 5)] * 3
+    assert told == [Moved({"look_up": 1.0, "move": 4.0, "verify": 1.0}, 5, bytes_by_source=(70,))] * 3
     assert answers(found, CHECKING, [None] * 3, None) == answers(found, LINKING, [None] * 3, None) == [None] * 3

@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_patches.refit.boxes import Box, TensorSpec, View, row_major_strides
+from megatron_patches.refit.delta import Base, Delta
 from megatron_patches.refit.device_port import DevicePort
 from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
@@ -21,6 +22,7 @@ from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.packets import Packet, Sender, Unpacker
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Batch, Bits, Piece
+from tests.support.quick import examples
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
 
@@ -119,6 +121,142 @@ def test_packets_of_any_size_bring_the_same_bits_through_two_slots(
         width = [step * held[box.tensor].itemsize for step in view.strides]
         found = np.lib.stride_tricks.as_strided(memory[box.tensor], view.shape, width)
         assert np.array_equal(found, held[box.tensor].reshape(box.shape))
+
+
+def random_bits(seed: int, like: Manifest) -> dict[str, Bits]:
+    rng = np.random.default_rng(seed)
+    return {
+        storage.name: np.frombuffer(
+            rng.bytes(storage.numel * itemsize(storage.dtype)), dtype=f"u{itemsize(storage.dtype)}"
+        ).copy()
+        for storage in like.storages
+    }
+
+
+def changed_bits(seed: int, old: dict[str, Bits], fraction: float) -> dict[str, Bits]:
+    """The same with a share of the elements of each storage changed by one bit."""
+    rng = np.random.default_rng(seed)
+    new = {name: bits.copy() for name, bits in old.items()}
+    for bits in new.values():
+        where = rng.permutation(bits.size)[: int(np.ceil(fraction * bits.size))]
+        bits[where] ^= bits.dtype.type(1 << int(rng.integers(8 * bits.itemsize)))
+    return new
+
+
+@dataclass
+class Related:
+    """One source, whose second version is sent relative to its first."""
+
+    sender: Sender
+    unpacker: Unpacker
+    versions: list[dict[str, Bits]]
+    taken: list[dict[str, Bits]]
+
+    def whole(self) -> None:
+        """The first version arrives."""
+        self.unpacker.begin(1, self.taken[0])
+        for packet in self.sender.pack(1):
+            self.unpacker.accept(packet).result()
+        self.unpacker.verify()
+
+    def relate(self) -> list[Packet]:
+        """Packets of the second version."""
+        self.sender.renew(self.versions[1])
+        self.sender.relate_to(Base(1, self.versions[0]))
+        self.unpacker.begin(2, self.taken[1], Base(1, self.taken[0]))
+        return list(self.sender.pack(2))
+
+
+def related(seed: int, fraction: float, limit: int | None = None) -> Related:
+    plan, (source,), wanted = dense_plan(seed)
+    old = random_bits(seed, source)
+    terms = dict.fromkeys(links_of(plan), Terms(packet_bytes=limit))
+    rooms = [{name: np.zeros_like(bits) for name, bits in old.items()} for _ in range(2)]
+    versions = [old, changed_bits(seed, old, fraction)]
+    return Related(Sender(plan, 0, old, terms), Unpacker(plan, wanted, terms), versions, rooms)
+
+
+@settings(max_examples=examples(200), deadline=None, phases=[Phase.generate])
+@given(
+    seed=st.integers(0, 2**32),
+    fraction=st.sampled_from([0.0, 1e-9, 0.1, 0.5, 1.0]),
+    limit=st.one_of(st.none(), st.integers(8, 300)),
+)
+def test_what_changed_brings_the_bits_that_the_whole_would(seed: int, fraction: float, limit: int | None) -> None:
+    """Loads of all widths, from rows to columns; whatever is not less is sent whole."""
+    pair = related(seed, fraction, limit)
+    pair.whole()
+    packets = pair.relate()
+    assert all(len(packet.payload) <= load.nbytes for packet, load in zip(packets, pair.sender.loads[0], strict=True))
+    for packet in packets:
+        pair.unpacker.accept(packet).result()
+    pair.unpacker.verify()
+    if fraction == 0.0:
+        assert {(len(packet.payload), packet.delta) for packet in packets} == {(0, Delta(1, 0))}
+    again = related(seed, fraction, limit)
+    again.sender.renew(again.versions[1])
+    again.unpacker.begin(2, again.taken[1])
+    for packet in again.sender.pack(2):
+        again.unpacker.accept(packet).result()
+    for name, bits in again.taken[1].items():
+        assert np.array_equal(pair.taken[1][name], bits)
+
+
+def test_changes_are_put_over_the_memory_that_serves() -> None:
+    pair = related(3, 0.1)
+    pair.whole()
+    pair.taken[1] = pair.taken[0]
+    other = related(3, 0.1)
+    for packet in pair.relate():
+        pair.unpacker.accept(packet).result()
+    pair.unpacker.verify()
+    other.sender.renew(other.versions[1])
+    other.unpacker.begin(2, other.taken[1])
+    for packet in other.sender.pack(2):
+        other.unpacker.accept(packet).result()
+    assert all(np.array_equal(pair.taken[0][name], bits) for name, bits in other.taken[1].items())
+
+
+def test_a_base_that_differs_by_a_bit_is_noticed_before_anything_serves() -> None:
+    pair = related(4, 1e-9)
+    pair.whole()
+    name, bits = max(pair.taken[0].items(), key=lambda item: item[1].size)
+    bits[-1] ^= 1
+    for packet in pair.relate():
+        pair.unpacker.accept(packet).result()
+    with pytest.raises(DigestError, match=rf"{name}\[.* in {name} of destination rank 0"):
+        pair.unpacker.verify()
+
+
+def test_a_change_that_a_source_misses_is_noticed() -> None:
+    """Its copy of the base has the new bits already, so it finds no change."""
+    pair = related(6, 0.2)
+    pair.whole()
+    for name, bits in pair.versions[1].items():
+        pair.versions[0][name][...] = bits
+    packets = pair.relate()
+    assert {packet.delta for packet in packets} == {Delta(1, 0)}
+    for packet in packets:
+        pair.unpacker.accept(packet).result()
+    with pytest.raises(DigestError, match="version 2 is not taken"):
+        pair.unpacker.verify()
+
+
+def test_changes_since_another_version_are_refused() -> None:
+    pair = related(5, 0.1)
+    pair.whole()
+    packet = next(packet for packet in pair.relate() if packet.delta is not None)
+    with pytest.raises(TransferError, match=r"which holds version 1, what changed since version 7"):
+        pair.unpacker.accept(replace(packet, delta=Delta(7, packet.delta.changed)))
+    pair.unpacker.begin(2, pair.taken[1])
+    with pytest.raises(TransferError, match=r"which holds none, what changed since version 1"):
+        pair.unpacker.accept(packet)
+    pair.unpacker.begin(2, pair.taken[1], Base(1, pair.taken[0]))
+    with pytest.raises(TransferError, match=r"bytes and not the \d+ planned"):
+        pair.unpacker.accept(replace(packet, delta=Delta(1, packet.delta.changed + 100)))
+    on_a_device = {name: torch.zeros(bits.size, device="meta") for name, bits in pair.taken[0].items()}
+    with pytest.raises(TransferError, match="all storages must be on the host"):
+        pair.unpacker.begin(2, pair.taken[1], Base(1, on_a_device))
 
 
 @dataclass

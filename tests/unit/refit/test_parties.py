@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from megatron_patches.refit import rendezvous
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import TensorSpec, View
+from megatron_patches.refit.delta import Base, PayloadKind
 from megatron_patches.refit.errors import PartyFailedError, PlanMismatchError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties import agreement
@@ -53,6 +54,16 @@ def coverable(seed: int) -> Case:
         if any(m.placements for m in case.destinations) and all(m.placements for m in case.sources):
             return case
         seed += 1000
+
+
+def slowly(case: Case, version: int, fraction: float) -> dict[str, np.ndarray]:
+    """Values of which each version changes a share since the one before."""
+    found = values(case, 0)
+    for number in range(1, version + 1):
+        rng = np.random.default_rng(number)
+        for array in found.values():
+            array[rng.random(array.shape) < fraction] += 1
+    return found
 
 
 def values(case: Case, version: int) -> dict[str, np.ndarray]:
@@ -129,8 +140,28 @@ class Scene:
             lambda rank: self.destinations[rank].receive(version, step, linked, lambda: room(rank)),
         )
 
-    def check(self, version: int, received: list[Any]) -> None:
-        dense = values(self.case, version)
+    def change(self, version: int, fraction: float, since: int, known: dict[int, Base | None]) -> list[Any]:
+        """One version relative to another, which each destination holds as ``known`` says; the answers of all."""
+        step, linked = self.assemblies[0].next_step, self.sources[0].linked
+        dense, base = slowly(self.case, version, fraction), slowly(self.case, since, fraction)
+
+        def send(rank: int) -> Any:
+            held, before = (memory(self.case.sources[rank], content) for content in (dense, base))
+            return self.sources[rank].push(version, lambda: held, Base(since, before) if since else None)
+
+        def take(rank: int) -> Any:
+            manifest = self.case.destinations[rank]
+            return self.destinations[rank].receive(
+                version, step, linked, lambda: memory(manifest, None), base=lambda: known.get(rank)
+            )
+
+        found = self.each(send, take)
+        for rank, answer in enumerate(found[len(self.sources) :]):
+            known[rank] = None if isinstance(answer, Exception) else Base(version, answer)
+        return found
+
+    def check(self, version: int, received: list[Any], dense: dict[str, np.ndarray] | None = None) -> None:
+        dense = values(self.case, version) if dense is None else dense
         for manifest, found in zip(self.case.destinations, received, strict=True):
             wanted = memory(manifest, dense)
             assert not isinstance(found, Exception), found
@@ -156,10 +187,11 @@ def scene(
     staging: int = 512,
     timeout_s: float = 20.0,
     host: str = "127.0.0.1",
+    payload: PayloadKind = PayloadKind.WHOLE,
 ) -> Iterator[Scene]:
     count = len(case.sources)
     server = Rendezvous(count + len(case.destinations), timeout_s, Registry(count).answer, host)
-    options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8)
+    options = LinkOptions(transport=transport, staging_bytes=staging, sources=count, direct_bytes=8, payload=payload)
     assemblies = [Assembly(server.invitation, i, f"party {i}") for i in range(count + len(case.destinations))]
     sources = [SourceParty(member, options) for member in assemblies[:count]]
     destinations = [DestinationParty(member, options) for member in assemblies[count:]]
@@ -183,6 +215,56 @@ def test_versions_arrive_bit_for_bit(seed: int, transport: TransportName) -> Non
         for party in parties.everybody:
             assert party.staging.peak_bytes == party.staging.leased_bytes <= party.staging.limit_bytes
     assert all(party.staging.leased_bytes == 0 for party in parties.everybody)
+
+
+@pytest.mark.parametrize("transport", usable())
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 1.0])
+def test_versions_arrive_relative_to_the_last_one(fraction: float, transport: TransportName) -> None:
+    """Cut over several sources, after a version that went wrong, and to a destination that has no base."""
+    case = coverable(int(100 * fraction))
+    with scene(case, transport, staging=1 << 20, payload=PayloadKind.DELTA) as parties:
+        parties.prepare()
+        known: dict[int, Base | None] = {}
+        whole = parties.change(1, fraction, 0, known)[0].bytes_by_source
+        assert len(whole) == len(case.sources)
+        for version in (2, 3):
+            answers = parties.change(version, fraction, version - 1, known)
+            parties.check(version, answers[len(case.sources) :], slowly(case, version, fraction))
+            sent = answers[0].bytes_by_source
+            assert all(now <= then for now, then in zip(sent, whole, strict=True))
+            assert fraction > 0.0 or sum(sent) == 0
+        held = known[0]
+        assert held is not None
+        for storage in held.memory.values():
+            spoiled = np.asarray(storage)
+            np.bitwise_xor(spoiled, 1, out=spoiled)
+        if fraction < 1.0 and any(held.memory):
+            for answer in parties.change(4, fraction, 3, known):
+                assert isinstance(answer, PartyFailedError)
+                assert re.search(r"DigestError: .* version 4 is not taken", str(answer))
+        answers = parties.change(5, fraction, 0, known)
+        parties.check(5, answers[len(case.sources) :], slowly(case, 5, fraction))
+        known[0] = None
+        for answer in parties.change(6, fraction, 5, known) if fraction < 1.0 else ():
+            assert isinstance(answer, PartyFailedError)
+            assert "destination rank 0, which holds none, what changed since version 5" in str(answer)
+        for party in parties.everybody:
+            assert party.staging.peak_bytes <= party.staging.limit_bytes
+    assert all(party.staging.leased_bytes == 0 for party in parties.everybody)
+
+
+@settings(max_examples=examples(40), deadline=None, phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32), room=st.sampled_from([8, 20, 100, 400]), fraction=st.sampled_from([0.05, 0.5]))
+def test_any_layout_changes_through_little_staging_memory(seed: int, room: int, fraction: float) -> None:
+    case = coverable(seed)
+    with scene(case, TransportName.SHM, least_staging(case) + room, payload=PayloadKind.DELTA) as parties:
+        parties.prepare()
+        known: dict[int, Base | None] = {}
+        for version in (1, 2):
+            answers = parties.change(version, fraction, version - 1, known)
+            parties.check(version, answers[len(case.sources) :], slowly(case, version, fraction))
+        for party in parties.everybody:
+            assert party.staging.peak_bytes <= least_staging(case) + room
 
 
 @pytest.mark.parametrize("transport", [TransportName.TCP, TransportName.SHM])

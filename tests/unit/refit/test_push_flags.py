@@ -12,6 +12,7 @@ import torch.distributed
 
 from megatron_patches import refit_training
 from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -24,6 +25,7 @@ GIVEN = [
     *("staging-bytes", "4096"),
     *("pause", "keep"),
     *("memory", "in_place"),
+    *("payload", "delta"),
     *("host", "10.0.0.7"),
     "allow-narrowing",
 ]
@@ -33,10 +35,11 @@ MEANT = RefitOptions(
     timeout_s=7.0,
     pause=PauseMode.KEEP,
     memory=MemoryMode.IN_PLACE,
+    payload=PayloadKind.DELTA,
     host="10.0.0.7",
     allow_narrowing=True,
 )
-NAMES = {"transport", "staging-bytes", "pause", "memory", "host", "allow-narrowing"}
+NAMES = {"transport", "staging-bytes", "pause", "memory", "payload", "host", "allow-narrowing"}
 
 
 def flags(prefix: str) -> list[str]:
@@ -55,10 +58,11 @@ def test_flags_are_the_options(prefix: str) -> None:
 
 
 def test_a_program_may_name_what_the_flags_name() -> None:
-    named: dict[str, Any] = {"transport": "tcp", "pause": "keep", "memory": "in_place"}
+    named: dict[str, Any] = {"transport": "tcp", "pause": "keep", "memory": "in_place", "payload": "delta"}
     options = RefitOptions(staging_bytes=4096, timeout_s=7.0, host="10.0.0.7", allow_narrowing=True, **named)
     assert options == MEANT
     assert options.memory is MemoryMode.IN_PLACE
+    assert options.payload is PayloadKind.DELTA
     assert options.pause is PauseMode.KEEP
     assert options.transport is TransportName.TCP
     for wrong in named:

@@ -29,9 +29,10 @@ def cost(version: int, reason: str | None = None) -> VersionCost:
         version,
         planning_s=0.25,
         lasted=LASTED,
-        moved=None if reason else Moved({"allocate": 0.125, "move": 1.0, "verify": 0.25}, 7),
+        moved=None
+        if reason
+        else Moved({"allocate": 0.125, "move": 1.0, "verify": 0.25}, 7, bytes_by_source=(100, 0, 30)),
         paused_s=0.375,
-        bytes_by_source=(100, 0, 30),
         reason=reason,
     )
 

@@ -47,11 +47,13 @@ class Party:
         linked: bool,
         make_memory: Callable[[], object],
         meanwhile: Callable[[], None] | None,
+        base: Callable[[], object],
     ) -> object:
         self.receiving = True
         self.started.set()
         try:
             memory = make_memory()
+            assert base() is None
             if meanwhile is not None:
                 meanwhile()
             while not self.may_receive.wait(0.01):
