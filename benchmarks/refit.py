@@ -71,7 +71,22 @@ TINY: Mapping[str, object] = {
     "head_dim": 64,
     "vocab_size": 1000,
 }
-MODELS = {"qwen3-8b": (QWEN3_8B, "etp=2"), "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"), "tiny": (TINY, "etp=2")}
+TINY_MOE: Mapping[str, object] = {
+    **QWEN3_MOE,
+    **{name: TINY[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")},
+    **{name: TINY[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
+    "num_experts": 8,
+    # All of them: of random experts the second best is often nearly tied with the third, and two implementations in
+    # bfloat16 choose differently for some tokens, whose probabilities then differ by a factor of 5.
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128,
+}
+MODELS = {
+    "qwen3-8b": (QWEN3_8B, "etp=2"),
+    "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"),
+    "tiny": (TINY, "etp=2"),
+    "tiny-moe": (TINY_MOE, "ep=2"),
+}
 TRANSPORTS = {"cuda": ("c10d", "cuda_ipc", "nixl", "shm"), "cpu": ("shm", "tcp", "nixl")}
 
 
@@ -82,7 +97,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--model",
         type=checked(_model, *MODELS),
         default="qwen3-8b",
-        help="qwen3-8b, qwen3-moe, tiny, or a config.json",
+        help=f"{', '.join(MODELS)}, or a config.json",
     )
     parser.add_argument(
         "--from", dest="trainer", type=checked(trainer_mesh), help="mesh of the trainer, as `plan --from` takes it"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_patches.refit.scoring import log_probabilities
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
 from megatron_patches.refit.source.mesh import TrainerMesh
@@ -83,18 +84,13 @@ class TrainerModel:
         Returns:
             ``[texts, length - prompt]``, float64 on the host.
         """
-        tokens = torch.tensor(texts, device=self._device)
-        positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape[0], -1)
-        mask = None
-        if not self._on_gpu:
-            size = tokens.shape[1]
-            mask = torch.triu(torch.ones(1, 1, size, size, dtype=torch.bool), diagonal=1)
-        with torch.no_grad():
-            logits = self.module(tokens, positions, mask).float()
-        log_probs = torch.log_softmax(logits[:, prompt - 1 : -1], dim=-1)
-        return log_probs.gather(2, tokens[:, prompt:, None])[..., 0].double().cpu()
+        found = log_probabilities([self.module], torch.tensor(texts))
+        every: list[torch.Tensor | None] = [None] * self._mesh.size
+        dist.all_gather_object(every, found)  # only the last pipeline stage knows them
+        return next(scores for scores in every if scores is not None)[:, prompt - 1 :].double()
 
     def _build(self, length: int) -> Any:
+        from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
         self._initialize_groups()
@@ -107,7 +103,8 @@ class TrainerModel:
             position_embedding_type="rope",
             rotary_base=int(traits.rope_base),
             share_embeddings_and_output_weights=traits.tied_embeddings,
-            parallel_output=False,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
         )
         return model.to(self._device).bfloat16().eval().requires_grad_(False)
 
@@ -117,6 +114,7 @@ class TrainerModel:
 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self._mesh.tp,
+            pipeline_model_parallel_size=self._mesh.pp,
             gtp_remat_size=self._mesh.etp,
             expert_model_parallel_size=self._mesh.ep,
             expert_tensor_parallel_size=self._mesh.expert_tp,
@@ -153,6 +151,7 @@ class TrainerModel:
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
             tensor_model_parallel_size=self._mesh.tp,
+            pipeline_model_parallel_size=self._mesh.pp,
             expert_model_parallel_size=self._mesh.ep,
             expert_tensor_parallel_size=self._mesh.expert_tp,
             gtp_weight_remat_size=self._mesh.etp,

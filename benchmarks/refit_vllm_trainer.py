@@ -42,6 +42,7 @@ class Task:
         repeats: pushes a transport.
         staging_bytes: see RefitOptions.
         timeout_s: how long one step may take, and how long ranks wait for each other.
+        served: version that the server has; the next ones are pushed.
     """
 
     config: dict[str, Any]
@@ -54,6 +55,7 @@ class Task:
     repeats: int
     staging_bytes: int
     timeout_s: float
+    served: int = 0
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Outcome:
             project alone.
         kl: generation KL of the last version, in nats a token (Schulman's k3 estimator of KL(engine, trainer)).
         log_prob_error: mean absolute difference of log-probabilities.
+        largest_error: largest absolute difference.
         untouched_kl: the same KL against the trainer's weights before the last push; shows that it can tell.
     """
 
@@ -88,6 +91,7 @@ class Outcome:
     made_bytes: dict[str, int] = field(default_factory=dict)
     kl: float = math.nan
     log_prob_error: float = math.nan
+    largest_error: float = math.nan
     untouched_kl: float = math.nan
 
 
@@ -140,7 +144,7 @@ class Trainer:
         )
         self.model = TrainerModel(task.config, task.mesh, self.device, _PROMPT + _LENGTH)
         self.server = VllmServer(task.server_port, task.timeout_s)
-        self.version = 0
+        self.version = task.served
         self._warm_up()
         self._engine_in_use()
 
@@ -245,7 +249,12 @@ class Trainer:
         texts = [sample.tokens for sample in drawn]
         theirs = torch.tensor([sample.log_probs for sample in drawn], dtype=torch.float64)
         ours = self.model.log_probs(texts, _PROMPT)
-        found.kl, found.log_prob_error = k3(theirs, ours), float((ours - theirs).abs().mean())
+        errors = (ours - theirs).abs()
+        found.kl, found.log_prob_error, found.largest_error = (
+            k3(theirs, ours),
+            float(errors.mean()),
+            float(errors.max()),
+        )
         self._next()
         found.untouched_kl = k3(theirs, self.model.log_probs(texts, _PROMPT))
 

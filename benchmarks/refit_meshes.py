@@ -1,0 +1,217 @@
+"""Pushes a model from trainers of several meshes into engines of several meshes, and compares log-probabilities.
+
+::
+
+    python -m benchmarks.refit_meshes --model tiny --device cpu --from tp=2,dp=2 pp=2,etp=2 --to tp=1 tp=2
+    python -m benchmarks.refit_meshes --model qwen3-8b --from tp=2 etp=2 --to tp=2 --json meshes.json
+
+One engine is started for each mesh of ``--to``, and takes the weights of every trainer of ``--from``, one after the
+other (meshes as ``plan --from`` and ``--to`` take them). After each push the engine draws tokens, and the trainer
+computes their log-probabilities. They agree if the KL of generation is at most ``--most-kl`` and ten times lower than
+with the weights of another version. On GPUs, trainers use the first ones and engines the last ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command_line import checked, positive_seconds, require_gpus
+from benchmarks.refit import MODELS
+from benchmarks.refit_vllm import write_model
+from benchmarks.refit_vllm_trainer import Outcome, Task, run_rank
+from benchmarks.spawned import free_port, run_ranks
+from benchmarks.vllm_server import ServerError, VllmServer, serve
+from megatron_patches.refit.cluster import engine_mesh, trainer_mesh
+from megatron_patches.refit.source.config_traits import family_from_config, read_config
+from megatron_patches.refit.target.vllm_layout import EngineMesh
+from megatron_patches.refit.transports.base import TransportName
+
+_REPEATS = 1  # after the first push, which makes links
+_VERSIONS = 1 + _REPEATS + 1  # and one that is compared with and not pushed
+_STAGING_BYTES = 256 << 20
+_TELLS = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One push.
+
+    Attributes:
+        model: what was pushed.
+        trainer: mesh of the trainer.
+        engine: mesh of the engine.
+        seconds: of a push whose links are made.
+        kl: generation KL, in nats a token (k3 estimator of KL(engine, trainer)).
+        largest: largest absolute difference of log-probabilities.
+        other_kl: KL against weights of another version.
+        verdict: "agrees", "differs", or why there was nothing to compare.
+    """
+
+    model: str
+    trainer: str
+    engine: str
+    seconds: float
+    kl: float
+    largest: float
+    other_kl: float
+    verdict: str
+
+
+def row(model: str, trainer: str, engine: str, found: Outcome, most_kl: float) -> Row:
+    """What an outcome says."""
+    agrees = found.kl <= most_kl and _TELLS * found.kl <= found.untouched_kl
+    seconds = statistics.median(found.seconds.get("push", [math.nan]))
+    verdict = found.failure or ("agrees" if agrees else "differs")
+    return Row(model, trainer, engine, seconds, found.kl, found.largest_error, found.untouched_kl, verdict)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All pushes, as Markdown."""
+    found = Table(box=box.MARKDOWN)
+    for column in ("model", "trainer", "engine"):
+        found.add_column(column, overflow="fold")
+    for column in ("push, s", "KL", "largest", "other KL"):
+        found.add_column(column, justify="right", no_wrap=True)
+    found.add_column("verdict", overflow="fold")
+    for one in rows:
+        figures = [f"{one.seconds:.2f}", f"{one.kl:.1e}", f"{one.largest:.3f}", f"{one.other_kl:.2g}"]
+        found.add_row(one.model, one.trainer, one.engine, *figures, one.verdict)
+    return found
+
+
+def engine_arguments(mesh: EngineMesh, *, on_gpu: bool) -> list[str]:
+    """VLLM's command line for a mesh."""
+    sizes = {"--tensor-parallel-size": mesh.tp, "--pipeline-parallel-size": mesh.pp, "--data-parallel-size": mesh.dp}
+    found = [word for flag, size in sizes.items() for word in (flag, str(size))]
+    if mesh.expert_parallel:
+        found.append("--enable-expert-parallel")
+    if not on_gpu:
+        found += ["--enforce-eager", "--max-model-len", "256", "--block-size", "32"]
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=checked(_model, *MODELS), default="tiny", help=f"{', '.join(MODELS)}, or a file"
+    )
+    parser.add_argument("--from", dest="trainers", type=checked(trainer_mesh), nargs="+", required=True)
+    parser.add_argument("--to", dest="engines", type=checked(engine_mesh), nargs="+", required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--transport", choices=list(TransportName), help="cuda_ipc by default; shm on CPUs")
+    parser.add_argument("--most-kl", type=float, default=1e-2, metavar="NATS", help="with which two sides agree")
+    parser.add_argument("--timeout", type=positive_seconds, default=120.0, help="seconds that one step may take")
+    parser.add_argument("--limit", type=positive_seconds, default=600.0, help="seconds of one trainer")
+    parser.add_argument(
+        "--json", type=Path, help="write all figures here; rows that it has are kept, and not run again"
+    )
+    return parser
+
+
+def _model(path: str) -> None:
+    family_from_config(read_config(Path(path)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns 1 unless all agree."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    meshes = [trainer_mesh(text) for text in options.trainers]
+    if any(mesh.vpp > 1 for mesh in meshes):
+        parser.error("--from: vpp is not covered here; leave it out")
+    workers = [mesh.size for mesh in map(engine_mesh, options.engines)]
+    if options.device == "cuda":
+        require_gpus(parser.error, max(mesh.size for mesh in meshes) + max(workers))
+    # When terminated, still end the server, which runs in its own session.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    rows = _known(options.json)
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in options.engines:
+            for one in _pushes(options, engine, {(row.model, row.trainer, row.engine) for row in rows}, Path(folder)):
+                rows.append(one)
+                print(f"{one.model}: {one.trainer} -> {one.engine}: {one.verdict}", flush=True)
+                if options.json is not None:
+                    content = msgspec.json.encode({"rows": [asdict(item) for item in rows]})
+                    options.json.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
+    Console(highlight=False).print(table(rows))
+    return int(any(one.verdict != "agrees" for one in rows))
+
+
+def load(path: Path) -> list[Row]:
+    """The rows of a file that ``--json`` named."""
+    return msgspec.convert(msgspec.json.decode(path.read_bytes())["rows"], list[Row])
+
+
+def _known(path: Path | None) -> list[Row]:
+    return load(path) if path is not None and path.exists() else []
+
+
+def _pushes(options: argparse.Namespace, engine: str, known: set[tuple[str, str, str]], folder: Path) -> Iterator[Row]:
+    """Start an engine, unless all of its rows are known, and push from every trainer's mesh."""
+    missing = [text for text in options.trainers if (options.model, text, engine) not in known]
+    if not missing:
+        return
+    import torch  # after the command line has been checked
+
+    on_gpu, mesh = options.device == "cuda", engine_mesh(engine)
+    count = torch.cuda.device_count()
+    gpus = tuple(range(count - mesh.size, count)) if on_gpu else ()
+    config = MODELS[options.model][0] if options.model in MODELS else read_config(Path(options.model))
+    written = write_model(config, folder / "model")
+    more = engine_arguments(mesh, on_gpu=on_gpu)
+    try:
+        with serve(folder / "model", "etp", gpus, more, folder / "server.log") as server:
+            for number, trainer in enumerate(missing):
+                found = _push(options, written, server, trainer, gpus, number * _VERSIONS)
+                yield row(options.model, trainer, engine, found, options.most_kl)
+    except ServerError as error:
+        yield row(options.model, missing[0], engine, Outcome(engine, failure=str(error)), options.most_kl)
+
+
+def _push(
+    options: argparse.Namespace,
+    config: dict[str, Any],
+    server: VllmServer,
+    trainer: str,
+    engine_gpus: tuple[int, ...],
+    served: int,
+) -> Outcome:
+    """Push from one mesh."""
+    mesh = trainer_mesh(trainer)
+    task = Task(
+        config=config,
+        mesh=mesh,
+        gpus=tuple(range(mesh.size)) if engine_gpus else (),
+        engine_gpus=engine_gpus,
+        server_port=int(server.url.rpartition(":")[2]),
+        port=free_port(),
+        ways=(options.transport or ("cuda_ipc" if engine_gpus else "shm"),),
+        repeats=_REPEATS,
+        staging_bytes=_STAGING_BYTES,
+        timeout_s=options.timeout,
+        served=served,
+    )
+    found: list[Outcome] = []
+    try:
+        run_ranks(run_rank, mesh.size, task, found.append, options.limit)
+    except RuntimeError as error:
+        return Outcome(trainer, failure=str(error))
+    return found[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

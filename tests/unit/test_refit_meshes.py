@@ -1,0 +1,97 @@
+"""``benchmarks.refit_meshes``: what it concludes from a push, and that its table is what was found."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from benchmarks.refit_meshes import Row, engine_arguments, load, main, row, table
+from benchmarks.refit_vllm_trainer import Outcome
+from megatron_patches.refit.cluster import engine_mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "live_refit.md"
+REPORT = ROOT / "docs" / "performance" / "refit-meshes-cpu.json"
+
+
+@pytest.mark.parametrize(
+    ("kl", "other", "failure", "verdict"),
+    [
+        (1e-4, 0.5, "", "agrees"),
+        (0.02, 0.5, "", "differs"),  # too far apart
+        (1e-3, 2e-3, "", "differs"),  # weights of another version would look the same
+        (math.nan, 0.5, "", "differs"),
+        (1e-4, 0.5, "the worker left", "the worker left"),
+    ],
+)
+def test_two_sides_agree_if_they_differ_little_and_other_weights_much(
+    kl: float, other: float, failure: str, verdict: str
+) -> None:
+    found = Outcome("shm", failure, seconds={"push": [2.0]}, kl=kl, largest_error=0.25, untouched_kl=other)
+    one = row("tiny", "tp=2", "tp=1", found, 1e-2)
+    assert (one.verdict, one.seconds, one.largest) == (verdict, 2.0, 0.25)
+
+
+def test_an_engine_is_started_as_its_mesh_says() -> None:
+    found = engine_arguments(engine_mesh("tp=2,dp=2,ep=4"), on_gpu=True)
+    sizes = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "1", "--data-parallel-size", "2"]
+    assert found == [*sizes, "--enable-expert-parallel"]
+    assert "--enforce-eager" in engine_arguments(engine_mesh("tp=2"), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", "pigeon=2", "--to", "tp=1"], "'pigeon=2' is not an axis and its size"),
+        (["--from", "tp=2", "--to", "tp=2,ep=3"], "ep is 3"),
+        (["--from", "pp=2,vpp=2", "--to", "tp=1"], "vpp is not covered here"),
+        (["--from", "tp=2"], "the following arguments are required: --to"),
+        (["--model", "pigeon", "--from", "tp=2", "--to", "tp=1"], "cannot read pigeon"),
+    ],
+)
+def test_mistakes_are_told_first(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--device", "cpu"])
+    said = capsys.readouterr()
+    assert message in said.err
+    assert (stopped.value.code, said.out) == (2, "")
+
+
+def test_rows_that_are_known_are_shown_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "meshes.json"
+    known = Row("tiny", "tp=2", "tp=1", 0.5, 2e-4, 0.125, 3.0, "agrees")
+    file.write_bytes(msgspec.json.encode({"rows": [known]}))
+    arguments = ["--device", "cpu", "--from", "tp=2", "--to", "tp=1", "--json", str(file)]
+    assert main(arguments) == 0
+    assert load(file) == [known]
+    assert "agrees" in capsys.readouterr().out
+
+
+def test_page_shows_the_table_of_the_report() -> None:
+    rows = load(REPORT)
+    assert len(rows) >= 12
+    assert {one.verdict for one in rows} == {"agrees"}
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(table(rows))
+    table_of_page = [line for line in PAGE.read_text().splitlines() if line.startswith("| tiny")]
+    assert table_of_page == [line.strip() for line in printed.getvalue().splitlines() if line.startswith("| tiny")]
+
+
+def test_commands_of_the_page_would_make_the_report() -> None:
+    (commands,) = [
+        block for block in re.findall(r"(?ms)^```sh\n(.*?)^```", PAGE.read_text()) if "refit_meshes" in block
+    ]
+    asked = set()
+    for line in commands.replace("\\\n", " ").splitlines():
+        words = line.split()
+        start, middle = words.index("--from") + 1, words.index("--to") + 1
+        model = words[words.index("--model") + 1]
+        engines = [word for word in words[middle:] if "=" in word]
+        asked |= {(model, trainer, engine) for trainer in words[start : middle - 1] for engine in engines}
+    assert {(one.model, one.trainer, one.engine) for one in load(REPORT)} == asked
