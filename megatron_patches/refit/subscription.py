@@ -106,7 +106,7 @@ class Subscription:
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
         self._planning_s = 0.0  # until a version has been charged for it
         self.lags, self.serves = False, -1
-        self._serves = -1  # the version that the next one may be sent relative to; -1 if that is not known
+        self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.served: Future[float] = Future()
@@ -300,7 +300,7 @@ class Subscription:
 
     def _send(self, version: int, look_up: Callable[[], Memory], base: Base | None) -> Moved:
         self.joined.result(0)
-        serves, self._serves = self._serves, -1
+        known, self._base = self._base, -1
         party, assembly, control = self.party, self._assembly, self._control
         self._log.enter(State.SENDING, version)
         if assembly is None:
@@ -316,7 +316,7 @@ class Subscription:
             return look_up()
 
         try:
-            moved = party.push(version, begin, base if base is not None and base.version == serves else None)
+            moved = party.push(version, begin, base if base is not None and base.version == known else None)
         except Exception as error:
             self._fail(version, describe_error(error))
             raise PartyFailedError(describe_error(error), [self.name]) from error
@@ -352,7 +352,7 @@ class Subscription:
         if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
         elif arrived:
-            self._serves = version
+            self._base = version
             self._log.enter(State.READY, version)
         if reason is None:
             self.serves = version if arrived else committed
