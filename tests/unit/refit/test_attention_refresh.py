@@ -142,8 +142,9 @@ class Party:
         linked: bool,
         make_memory: Callable[[], Any],
         meanwhile: Callable[[], None] | None,
+        base: Callable[[], Any],
     ) -> None:
-        del version, step, linked
+        del version, step, linked, base
         memory: dict[str, np.ndarray] = make_memory()
         memory[WEIGHT][:] = bits_of(self.weight)
         if meanwhile is not None:
