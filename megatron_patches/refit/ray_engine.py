@@ -1,0 +1,92 @@
+"""Engines that are Ray actors. Ray itself is needed only by a program that uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_patches.refit.engines import LocalEngine, PauseMode
+from megatron_patches.refit.errors import RefitError
+
+METHOD = "refit"
+"""Name of the actor's method through which the trainer calls its engine."""
+
+
+class RefitActor:
+    """Base of an actor's class that has a vLLM ``LLM`` object; :class:`RayEngine` is the trainer's side.
+
+    An actor runs one call at a time, unless it is told otherwise. So a refit waits for a call of ``generate`` that is
+    under way, and nothing runs while a version is committed. An actor that runs several calls at a time must keep
+    ``generate`` from running between a ``pause`` and the ``resume`` after it.
+
+    Args:
+        llm: the object, made with ``weight_transfer_config={"backend": "etp"}``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._engine = LocalEngine(llm)
+
+    def refit(self, method: str, *args: Any, **named: Any) -> Any:
+        """Calls a method of :class:`megatron_patches.refit.engines.EngineClient` in the actor's process."""
+        return getattr(self._engine, method)(*args, **named)
+
+
+class RayEngine:
+    """An engine that is a Ray actor; with the methods of :class:`megatron_patches.refit.engines.EngineClient`.
+
+    Args:
+        actor: handle of an actor whose class derives from :class:`RefitActor`.
+        name: name for messages and reports; None for the actor's id.
+        timeout_s: seconds for one call, the calls before it in the actor's queue included.
+
+    Raises:
+        TypeError: if the actor has no method ``refit``.
+    """
+
+    def __init__(self, actor: Any, name: str | None = None, timeout_s: float = 600.0) -> None:
+        if not hasattr(actor, METHOD):
+            raise TypeError(f"{actor} has no method {METHOD}; derive its class from RefitActor")
+        self.actor, self._timeout_s = actor, timeout_s
+        self.name = name or f"Ray actor {actor._actor_id.hex()}"
+
+    def world_size(self) -> int:
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        return int(self._call("world_size"))
+
+    def check_up(self) -> None:
+        """Likewise."""
+        self._call("check_up")
+
+    def call(self, call: dict[str, Any]) -> None:
+        """Likewise."""
+        self._call("call", dict(call))
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        """Likewise."""
+        self._call("commit", version, reset_cache=reset_cache)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Likewise."""
+        self._call("pause", mode)
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """Likewise."""
+        self._call("resume", reset_cache=reset_cache)
+
+    def _call(self, method: str, *args: Any, **named: Any) -> Any:
+        """Calls the actor.
+
+        Raises:
+            RefitError: with the actor's reason; or if it has ended, or gives no answer in time.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        try:
+            return ray.get(getattr(self.actor, METHOD).remote(method, *args, **named), timeout=self._timeout_s)
+        except GetTimeoutError as error:
+            raise RefitError(f"{self.name} gave no answer to {method} within {self._timeout_s:.0f} s") from error
+        except RayTaskError as error:
+            raise RefitError(f"{self.name}: {error.cause}") from error
+        except RayError as error:
+            raise RefitError(f"{self.name} cannot be called: {str(error).splitlines()[0]}") from error
