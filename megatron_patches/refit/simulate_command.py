@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from megatron_patches.refit.cluster import Hosts, engine_mesh, trainer_mesh
@@ -222,6 +223,25 @@ def _write(file: Path, content: Mapping[str, object]) -> None:
         raise RefitError(f"--json: cannot write {file}: {error.strerror}") from error
 
 
+_TABLES: Mapping[str, Mapping[str, Callable[[WorkerKind], str]]] = MappingProxyType(
+    {
+        "planning and linking, one worker of each kind: the most of those run": {
+            "workers": lambda kind: str(kind.count),
+            "run": lambda kind: str(len(kind.measured)),
+            "seconds": lambda kind: f"{kind.most('seconds'):.2f}",
+            "messages": lambda kind: f"{kind.most('messages'):.0f}",
+            "received": lambda kind: size_text(int(kind.most("received_bytes"))),
+            "sent": lambda kind: size_text(int(kind.most("sent_bytes"))),
+        },
+        "what it links with, and what each version moves": {
+            "peers": lambda kind: f"{kind.most('peers'):.0f}",
+            "requests": lambda kind: f"{kind.most('requests'):.0f}",
+            "weights": lambda kind: size_text(int(kind.most("weight_bytes"))),
+        },
+    }
+)
+
+
 def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out: TextIO) -> None:
     """Prints the results as tables."""
     from rich.console import Console
@@ -239,24 +259,14 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
     ):
         summary.add_row(name, value)
     console.print(summary)
-    table = Table(title="planning and linking, one worker of each kind: the most of those run", title_justify="left")
-    table.add_column("kind")
-    for name in ("workers", "run", "seconds", "messages", "received", "sent", "peers", "requests", "weights a version"):
-        table.add_column(name, justify="right")
-    for kind in found.kinds:
-        table.add_row(
-            kind.name,
-            str(kind.count),
-            str(len(kind.measured)),
-            f"{kind.most('seconds'):.2f}",
-            f"{kind.most('messages'):.0f}",
-            size_text(int(kind.most("received_bytes"))),
-            size_text(int(kind.most("sent_bytes"))),
-            f"{kind.most('peers'):.0f}",
-            f"{kind.most('requests'):.0f}",
-            size_text(int(kind.most("weight_bytes"))),
-        )
-    console.print(table)
+    for title, columns in _TABLES.items():
+        table = Table(title=title, title_justify="left")
+        table.add_column("kind")
+        for name in columns:
+            table.add_column(name, justify="right")
+        for kind in found.kinds:
+            table.add_row(kind.name, *(text_of(kind) for text_of in columns.values()))
+        console.print(table)
     table = Table(title="registry, for all", title_justify="left")
     table.add_column("step")
     for name in ("seconds", "messages"):
