@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.integration import hugging_face
 from tests.support.launch import run_distributed
@@ -55,8 +58,13 @@ def test_save_pretrained_writes_whole_weights_or_nothing(tmp_path: Path) -> None
         assert all("save_pretrained(folder, state_dict=...)" in answer for answer in answers.values()), answers
 
 
+def examples() -> list[str]:
+    """The programs on the page."""
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    example, _, _ = examples()
     (tmp_path / "speech.py").write_text(example)
     # A file for each rank: what two of them write to one pipe runs together.
     where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
@@ -72,3 +80,56 @@ def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     outputs = [output.read_text() for output in tmp_path.glob("logs/*/attempt_0/*/stdout.log")]
     assert outputs == ["Parameter ETPShardedParam\n"] * 2
+
+
+SHARDING = "etp.shard_module(model, etp_group=dist.group.WORLD)\n"
+
+
+def run_both(folder: Path, sharded: str, stock: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The list in the last line that the first rank prints, of two programs on two ranks."""
+    found = []
+    for name, program in (("sharded", sharded), ("stock", stock)):
+        (place := folder / name).mkdir()
+        (place / "train.py").write_text(program)
+        where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *where, "train.py"],
+            check=False,
+            cwd=place,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        (output,) = place.glob("logs/*/attempt_0/0/stdout.log")
+        found.append(torch.tensor(ast.literal_eval(output.read_text().splitlines()[-1])))
+    return found[0], found[1]
+
+
+def test_a_trainer_that_is_changed_as_documented_trains_as_with_data_parallelism(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    _, example, _ = examples()
+    example += 'print([(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one])\n'
+    assert SHARDING in example
+    stock = example.replace(SHARDING, "").replace("trainer = ShardedTrainer(", "trainer = Trainer(")
+    found, expected = run_both(tmp_path, example, stock)
+    assert found.shape == (6, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    saved, plain = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("sharded", "stock"))
+    assert saved.keys() == plain.keys()
+    for key, value in saved.items():
+        torch.testing.assert_close(value, plain[key], rtol=0, atol=1e-5)
+
+
+def test_a_loop_with_accelerate_as_documented_trains_as_with_data_parallelism(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    _, _, example = examples()
+    ends = "    optimizer.zero_grad()\n"
+    noted = "    noted = [*globals().get('noted', []), (loss.item(), norm.item())]\n"
+    assert ends in example
+    example = example.replace(ends, ends + noted) + "print(noted)\n"
+    stock = example.replace(SHARDING, "").replace("prepare_model(model, evaluation_mode=True)", "prepare(model)")
+    found, expected = run_both(tmp_path, example, stock)
+    assert found.shape == (4, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
