@@ -115,6 +115,8 @@ def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Cal
             arguments.check(args)
             hf_training.check(args)
             refit_training.check(args)
+            if cpu.needed():
+                cpu.check_layers(args)
             config = arguments.config_from_args(args)
         except arguments.UnsupportedConfigurationError as error:
             exit_with(str(error), args.rank)

@@ -360,7 +360,28 @@ def _megatron_records() -> tuple[PatchRecord, ...]:
             reason="it refuses sequence parallelism, though its parameters need only be marked for it",
             sha256="7a86dd6ea62cfd68",
         ),
+        PatchRecord(
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+            replace=_attention_with_widths,
+            reason="it computes heads whose values are narrower than their keys, but does not take the widths",
+            sha256="a03e05a45275648c",
+        ),
     )
+
+
+def _attention_with_widths(original: Callable[..., None]) -> Callable[..., None]:
+    """Multi-latent attention passes the widths of a head's key and value, as Transformer Engine's attention needs."""
+
+    @functools.wraps(original)
+    def replacement(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        del k_channels  # read off the keys
+        original(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return replacement
 
 
 def _empty_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
@@ -414,6 +435,26 @@ def required_arguments() -> dict[str, object]:
         "apply_rope_fusion": False,
         "num_workers": 0,
     }
+
+
+def check_layers(args: argparse.Namespace) -> None:
+    """Refuse settings that need Transformer Engine's layers or kernels. Call before Megatron's own checks.
+
+    Raises:
+        UnsupportedConfigurationError: naming the flag.
+    """
+    if args.transformer_impl != "local":
+        return
+    for wanted, flag, instead in (
+        (args.context_parallel_size > 1, f"--context-parallel-size {args.context_parallel_size}", "use 1"),
+        (args.moe_grouped_gemm, "--moe-grouped-gemm", "drop it, and each expert is a GEMM of its own"),
+        (args.use_precision_aware_optimizer, "--use-precision-aware-optimizer", "drop it"),
+    ):
+        if wanted:
+            raise UnsupportedConfigurationError(
+                f"{flag} needs Transformer Engine's kernels, and with them CUDA, which this machine does not have; "
+                f"{instead}"
+            )
 
 
 def check(args: argparse.Namespace) -> None:

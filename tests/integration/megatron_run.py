@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
 PRETRAIN_FROZEN = Path(__file__).with_name("pretrain_frozen.py")
-PRETRAIN_LATENT = Path(__file__).with_name("pretrain_latent.py")
 PRETRAIN_DELTA_RULE = Path(__file__).with_name("pretrain_delta_rule.py")
 PRETRAIN_HYBRID = Path(__file__).with_name("pretrain_hybrid.py")
 

@@ -175,6 +175,22 @@ def test_nothing_is_needed_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "flag"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
+        ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+    ],
+)
+def test_what_needs_layers_of_transformer_engine_is_refused(settings: dict[str, object], flag: str) -> None:
+    plain = {"context_parallel_size": 1, "moe_grouped_gemm": False, "use_precision_aware_optimizer": False}
+    cpu.check_layers(argparse.Namespace(**plain, transformer_impl="local"))
+    cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="transformer_engine"))
+    with pytest.raises(UnsupportedConfigurationError, match=f"^{flag} needs Transformer Engine's kernels, and with"):
+        cpu.check_layers(argparse.Namespace(**plain | settings, transformer_impl="local"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
     [({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"), ({"async_save": True}, "--async-save")],
 )
 def test_what_needs_cuda_is_refused(settings: dict[str, object], flag: str) -> None:
