@@ -1,7 +1,7 @@
 """What a rank needs of its GPU's memory, in closed form: held between two steps, and the most within one.
 
 The formulas for weights, slots and rings are those of :func:`benchmarks.train_shapes.held`; those for what a step adds
-are explained in docs/sweep.md. ``tests/unit/test_sweep_memory.py`` compares all of them with measurements.
+are explained in docs/sweep.md. ``tests/unit/test_sweep_predictions.py`` compares all of them with measurements.
 """
 
 from __future__ import annotations
