@@ -210,7 +210,7 @@ CASES = (
         common=f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
         cpu_only="not run on GPUs yet",
     ),
-    Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2"),
+    Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2", slow=True),
     # Stages but the first start the reduction over replicas from outside; the others count gradients.
     Case(
         "pp2_etp2",
@@ -225,6 +225,7 @@ CASES = (
         "--etp-size 2",
         model=LLAMA.replace("--num-layers 2", "--num-layers 4"),
         common="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce",
+        slow=True,
     ),
     # With two replicas: what comes too late for their reduction would differ on each.
     Case(
@@ -257,6 +258,7 @@ CASES = (
         "--etp-size 2",
         common="--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         tolerance=BF16_TOLERANCE,
+        slow=True,
     ),
     Case(
         "moe_ep2_expert_etp2",
@@ -321,6 +323,7 @@ CASES = (
         common=f"{MOE} --expert-model-parallel-size 2",
         freeze=r"layers\.1\..*local_experts\.0\.",
         grouped_experts=False,
+        slow=True,
     ),
     Case(
         "frozen_expert_distributed_optimizer",
