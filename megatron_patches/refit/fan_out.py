@@ -31,7 +31,6 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.subscription import Subscription, Trainer
-from megatron_patches.refit.telemetry import Telemetry
 from megatron_patches.refit.transports.base import AUTO
 from megatron_patches.refit.transports.worker import Worker
 
@@ -65,8 +64,7 @@ class FanOut:
         self._options = replace(options, payload=PayloadKind.WHOLE)  # nobody knows what an engine that joins holds
         self._ranks, self._subscribed, self._check = ranks, subscribed, check
         describe = trainer.describe
-        # What a version costs here is logged; the telemetry of pushes counts by trainer rank.
-        self._trainer = replace(trainer, describe=lambda: _model_of(describe()), telemetry=Telemetry())
+        self._trainer = replace(trainer, describe=lambda: _model_of(describe()))
         self._changed = threading.Condition()
         self._is_closed = False
         self._at_work: dict[str, EngineClient] = {}
@@ -234,10 +232,11 @@ class FanOut:
         sources = 1 + sum(server.workers for server in servers)
         control = EngineControl(engine, sources, options)
         invitation = control.rendezvous.invitation
+        workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         one = Subscription(
             engine.name,
             invitation,
-            self._trainer,
+            replace(self._trainer, sources=("the trainer's first rank", *workers)),
             LinkOptions(
                 transport=options.transport,
                 staging_bytes=options.staging_bytes,

@@ -55,6 +55,7 @@ class Trainer:
         stream: stream of what subscriptions do on a GPU; None on a CPU.
         describe: describes what this rank holds.
         telemetry: is told on the first rank what each version cost.
+        sources: names of the sources there, in order; none if they are the trainer's ranks.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Trainer:
     stream: torch.cuda.Stream | None
     describe: Callable[[], Held]
     telemetry: Telemetry
+    sources: tuple[str, ...] = ()
 
 
 class Subscription:
@@ -372,6 +374,7 @@ class Subscription:
             moved=sent.result() if lost is None else None,
             paused_s=control.paused_s,
             reason=reason if lost is None else "; ".join(filter(None, (describe_error(lost), reason))),
+            sources=self._trainer.sources,
         )
         self._planning_s = 0.0
         self._trainer.telemetry.tell(cost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from json import dumps
@@ -59,7 +59,9 @@ class VersionCost:
         seconds: of ``plan``, the joining before its first version, 0 for later ones; ``move`` and ``verify``, on the
             slowest worker; ``wait``, the rest of sending: calling the engine, opening links, and looking up and
             allocating memory; ``commit``; and ``pause``, in which it began no request and which overlaps the others.
-        bytes_by_source: bytes that each trainer rank sent, in order of the ranks; empty if the version did not arrive.
+        bytes_by_source: bytes that each source sent; empty if the version did not arrive.
+        sources: names of these sources, in the same order: numbers of trainer ranks or, if other engines served the
+            version, their workers.
     """
 
     engine: str
@@ -68,11 +70,12 @@ class VersionCost:
     reason: str | None
     seconds: Mapping[str, float]
     bytes_by_source: tuple[int, ...]
+    sources: tuple[str, ...]
 
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
         sent = [nbytes for nbytes in self.bytes_by_source if nbytes]
-        moved = f"{sum(sent)} bytes from {len(sent)} ranks, {max(sent, default=0)} at most"
+        moved = f"{sum(sent)} bytes from {len(sent)} sources, {max(sent, default=0)} at most"
         because = "" if self.reason is None else f" ({self.reason})"
         return (
             f"{self.engine} version {self.version} {'serves' if self.serves else 'failed'}: {parts}; {moved}{because}"
@@ -88,6 +91,7 @@ def cost_of(
     moved: Moved | None,
     paused_s: float,
     reason: str | None,
+    sources: Sequence[str] = (),
 ) -> VersionCost:
     """The cost of a version, from what was measured where it happened.
 
@@ -99,7 +103,9 @@ def cost_of(
         moved: how all parties moved the version; None if it did not arrive.
         paused_s: seconds for which the engine was paused.
         reason: of :class:`VersionCost`.
+        sources: names of the sources, in order; none if they are the trainer's ranks.
     """
+    sent = () if moved is None else moved.bytes_by_source
     parts = {} if moved is None else moved.seconds
     move, verify = parts.get("move", 0.0), parts.get("verify", 0.0)
     seconds = {
@@ -118,7 +124,8 @@ def cost_of(
         serves=reason is None,
         reason=reason,
         seconds=seconds,
-        bytes_by_source=() if moved is None else moved.bytes_by_source,
+        bytes_by_source=sent,
+        sources=tuple(sources or map(str, range(len(sent))))[: len(sent)],
     )
 
 
@@ -189,7 +196,7 @@ class _Metrics:
             "etp_refit_seconds", "Seconds of each part of a version", ["engine", "part"], registry=registry
         )
         self._bytes = Counter(
-            "etp_refit_sent_bytes", "Bytes that a trainer rank sent", ["engine", "source"], registry=registry
+            "etp_refit_sent_bytes", "Bytes that a source sent", ["engine", "source"], registry=registry
         )
         self._version = Gauge("etp_refit_version", "Last version that serves", ["engine"], registry=registry)
         self._failures = Counter("etp_refit_failures", "Versions that do not serve", ["engine"], registry=registry)
@@ -203,8 +210,8 @@ class _Metrics:
         """Adds one version's cost."""
         for part, seconds in cost.seconds.items():
             self._seconds.labels(cost.engine, part).observe(seconds)
-        for source, nbytes in enumerate(cost.bytes_by_source):
-            self._bytes.labels(cost.engine, str(source)).inc(nbytes)
+        for source, nbytes in zip(cost.sources, cost.bytes_by_source, strict=True):
+            self._bytes.labels(cost.engine, source).inc(nbytes)
         if cost.serves:
             self._version.labels(cost.engine).set(cost.version)
         self._failures.labels(cost.engine).inc(not cost.serves)

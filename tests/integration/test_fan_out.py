@@ -72,6 +72,14 @@ def two_start_late(session: RefitSession, clients: list[PlainEngine], push: Push
 
 def test_late_engines_take_the_version_from_others_and_survive_the_death_of_one(tmp_path: Path) -> None:
     seen = run(tmp_path, two_start_late, **OPTIONS)[0]
+    costs = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
+    joined = [cost for cost in costs if cost["version"] == 1 and cost["serves"] and cost["engine"] in NAMES[2:4]]
+    assert {cost["engine"] for cost in joined} == set(NAMES[2:4])
+    for cost in joined:
+        trainer, *workers = cost["sources"]
+        assert (trainer, cost["bytes_by_source"][0]) == ("the trainer's first rank", 0)
+        assert {name.rpartition(" worker ")[0] for name in workers} <= set(NAMES[1:4])
+        assert sum(cost["bytes_by_source"]) > 0
     assert seen["late"] == [(1, expected(1))] * 2
     assert set(seen["calls"]) == {"relay"}  # it was not paused, and did nothing else
     during = seen["during"]

@@ -58,9 +58,11 @@ def test_sending_is_moving_verifying_and_waiting() -> None:
     seconds = {"plan": 0.25, "wait": 0.75, "move": 1.0, "verify": 0.25, "commit": 0.5, "pause": 0.375}
     assert cost(7).seconds == seconds
     assert cost(7).bytes_by_source == (100, 0, 30)
+    assert cost(7).sources == ("0", "1", "2")
     lost = cost(7, "it has left")
     assert lost.seconds == {**seconds, "wait": 2.0, "move": 0.0, "verify": 0.0}
     assert lost.bytes_by_source == ()
+    assert lost.sources == ()
 
 
 def test_each_version_is_a_line_of_the_log_and_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,14 +86,15 @@ def test_each_version_is_a_line_of_the_log_and_of_the_file(tmp_path: Path, caplo
         "reason": None,
         "seconds": seconds,
         "bytes_by_source": [100, 0, 30],
+        "sources": ["0", "1", "2"],
     }
     assert (found[1]["version"], found[1]["serves"], found[1]["reason"]) == (8, False, "it has left")
     first, second = [record.getMessage() for record in caplog.records][:2]
     assert first == (
         "refit: http://a version 7 serves: plan 0.250 s, wait 0.750 s, move 1.000 s, verify 0.250 s, commit 0.500 s, "
-        "pause 0.375 s; 130 bytes from 2 ranks, 100 at most"
+        "pause 0.375 s; 130 bytes from 2 sources, 100 at most"
     )
-    assert second.endswith("pause 0.375 s; 0 bytes from 0 ranks, 0 at most (it has left)")
+    assert second.endswith("pause 0.375 s; 0 bytes from 0 sources, 0 at most (it has left)")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
