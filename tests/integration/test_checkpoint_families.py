@@ -81,10 +81,12 @@ def free_ports(count: int) -> list[int]:
     raise RuntimeError(f"only {len(found)} of {count} ports below 32000 are free")
 
 
-def run_commands(ranks: int, commands: Sequence[Sequence[str]], address: str = "") -> list[list[tuple[int, str]]]:
-    """Status and output of each command, by rank."""
+def run_commands(
+    ranks: int, commands: Sequence[Sequence[str]], address: str = "", *, fresh: bool = False
+) -> list[list[tuple[int, str]]]:
+    """Status and output of each command, by rank; ``fresh`` where processes may still have groups of another test."""
     numbered = list(zip(free_ports(len(commands)), commands, strict=True))
-    found = run_megatron(command_body, ranks, None, 240.0, (numbered, address))
+    found = run_megatron(command_body, ranks, None, 240.0, (numbered, address), fresh=fresh)
     return [[rank[number] for rank in found] for number in range(len(commands))]
 
 

@@ -61,7 +61,7 @@ def test_what_is_exported_from_an_import_is_what_was_imported(root: Path) -> Non
             *("import", "--hf", f"{root}/llama", "--save", f"{root}/never", "--tensor-model-parallel-size", "3")
         ],
     }
-    outcomes = run_commands(2, [*there, *back, *refused.values()])
+    outcomes = run_commands(2, [*there, *back, *refused.values()], fresh=True)
     done, failed = outcomes[: 2 * len(IMPORTED)], outcomes[2 * len(IMPORTED) :]
     for ranks in done:
         assert [status for status, _ in ranks] == [0, 0], ranks

@@ -77,6 +77,8 @@ def reference_nvfp4(matrix: torch.Tensor, *, square: bool) -> tuple[torch.Tensor
 
 
 def _quantize_nvfp4(matrix: torch.Tensor, into: Any, *, square: bool) -> None:
+    if not matrix.numel():  # no token came to an expert, and the reference would take the largest of nothing
+        return
     data, scales, column_data, column_scales, amax = reference_nvfp4(matrix, square=square)
     if into._rowwise_data is not None:
         into._rowwise_data.copy_(data.view(into._rowwise_data.shape))
