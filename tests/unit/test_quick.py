@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ class Item:
     """A test that pytest has collected."""
 
     def __init__(self, path: str, *markers: str) -> None:
-        self.path, self.markers = Path(path), list(markers)
+        self.path, self.markers, self.nodeid = Path(path), list(markers), f"{path}::test_of_something"
 
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self.markers else None
@@ -41,6 +42,30 @@ def test_what_starts_megatron_vllm_or_pip_is_slow_unless_it_says_not(
     item = Item(path, *markers)
     quick.mark(cast("pytest.Item", item))
     assert ("slow" in item.markers) == slow
+
+
+@pytest.mark.parametrize(
+    ("path", "markers", "expected"),
+    [
+        ("tests/integration/test_trajectories.py", ("slow",), True),
+        ("tests/integration/test_trajectories.py", ("quick",), False),
+        ("tests/integration/test_export.py", (), False),
+        ("tests/unit/test_benchmark_refit.py", (), False),
+    ],
+)
+def test_only_slow_tests_are_variants(path: str, markers: tuple[str, ...], expected: bool) -> None:
+    item = Item(path, *markers)
+    quick.mark(cast("pytest.Item", item))
+    assert ("variant" in item.markers) == expected
+
+
+@pytest.mark.parametrize("pattern", quick.VARIANTS)
+def test_variants_are_of_tests_that_there_are(pattern: str) -> None:
+    name, _, test = pattern.partition("::")
+    texts = [file.read_text() for file in (Path(__file__).resolve().parents[2] / "tests").rglob(name)]
+    function = re.match(r"\w*", test)
+    assert function is not None
+    assert any(f"def {function[0]}" in text for text in texts)
 
 
 @pytest.mark.parametrize(
