@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
@@ -12,11 +13,11 @@ from megatron_patches.refit.failing import fail
 from megatron_patches.refit.hf_match import rope_scaling, unsupported
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config, read_config
 from megatron_patches.refit.source.family import PlannableFamily
+from megatron_patches.refit.source.llama import common_config
 from megatron_patches.refit.source.traits import ModelTraits
 
 _DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_LETTERS = {"mamba": "M", "attention": "*", "mlp": "-", "experts": "E"}
 
 
 def model_flags(config: Mapping[str, object]) -> list[str]:
@@ -40,7 +41,7 @@ def model_flags(config: Mapping[str, object]) -> list[str]:
         reasons.append(f"its router has norm_topk_prob {traits.norm_topk_prob}")
     if reasons:
         raise UnsupportedModelError(f"Megatron cannot build this {family.architecture}: {'; '.join(reasons)}")
-    flags = [*_shape(traits), *_attention(traits), *_feed_forward(traits), *_experts(traits)]
+    flags = [*_shape(family), *_attention(traits), *_feed_forward(traits), *_experts(traits)]
     if scaling is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", str(scaling["factor"])]
     return flags
@@ -79,16 +80,16 @@ def _dtype(config: Mapping[str, object]) -> list[str]:
 
 def _llama_scaling(family: PlannableFamily, scaling: Mapping[str, object]) -> object:
     """Llama 3's scaling with the factor of ``scaling``, as the family writes it; None if it has none."""
-    if "rope_scaling" not in family.config() or family.traits.latent is not None:
+    factor = scaling.get("factor")
+    if "rope_scaling" not in family.config() or family.traits.latent is not None or not isinstance(factor, int | float):
         return None
-    # Megatron's constants, see RotaryEmbedding._apply_scaling
-    constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    return {"rope_type": "llama3", "factor": scaling.get("factor"), **constants}
+    return common_config(replace(family.traits, rope_scaling_factor=float(factor)))["rope_scaling"]
 
 
-def _shape(traits: ModelTraits) -> Iterator[str]:
+def _shape(family: PlannableFamily) -> Iterator[str]:
+    traits = family.traits
     if traits.layer_kinds:
-        yield from ("--hybrid-layer-pattern", "".join(_LETTERS[kind] for kind in traits.layer_kinds))
+        yield from ("--hybrid-layer-pattern", str(family.config()["hybrid_override_pattern"]))
     else:
         yield from ("--num-layers", str(traits.num_layers))
     yield from ("--hidden-size", str(traits.hidden_size), "--ffn-hidden-size", str(traits.ffn_hidden_size))

@@ -19,7 +19,7 @@ from megatron_patches.refit.plan_command import of_flag, size_text
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.simulation.fleet import Sides
 from megatron_patches.refit.simulation.models import MODELS, config_of
-from megatron_patches.refit.simulation.simulate import FanOut, SampleSize, Simulation, WorkerKind, simulate
+from megatron_patches.refit.simulation.simulate import SampleSize, SimulatedFanOut, Simulation, WorkerKind, simulate
 from megatron_patches.refit.source.config_traits import dtype_of, family_from_config
 from megatron_patches.refit.source.offline import TrainerOptions
 
@@ -197,7 +197,7 @@ def _kind(kind: WorkerKind) -> Mapping[str, object]:
     }
 
 
-def _waves(found: FanOut) -> Mapping[str, object]:
+def _waves(found: SimulatedFanOut) -> Mapping[str, object]:
     return {
         "replicas": found.replicas,
         "copies": found.copies,
@@ -283,7 +283,7 @@ def print_simulation(sides: Sides, found: Simulation, targets: list[Limit], out:
     console.print(table)
 
 
-def _wave_table(found: FanOut) -> object:
+def _wave_table(found: SimulatedFanOut) -> object:
     from rich.table import Table
 
     table = Table(

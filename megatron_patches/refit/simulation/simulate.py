@@ -88,7 +88,7 @@ class Balance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FanOut:
+class SimulatedFanOut:
     """How a version reaches all replicas of an engine.
 
     Attributes:
@@ -134,7 +134,7 @@ class Simulation:
     registry_seconds: Mapping[str, float]
     registry_bytes: Mapping[str, float]
     balance: Balance
-    fan_out: FanOut
+    fan_out: SimulatedFanOut
 
     @property
     def sampled(self) -> bool:
@@ -215,7 +215,7 @@ def _requests(fleet: Fleet, engines: int, overlaps: Sequence[bytes]) -> tuple[li
     )
 
 
-def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) -> FanOut:
+def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) -> SimulatedFanOut:
     """The waves, if the trainer is as fast as its busiest rank.
 
     Args:
@@ -231,7 +231,7 @@ def _fan_out(replicas: int, received: float, sent: float, bytes_per_s: float) ->
     waves = fan_out(
         [Server(name="trainer", copies=copies)], [Waiting(name=f"engine {number}") for number in range(replicas)]
     )
-    return FanOut(
+    return SimulatedFanOut(
         replicas=replicas,
         copies=float(copies),
         unit_seconds=received / bytes_per_s,
