@@ -153,10 +153,10 @@ class EngineControl:
             logger.debug("refit: %s", error)
         self._settle(asked=False)
 
-    def close(self) -> None:
-        """Closes the rendezvous. A commit under way goes on."""
+    def close(self, after: int | None = None) -> None:
+        """Closes the rendezvous; ``after`` as there. A commit under way goes on."""
         self._caller.close(0.0)
-        self.rendezvous.close()
+        self.rendezvous.close(after)
 
     @property
     def _empties_caches(self) -> bool:

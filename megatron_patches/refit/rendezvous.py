@@ -95,6 +95,8 @@ class Rendezvous:
         self._steps: dict[int, _Step] = {}
         self._open: set[int] = set()  # file descriptors of connections
         self._closed = False
+        self._last: int | None = None  # whom to hear out before the end, until the deadline
+        self._deadline = 0.0
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = round(_CLOSING_S * 1000)
@@ -159,10 +161,22 @@ class Rendezvous:
                 "the log there says what went wrong"
             )
 
-    def close(self) -> None:
-        """Stops the server once parties have received pending messages or a timeout passed; waiting parties fail."""
+    def close(self, after: int | None = None) -> None:
+        """Stops the server once parties have received pending messages or a timeout passed; waiting parties fail.
+
+        Args:
+            after: a party that leaves now: what it said before is passed on. None if nobody may still say anything.
+        """
+        self._last, self._deadline = after, time.monotonic() + _CLOSING_S
         self._closed = True
         self._thread.join()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether it was closed and has heard all that the last party said."""
+        if not self._closed:
+            return False
+        return self._last is None or self._last in self._gone or time.monotonic() > self._deadline
 
     def _serve(self) -> None:
         """Runs until :meth:`close`. Only this thread uses the sockets."""
@@ -171,7 +185,7 @@ class Rendezvous:
         poller.register(self._monitor, zmq.POLLIN)
         said = time.monotonic()
         try:
-            while not self._closed:
+            while not self._has_ended:
                 poller.poll(round(TICK_S * 1000))
                 with self._lock:
                     self._take_what_came()

@@ -255,8 +255,8 @@ class Subscription:
         self._run(self._close)
         self._worker.close(0.0)
         closer = Worker(f"refit-closing-{self.name}")
-        control = self._control
-        closed = closer.submit(control.close if control is not None else lambda: None)
+        control, after = self._control, None if self._party is None else self._trainer.rank
+        closed = closer.submit(lambda: None if control is None else control.close(after))
         closer.close(0.0)
         return closed
 

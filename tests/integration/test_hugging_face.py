@@ -63,9 +63,14 @@ def examples() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
+# gloo's threads free tensors after a collective has ended. One that still does when the interpreter exits aborts it, see
+# megatron_patches.process_exit; of a program without our launcher, and of stock PyTorch too.
+SETTLED = "import time\ntime.sleep(0.5)\n"
+
+
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     example, _, _ = examples()
-    (tmp_path / "speech.py").write_text(example)
+    (tmp_path / "speech.py").write_text(example + SETTLED)
     # A file for each rank: what two of them write to one pipe runs together.
     where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
     done = subprocess.run(
@@ -90,7 +95,7 @@ def run_both(folder: Path, sharded: str, stock: str) -> tuple[torch.Tensor, torc
     found = []
     for name, program in (("sharded", sharded), ("stock", stock)):
         (place := folder / name).mkdir()
-        (place / "train.py").write_text(program)
+        (place / "train.py").write_text(program + SETTLED)
         where = ["--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1"]
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *where, "train.py"],

@@ -428,6 +428,20 @@ def test_a_party_that_takes_no_messages_delays_no_other_and_is_named() -> None:
         assert time.monotonic() - started < 10
 
 
+def test_what_a_party_said_last_reaches_the_others() -> None:
+    """Although it leaves and the server ends at once, as when a trainer's first rank closes after a commit."""
+    for _ in range(10):
+        server = Rendezvous(2, TIMEOUT_S, all_parts)
+        members = [Assembly(server.invitation, party, f"party {party}") for party in range(2)]
+        for party in range(2):
+            wait_for_join(server, party)
+        members[0].post("serves", None)
+        members[0].close()
+        server.close(after=0)
+        assert members[1].collect("serves", [0], TIMEOUT_S) == {0: None}
+        members[1].close()
+
+
 def test_what_was_told_before_the_end_arrives() -> None:
     """However long it is, and however late a party reads."""
     for _ in range(3):
