@@ -29,7 +29,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.push_orders import PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.roster import Roster
-from megatron_patches.refit.source.weight_source import WeightSource, source_of
+from megatron_patches.refit.source.weight_source import WeightSource, in_format, source_of
 from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
 from megatron_patches.refit.telemetry import Telemetry
 
@@ -91,6 +91,7 @@ class RefitSession:
             )
         self._snapshot = Snapshot()
         self.exchange = default_exchange(group)
+        self._source = in_format(self._options.weight_format, self._source, self.exchange)
         self._given: Sequence[EngineClient] | None = engines if self._first and engines else None
         self._roster = Roster(self._bring)
         self._fan_out: FanOut | None = None  # on the first rank, if the options want it
@@ -249,9 +250,10 @@ class RefitSession:
                 one.forget()  # each failure is told once
         for one in self._subscriptions.values():
             one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
+        began = time.perf_counter()
         self._source.settle()
         taking = {number: self._subscriptions[number] for number in orders.taking}
-        look_up, began = Once(self._source.look_up), time.perf_counter()
+        look_up = Once(self._source.look_up)
         self._let_streams_follow(taking)
         for turn in self._turns(taking):
             for one in turn:
