@@ -29,7 +29,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.push_orders import PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.roster import Roster
-from megatron_patches.refit.source.weight_source import WeightSource, in_format, source_of
+from megatron_patches.refit.source.weight_source import WeightSource, source_of
 from megatron_patches.refit.subscription import Once, Subscription, Trainer, longest
 from megatron_patches.refit.telemetry import Telemetry
 
@@ -91,7 +91,10 @@ class RefitSession:
             )
         self._snapshot = Snapshot()
         self.exchange = default_exchange(group)
-        self._source = in_format(self._options.weight_format, self._source, self.exchange)
+        if self._options.weight_format.is_quantized:
+            from megatron_patches.refit.source.fp8_block import Fp8BlockSource
+
+            self._source = Fp8BlockSource(self._source, self._options.weight_format, self.exchange)
         self._given: Sequence[EngineClient] | None = engines if self._first and engines else None
         self._roster = Roster(self._bring)
         self._fan_out: FanOut | None = None  # on the first rank, if the options want it

@@ -90,7 +90,7 @@ def test_an_engine_holds_and_answers_what_one_of_the_exported_checkpoint_does(
     assert all("a worker of this engine failed to replace its weights" in reason for reason in reasons[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(tmp_path: Path) -> None:
     """With scales in fp32, too."""
     fp32 = WeightFormat.FP8_BLOCK_FP32_SCALES
@@ -107,7 +107,7 @@ def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(t
 
 
 def test_weights_that_only_one_side_quantizes_are_refused_by_name(tmp_path: Path) -> None:
-    """A layer that the engine keeps in bfloat16, all layers, and a trainer that sends bfloat16; the old weights serve."""
+    """A layer or all that the engine keeps in bfloat16, and a trainer that sends bfloat16; the old weights serve."""
     trained = export(DENSE, tmp_path, WeightFormat.TRAINED, 1)[1]
     quantized = export(DENSE, tmp_path, FORMAT, 1)[1]
     content = json.loads((quantized / "config.json").read_text())

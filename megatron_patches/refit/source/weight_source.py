@@ -9,13 +9,10 @@ from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.source.live import MegatronSource
 from megatron_patches.refit.source.modules import ModuleSource
-from megatron_patches.refit.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
-
-    from megatron_patches.refit.exchange import NumberExchange
 
 
 class WeightSource(Protocol):
@@ -80,18 +77,3 @@ def source_of(
     if tp_group is not None:
         raise ValueError("tp_group is given without vocab_size; only models of Megatron have a tensor-parallel group")
     return ModuleSource(model, config)
-
-
-def in_format(weight_format: WeightFormat, source: WeightSource, exchange: NumberExchange) -> WeightSource:
-    """A source of the same weights in a format.
-
-    Args:
-        weight_format: the format.
-        source: the weights as they are trained.
-        exchange: all ranks that hold parts of the model.
-    """
-    if not weight_format.is_quantized:
-        return source
-    from megatron_patches.refit.source.fp8_block import Fp8BlockSource
-
-    return Fp8BlockSource(source, weight_format, exchange)

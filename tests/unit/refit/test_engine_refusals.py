@@ -46,10 +46,18 @@ def test_an_engine_without_options_is_taken() -> None:
     check_options(VllmConfig())
 
 
+def test_an_engine_in_block_fp8_is_taken() -> None:
+    config = VllmConfig()
+    object.__setattr__(config, "quant_config", Fp8Config(True, weight_block_size=[128, 128]))
+    check_options(config)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\); start it without --quantization"),
+        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\), not in blocks of 128 x 128; start it without"),
+        ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"\(fp8\), not in blocks of 128 x 128"),
+        ("quant_config", Fp8Config(True), r"\(fp8\), not in blocks of 128 x 128"),
         ("lora_config", object(), r"--enable-lora"),
         ("parallel_config.enable_eplb", True, r"--enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
