@@ -126,6 +126,8 @@ class _Part:
         amax: the largest magnitudes of the blocks that the box has a part of, fp32 [blocks down, blocks across].
         scale: what to multiply weights with, likewise.
         quantized: the quantized box, bytes [rows, columns].
+        is_exact: whether weights times their scale can be computed in the type of the weights, which moves a third of
+            the bytes: in bfloat16 a power of two changes nothing but the exponent, whose range is that of fp32.
     """
 
     storage: str
@@ -134,6 +136,7 @@ class _Part:
     amax: torch.Tensor
     scale: torch.Tensor
     quantized: torch.Tensor
+    is_exact: bool
 
     def measure(self, memory: torch.Tensor) -> None:
         """Takes the box's magnitudes into those of its blocks."""
@@ -145,7 +148,12 @@ class _Part:
         """Quantizes the box."""
         (above, left), (_, columns) = self.before, self.view.shape
         for at, rows, blocks in self._chunks(memory):
-            whole = to_e4m3(blocks, self.scale[at][:, None, :, None]).flatten(2).flatten(0, 1)
+            scale = self.scale[at][:, None, :, None]
+            if self.is_exact:
+                quantized = (blocks * scale.to(blocks.dtype)).to(getattr(torch, QUANTIZED)).view(torch.uint8)
+            else:
+                quantized = to_e4m3(blocks, scale)
+            whole = quantized.flatten(2).flatten(0, 1)
             top = above if rows.start == 0 else 0
             self.quantized[rows] = whole[top : top + rows.stop - rows.start, left : left + columns]
 
@@ -295,7 +303,8 @@ class BlockQuantizer:
             vector[place : place + grid.size].view(grid.blocks)[rows, columns] for vector in (self._amax, self._scale)
         )
         before = one.box.start[0] % BLOCK, one.box.start[1] % BLOCK
-        return _Part(one.view.storage, one.view, before, amax, scale, one.view.tensor(self._bytes[one.view.storage]))
+        storage, is_exact = one.view.storage, self._power_of_two and grid.dtype == "bfloat16"
+        return _Part(storage, one.view, before, amax, scale, one.view.tensor(self._bytes[storage]), is_exact)
 
     def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
         """The blocks of all weights of each dtype; those of a dtype lie together."""

@@ -14,11 +14,14 @@ import torch
 from etp.formats import quantize_blocks
 from megatron_patches.refit.boxes import Box, View, row_major_strides
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
+from megatron_patches.refit.exchange import SingleProcess
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.source import fp8_block
 from megatron_patches.refit.source.fp8_block import BlockQuantizer, Fp8BlockSource
+from megatron_patches.refit.source.modules import ModuleSource
 from megatron_patches.refit.weight_format import (
     WeightFormat,
     quantization_config,
@@ -144,10 +147,13 @@ def check(one: BlockQuantizer, wanted: Mapping[str, torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_ranks_that_cut_blocks_quantize_them_as_one_would(power_of_two: bool, dtype: torch.dtype) -> None:
+def test_ranks_that_cut_blocks_quantize_them_as_one_would(
+    power_of_two: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random cuts of rows and columns, several boxes a rank, changed weights, memory of another version in place."""
     generator = np.random.default_rng(7)
     for case in range(4):
+        monkeypatch.setattr(fp8_block, "_CHUNK", 1 << 16 if case % 2 else 1)  # several rows of blocks, or one
         shape = tuple(int(extent) for extent in generator.integers(60, 420, 2))
         cuts = [[0, *sorted(int(cut) for cut in generator.integers(1, extent, 3)), extent] for extent in shape]
         boxes = [
@@ -277,6 +283,34 @@ def test_a_rank_whose_weights_have_gone_does_not_leave_the_others_waiting() -> N
     inner[0].failure = ""
     in_all(sources, Fp8BlockSource.settle)
     assert len(sources[0].look_up()) == 3
+
+
+def test_a_module_is_quantized_under_its_own_names() -> None:
+    """One of transformers: its state dict is the reference."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            num_hidden_layers=1,
+            hidden_size=96,
+            intermediate_size=160,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            vocab_size=37,
+        )
+    ).bfloat16()
+    source = Fp8BlockSource(ModuleSource(model), WeightFormat.FP8_BLOCK, SingleProcess())
+    held = source.describe(0)
+    source.settle()
+    memory, state = source.look_up(), model.state_dict()
+    quantized = quantized_weights({name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert len(quantized) == 7
+    assert held.shapes.keys() == {*state, *map(scales_of, quantized)}
+    for name in quantized:
+        data, scales = reference(state[name], power_of_two=True)
+        assert np.array_equal(np.asarray(memory[name]), data.flatten().numpy())
+        assert np.array_equal(np.asarray(memory[scales_of(name)]), scales.flatten().view(torch.int32).numpy())
 
 
 def test_what_is_quantized_follows_the_published_checkpoints() -> None:
