@@ -10,7 +10,6 @@ import torch
 
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.export import ExportOptions, export_checkpoint
-from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions, RefitSession
 from megatron_patches.refit.source.config_traits import family_from_config
 from megatron_patches.refit.source.describe import describe_model
@@ -75,20 +74,13 @@ def push_body(
     address: str,
     version: int,
     steps: list[Step],
-    weight_format: WeightFormat = WeightFormat.FP8_BLOCK,
-    memory: MemoryMode = MemoryMode.BESIDE,
+    given: dict[str, Any],
 ) -> list[After]:
-    """Pushes one model after another; if no session begins, the reason alone."""
+    """Pushes one model after another, with the given options; if no session begins, the reason alone."""
     chunks = start(case)
     engine = VllmConnection(address) if rank == 0 else None
     found: list[After] = []
-    options = RefitOptions(
-        transport=TransportName.SHM,
-        timeout_s=120.0,
-        staging_bytes=STAGING,
-        weight_format=weight_format,
-        memory=memory,
-    )
+    options = RefitOptions(transport=TransportName.SHM, timeout_s=120.0, staging_bytes=STAGING, **given)
     engines = [] if engine is None else [engine]
     session = RefitSession(chunks, engines, vocab_size=int(str(case.config["vocab_size"])), options=options)
     with contextlib.closing(session):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.weight_format import WeightFormat
@@ -40,11 +41,13 @@ FORMAT = WeightFormat.FP8_BLOCK
 ALONE = TrainerMesh()
 
 
-def export(config: dict[str, Any], folder: Path, weight_format: WeightFormat, *seeds: int) -> dict[int, Path]:
-    paths = {seed: folder / f"{weight_format}_{seed}" for seed in seeds}
-    texts = {seed: str(path) for seed, path in paths.items()}
-    run_megatron(export_body, 1, timeout_s=200.0, args=(Case(ALONE, (0,), config), weight_format, texts))
-    return paths
+def export(
+    config: dict[str, Any], folder: Path, weight_format: WeightFormat, seed: int, mesh: TrainerMesh = ALONE
+) -> Path:
+    path = folder / f"{weight_format}_{seed}"
+    case = Case(mesh, tuple(range(mesh.size)), config)
+    run_megatron(export_body, mesh.size, timeout_s=200.0, args=(case, weight_format, {seed: str(path)}))
+    return path
 
 
 def host(model: Path, folder: Path, **options: Any) -> VllmHost:
@@ -54,9 +57,12 @@ def host(model: Path, folder: Path, **options: Any) -> VllmHost:
     return VllmHost(model, folder, worker_extension_cls="tests.support.vllm_fp8.CpuKernels", **options)
 
 
-def push(config: dict[str, Any], mesh: TrainerMesh, engine: VllmHost, *args: Any) -> list[After]:
+def push(
+    config: dict[str, Any], mesh: TrainerMesh, engine: VllmHost, version: int, steps: list[Step], **options: Any
+) -> list[After]:
     case = Case(mesh, tuple(range(mesh.size)), config)
-    return run_megatron(push_body, mesh.size, timeout_s=200.0, args=(case, engine.address, *args))[0]
+    args = (case, engine.address, version, steps, {"weight_format": FORMAT, **options})
+    return run_megatron(push_body, mesh.size, timeout_s=200.0, args=args)[0]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,7 @@ def test_an_engine_holds_and_answers_what_one_of_the_exported_checkpoint_does(
     config: dict[str, Any], beside: TrainerMesh, in_place: TrainerMesh, tmp_path: Path
 ) -> None:
     """Beside and in place; and what it did before, if a weight is not a number or a commit fails half done."""
-    paths = export(config, tmp_path, FORMAT, 1, 2)
+    paths = {1: export(config, tmp_path, FORMAT, 1), 2: export(config, tmp_path, FORMAT, 2, beside)}
     with host(paths[1], tmp_path / "first") as one:
         first = After(one.connect().parameters(), one.connect().log_probabilities(PROMPTS))
     with host(paths[2], tmp_path / "second") as engine:
@@ -79,7 +85,7 @@ def test_an_engine_holds_and_answers_what_one_of_the_exported_checkpoint_does(
         steps = [Step(1), Step(2, "nan"), Step(2, "apply"), Step(2)]
         pushed = push(config, beside, engine, 1, steps)
         steps = [Step(1), Step(2, "replace"), Step(2)]
-        pushed += push(config, in_place, engine, 9, steps, FORMAT, MemoryMode.IN_PLACE)
+        pushed += push(config, in_place, engine, 9, steps, memory=MemoryMode.IN_PLACE)
     assert first.parameters != second.parameters
     held = [first, first, first, second, first, first, second]
     assert [(after.parameters, after.answers) for after in pushed] == [(one.parameters, one.answers) for one in held]
@@ -92,31 +98,31 @@ def test_an_engine_holds_and_answers_what_one_of_the_exported_checkpoint_does(
 
 @pytest.mark.variant
 def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(tmp_path: Path) -> None:
-    """With scales in fp32, too."""
+    """With scales in fp32, too; and what changed alone is enough."""
     fp32 = WeightFormat.FP8_BLOCK_FP32_SCALES
-    paths = export(WIDE, tmp_path, FORMAT, 1) | {2: export(WIDE, tmp_path, fp32, 2)[2]}
+    paths = {1: export(WIDE, tmp_path, FORMAT, 1), 2: export(WIDE, tmp_path, fp32, 2)}
     fresh = {}
     for seed, path in paths.items():
         with host(path, tmp_path / f"engine_{seed}", tensor_parallel_size=2) as engine:
             fresh[seed] = engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS)
             if seed == 2:
                 pushed = push(WIDE, TrainerMesh(etp=3), engine, 1, [Step(1)])
-                pushed += push(WIDE, TrainerMesh(tp=2), engine, 2, [Step(2)], fp32)
-    assert [(after.parameters, after.answers) for after in pushed] == [fresh[1], fresh[2]]
+                options = {"weight_format": fp32, "payload": PayloadKind.DELTA}
+                pushed += push(WIDE, TrainerMesh(tp=2), engine, 2, [Step(1), Step(2)], **options)
+    assert [(pushed[at].parameters, pushed[at].answers) for at in (0, 2)] == [fresh[1], fresh[2]]
     assert fresh[1] != fresh[2]
 
 
 def test_weights_that_only_one_side_quantizes_are_refused_by_name(tmp_path: Path) -> None:
     """A layer or all that the engine keeps in bfloat16, and a trainer that sends bfloat16; the old weights serve."""
-    trained = export(DENSE, tmp_path, WeightFormat.TRAINED, 1)[1]
-    quantized = export(DENSE, tmp_path, FORMAT, 1)[1]
+    trained, quantized = (export(DENSE, tmp_path, kind, 1) for kind in (WeightFormat.TRAINED, FORMAT))
     content = json.loads((quantized / "config.json").read_text())
     content["quantization_config"]["modules_to_not_convert"].append("model.layers.1.mlp.down_proj")
     (quantized / "config.json").write_text(json.dumps(content))
     with host(quantized, tmp_path / "mixed", load_format="dummy") as engine:
         before = engine.connect().parameters()
         (kept,) = push(DENSE, ALONE, engine, 1, [Step(1)])
-        (plain,) = push(DENSE, ALONE, engine, 1, [Step(1)], WeightFormat.TRAINED)
+        (plain,) = push(DENSE, ALONE, engine, 1, [Step(1)], weight_format=WeightFormat.TRAINED)
         assert engine.connect().parameters() == before
     with host(trained, tmp_path / "plain") as engine:
         before = engine.connect().parameters()

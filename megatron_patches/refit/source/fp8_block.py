@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_patches.refit.ports import Memory
     from megatron_patches.refit.source.weight_source import WeightSource
 
-_CHUNK = 1 << 24  # elements that are quantized at a time, as they take several times their size meanwhile
+_CHUNK = 1 << 24  # elements that are quantized at a time
 
 Shape = tuple[int, ...]
 
@@ -123,57 +123,74 @@ class _Part:
         storage: name of the trainer's memory.
         view: the box in it.
         before: rows and columns of the box's first block before the box.
+        dtype: of the weights.
         amax: the largest magnitudes of the blocks that the box has a part of, fp32 [blocks down, blocks across].
         scale: what to multiply weights with, likewise.
         quantized: the quantized box, bytes [rows, columns].
-        is_exact: whether weights times their scale can be computed in the type of the weights, which moves a third of
-            the bytes: in bfloat16 a power of two changes nothing but the exponent, whose range is that of fp32.
     """
 
     storage: str
     view: View
     before: tuple[int, int]
+    dtype: str
     amax: torch.Tensor
     scale: torch.Tensor
     quantized: torch.Tensor
-    is_exact: bool
 
-    def measure(self, memory: torch.Tensor) -> None:
-        """Takes the box's magnitudes into those of its blocks."""
-        for at, _, blocks in self._chunks(memory):
-            largest = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))).float()
-            torch.maximum(self.amax[at], largest, out=self.amax[at])
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What parts must have in common to be quantized together."""
+        return self.view.shape, self.before, self.dtype
 
-    def cast(self, memory: torch.Tensor) -> None:
-        """Quantizes the box."""
-        (above, left), (_, columns) = self.before, self.view.shape
-        for at, rows, blocks in self._chunks(memory):
-            scale = self.scale[at][:, None, :, None]
-            if self.is_exact:
-                quantized = (blocks * scale.to(blocks.dtype)).to(getattr(torch, QUANTIZED)).view(torch.uint8)
-            else:
-                quantized = to_e4m3(blocks, scale)
-            whole = quantized.flatten(2).flatten(0, 1)
-            top = above if rows.start == 0 else 0
-            self.quantized[rows] = whole[top : top + rows.stop - rows.start, left : left + columns]
 
-    def _chunks(self, memory: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Some rows of blocks at a time: which they are, the rows of the box, and [down, 128, across, 128] elements.
+class _Batch:
+    """Parts of one form, which are quantized together: thousands of experts one by one would take long on a GPU.
 
-        What the box does not have of its outer blocks is 0.
+    Args:
+        parts: the parts.
+        power_of_two: whether scales are powers of two.
+    """
+
+    def __init__(self, parts: Sequence[_Part], *, power_of_two: bool) -> None:
+        self._parts = parts
+        # In bfloat16 a power of two changes nothing but the exponent, whose range is that of fp32. This moves a third
+        # of the bytes.
+        self._is_exact = power_of_two and parts[0].dtype == "bfloat16"
+
+    def measure(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Takes the magnitudes of weights into those of their blocks. Not a number counts as infinite.
+
+        Args:
+            weights: flat memory, by storage.
         """
-        box, (above, left), (down, across) = self.view.tensor(memory), self.before, self.amax.shape
-        rows, columns = box.shape
-        step = max(1, _CHUNK // (across * BLOCK * BLOCK))
-        for low in range(0, down, step):
-            high = min(low + step, down)
-            held = slice(max(low * BLOCK - above, 0), min(high * BLOCK - above, rows))
-            top, part = max(above - low * BLOCK, 0), box[held]
-            bottom = (high - low) * BLOCK - top - len(part)
-            right = across * BLOCK - left - columns
-            if top or bottom or left or right:
-                part = torch.nn.functional.pad(part, (left, right, top, bottom))
-            yield slice(low, high), held, part.unflatten(1, (across, BLOCK)).unflatten(0, (high - low, BLOCK))
+        blocks = self._blocks(weights)
+        largest = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float()
+        largest.masked_fill_(largest.isnan(), torch.inf)
+        torch._foreach_maximum_([part.amax for part in self._parts], list(largest))
+
+    def cast(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Quantizes; argument as for :meth:`measure`."""
+        blocks = self._blocks(weights)
+        scale = torch.stack([part.scale for part in self._parts])[:, :, None, :, None]
+        if self._is_exact:
+            quantized = (blocks * scale.to(blocks.dtype)).to(getattr(torch, QUANTIZED)).view(torch.uint8)
+        else:
+            quantized = to_e4m3(blocks, scale)
+        (above, left), (rows, columns) = self._parts[0].before, self._parts[0].view.shape
+        boxes = quantized.flatten(3).flatten(1, 2)[:, above : above + rows, left : left + columns]
+        torch._foreach_copy_([part.quantized for part in self._parts], list(boxes))
+
+    def _blocks(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The elements of the blocks, [parts, down, 128, across, 128]; 0 where a block is not the box's."""
+        first = self._parts[0]
+        (above, left), (rows, columns), (down, across) = first.before, first.view.shape, first.amax.shape
+        boxes = [part.view.tensor(weights[part.storage]) for part in self._parts]
+        if (rows, columns) != (down * BLOCK, across * BLOCK):
+            whole = boxes[0].new_zeros(len(boxes), down * BLOCK, across * BLOCK)
+            torch._foreach_copy_(list(whole[:, above : above + rows, left : left + columns]), boxes)
+        else:
+            whole = torch.stack(boxes) if len(boxes) > 1 else boxes[0][None]
+        return whole.view(len(boxes), down, BLOCK, across, BLOCK)
 
 
 class BlockQuantizer:
@@ -230,7 +247,8 @@ class BlockQuantizer:
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._bytes = dict(zip((storage.name for storage in storages), memory.split(sizes), strict=True))
         at = {grid.tensor: (grid, place) for grid, place in zip(self._grids, self._places, strict=True)}
-        self._parts = [self._part(one, *at[one.box.tensor]) for one in mine]
+        parts = [self._part(one, *at[one.box.tensor]) for placement in mine for one in _chunks(placement)]
+        self._batches = [_Batch(batch, power_of_two=power_of_two) for batch in _batches(parts)]
         scales = self._inverse.split([grid.size for grid in self._grids])
         self.quantized: Mapping[str, torch.Tensor] = {
             **{name: bytes_.view(getattr(torch, QUANTIZED)) for name, bytes_ in self._bytes.items()},
@@ -254,8 +272,8 @@ class BlockQuantizer:
         """
         self._amax.zero_()
         weights = self._weights(memory)
-        for part in self._parts:
-            part.measure(weights[part.storage])
+        for batch in self._batches:
+            batch.measure(weights)
 
     def agree(self) -> None:
         """Agrees with the other ranks on blocks that straddle them. Collective."""
@@ -282,8 +300,8 @@ class BlockQuantizer:
         if not usable.all():
             self._refuse(int(torch.nonzero(~usable)[0]))
         weights = self._weights(memory)
-        for one in self._parts:
-            one.cast(weights[one.storage])
+        for batch in self._batches:
+            batch.cast(weights)
 
     def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
         """The weights to quantize, as flat tensors that share memory with what the rank holds."""
@@ -303,8 +321,8 @@ class BlockQuantizer:
             vector[place : place + grid.size].view(grid.blocks)[rows, columns] for vector in (self._amax, self._scale)
         )
         before = one.box.start[0] % BLOCK, one.box.start[1] % BLOCK
-        storage, is_exact = one.view.storage, self._power_of_two and grid.dtype == "bfloat16"
-        return _Part(storage, one.view, before, amax, scale, one.view.tensor(self._bytes[storage]), is_exact)
+        storage = one.view.storage
+        return _Part(storage, one.view, before, grid.dtype, amax, scale, one.view.tensor(self._bytes[storage]))
 
     def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
         """The blocks of all weights of each dtype; those of a dtype lie together."""
@@ -365,8 +383,7 @@ class _Straddling:
         if not self.count:
             return
         packed = torch.zeros(self.count, device=amax.device)
-        # Communication libraries differ in what the larger of a number and NaN is.
-        packed[self.mine] = torch.nan_to_num(amax[self.places], nan=torch.inf, posinf=torch.inf)
+        packed[self.mine] = amax[self.places]
         exchange.take_largest(packed)
         amax[self.places] = packed[self.mine]
 
@@ -400,6 +417,7 @@ class Fp8BlockSource:
         Raises:
             RefitError: as the other source, and as :class:`BlockQuantizer`.
         """
+        self._quantizer, self._memory = None, {}  # their memory is needed again
         held = self._source.describe(rank)
         self._quantizer = BlockQuantizer(
             held.shapes,
@@ -458,6 +476,27 @@ def _grids(mine: Sequence[Placement], shapes: Mapping[str, Shape], held: Manifes
         blocks = tuple(high - low for low, high in zip(first, stop, strict=True))
         grids.append(_Grid(tensor, tuple(shapes[tensor]), tuple(found), first, blocks, dtype))
     return grids
+
+
+def _chunks(placement: Placement) -> Iterator[Placement]:
+    """A box in rows of blocks, some at a time, because they take several times their size while they are quantized."""
+    box, view = placement.box, placement.view
+    across = _blocks_in(box).shape[1]
+    step = max(1, _CHUNK // (across * BLOCK * BLOCK)) * BLOCK
+    cuts = [box.start[0], *range((box.start[0] // BLOCK) * BLOCK + step, box.stop[0], step), box.stop[0]]
+    for low, high in pairwise(cuts):
+        part = box.with_range(0, low, high)
+        yield Placement(part, view.cut(box, part))
+
+
+def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts of one form, as many as are quantized at a time."""
+    alike: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
+    for part in parts:
+        alike[part.form].append(part)
+    for found in alike.values():
+        count = max(1, _CHUNK // (found[0].amax.numel() * BLOCK * BLOCK))
+        yield from (found[at : at + count] for at in range(0, len(found), count))
 
 
 def _quantized(storage: Storage) -> Storage:

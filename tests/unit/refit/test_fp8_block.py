@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from etp.formats import quantize_blocks
 from megatron_patches.refit.boxes import Box, View, row_major_strides
@@ -153,7 +155,7 @@ def test_ranks_that_cut_blocks_quantize_them_as_one_would(
     """Random cuts of rows and columns, several boxes a rank, changed weights, memory of another version in place."""
     generator = np.random.default_rng(7)
     for case in range(4):
-        monkeypatch.setattr(fp8_block, "_CHUNK", 1 << 16 if case % 2 else 1)  # several rows of blocks, or one
+        monkeypatch.setattr(fp8_block, "_CHUNK", (1 << 18, 1 << 16, 1, 1 << 24)[case])  # of one block or more
         shape = tuple(int(extent) for extent in generator.integers(60, 420, 2))
         cuts = [[0, *sorted(int(cut) for cut in generator.integers(1, extent, 3)), extent] for extent in shape]
         boxes = [
@@ -338,3 +340,28 @@ def test_what_is_quantized_follows_the_published_checkpoints() -> None:
     assert quantized_weights(with_scales(kept | quantized)) == []  # quantized already
     with pytest.raises(UnsupportedModelError, match="A_log belongs to a Mamba mixer"):
         quantized_weights(quantized | {"backbone.layers.0.mixer.A_log": (4,)})
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would launch a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(
+            argument.alias_info and not argument.alias_info.is_write for argument in func._schema.returns
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_do_not_depend_on_how_many_experts_there_are() -> None:
+    def launches(experts: int) -> int:
+        names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(experts)]
+        weights = {name: uneven((256, 192), number) for number, name in enumerate(names)}
+        manifest, memory = held_by(0, weights, [Box(name, (0, 0), (256, 192)) for name in names])
+        one = quantizer(weights, manifest, members(1)[0])
+        with Launches() as found:
+            run(one, memory)
+        return found.count
+
+    assert launches(40) == launches(2) < 60
