@@ -16,6 +16,8 @@ class TransportName(StrEnum):
     """``torch.distributed`` collectives: NCCL on CUDA, gloo on CPU."""
     COPY_ENGINE = "copy_engine"
     """Peer copies from symmetric memory inside one NVLink domain; CUDA only."""
+    HIERARCHICAL = "hierarchical"
+    """For groups that span hosts: ``c10d`` between hosts, and within each host what ``auto`` selects there."""
 
 
 class GradReduction(StrEnum):
