@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import hosts
+from benchmarks.hosts import all_to_all, hierarchical, ring
 from tests.integration.two_hosts import DTYPES
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc, pytest.mark.cpu_only("gloo's traffic is counted")]
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS, PER_HOST = 2, 2
+MESH = HOSTS, PER_HOST
 RANKS = HOSTS * PER_HOST
 INTERFACE = "veth0"
 UNSHARED = ("unshare", "--net", "--uts")
@@ -94,10 +97,12 @@ def test_each_byte_enters_a_host_once(tmp_path: Path) -> None:
             assert (mine["gathered"], mine["reduced"]) == (other["gathered"], other["reduced"])
         whole = RANKS / (RANKS - 1)
         gathers, gradients = whole * ours[0]["gathered"], whole * ours[0]["reduced"]
-        remote = (HOSTS - 1) / HOSTS
-        # Sums within hosts travel in fp32; all chunks of c10d in the gradients' dtype.
-        expected = remote * (gathers + gradients * 4 / dtype.itemsize)
-        expected_plain = (RANKS - 1) / RANKS * gathers + PER_HOST * remote * gradients
+        sums = gradients / dtype.itemsize * hosts.SUM_BYTES / PER_HOST
+        two_steps = hierarchical(gathers, *MESH).network + hierarchical(gradients, *MESH, sums).network
+        one_step = ring(gathers, *MESH).network + all_to_all(gradients, *MESH).network
+        expected, expected_plain = PER_HOST * two_steps, PER_HOST * one_step
+        # In words: each byte of a weight that the other host has, once, and so each element's fp32 sum.
+        assert expected == (HOSTS - 1) / HOSTS * (gathers + gradients * 4 / dtype.itemsize)
         for host in range(HOSTS):
             for found, closed_form in ((ours, expected), (plain, expected_plain)):
                 counts = found[host * PER_HOST]

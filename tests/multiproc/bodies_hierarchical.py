@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ import etp
 from etp.collectives import select_transport
 from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
-from etp.collectives.hierarchical import HOST_VARIABLE
+from etp.collectives.hierarchical import HOST_VARIABLE, HierarchicalTransport
 from etp.config import EtpConfig
 from etp.stack import Stack
+from etp.streams import Lane
 from tests.multiproc import bodies_stacked
 from tests.multiproc.models import VOCAB, Tiny
 from tests.multiproc.oracle import Twins, poisoned
@@ -40,19 +42,19 @@ def on_host(number: int) -> Iterator[None]:
 
 def steps_equal_one_step(
     rank: int, world_size: int, per_host: int, dtype: torch.dtype, sink_dtype: torch.dtype, fp32: bool
-) -> int:
+) -> tuple[str, int]:
     """Gathers equal ``c10d``'s, and reductions the sum over hosts of sums over their ranks, bit for bit.
 
     Returns:
-        how many tensors were compared.
+        the transport within hosts, and how many tensors were compared.
     """
     group = dist.group.WORLD
     assert group is not None
     config = EtpConfig(transport="hierarchical", fp32_accumulation=fp32, timeout_s=60.0)  # type: ignore[arg-type]
     with on_host(rank // per_host):
         ours = select_transport(config, group, device())
-        assert type(ours).__name__ == "HierarchicalTransport"
-        return _compared(ours, group, per_host, dtype, sink_dtype, fp32=fp32)
+        assert isinstance(ours, HierarchicalTransport)
+        return type(ours._within).__name__, _compared(ours, group, per_host, dtype, sink_dtype, fp32=fp32)
 
 
 def _compared(
@@ -72,7 +74,7 @@ def _compared(
         """What each rank has, known to all."""
         return torch.randn(world_size, *shape, generator=generator).to(of).to(device())
 
-    compared = 0
+    lane, compared = Lane(device()), 0
     kept: dict[tuple[int, ...], tuple[Stack, ...]] = {}
     for step in range(3):
         for count, rows, columns in ((1, 6, 5), (1, 1, 7), (3, 2, 4), (5, 3, 1)):
@@ -84,13 +86,14 @@ def _compared(
             for output in (*gathered, *expected):
                 output.fill_(float("nan"))
             mine = Stack(shards[rank].clone().unbind(0))
-            ours.all_gather(gathered, mine, "gather").join()
-            plain.all_gather(expected, mine, "gather").join()
+            lane.start(partial(ours.all_gather, gathered, mine, "gather")).wait()
+            lane.start(partial(plain.all_gather, expected, mine, "gather")).wait()
             grads, start = everyone(*whole, of=dtype), everyone(count, rows, columns, of=sink_dtype)[rank]
             for wgrad, grad in zip(wgrads, grads[rank], strict=True):
                 wgrad.copy_(grad)
             sinks, accumulate = Stack(start.clone().unbind(0)), step % 2 == 0
-            ours.reduce_scatter(wgrads, sinks, world_size, "reduce", accumulate=accumulate).join()
+            reduce = partial(ours.reduce_scatter, wgrads, sinks, world_size, "reduce", accumulate=accumulate)
+            lane.start(reduce).wait()
             found = _summed(grads, per_host, fp32=fp32)[:, rank * rows : (rank + 1) * rows] / world_size
             if accumulate:
                 found = (start + found).to(sink_dtype)
