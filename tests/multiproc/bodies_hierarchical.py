@@ -7,17 +7,19 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import etp
+from etp import collectives
 from etp.collectives import select_transport
 from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.hierarchical import HOST_VARIABLE, HierarchicalTransport
-from etp.config import EtpConfig
+from etp.config import EtpConfig, TransportName
 from etp.stack import Stack
 from etp.streams import Lane
 from tests.multiproc import bodies_stacked
@@ -162,8 +164,22 @@ def orders_differ_within_hosts(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    """What is raised for groups that cannot be served in two steps; names of the transports of those that can."""
+def one_leaves(rank: int, world_size: int) -> str:
+    """The last rank leaves after a pass. Returns what was raised on the others."""
+    with on_host(rank // 2):
+        model = nn.Linear(8, 8, bias=False)
+        config = etp.EtpConfig(transport="hierarchical", timeout_s=20.0)  # type: ignore[arg-type]
+        etp.shard_module(model, dist.group.WORLD, config=config)
+        try:
+            for _ in range(1 if rank == world_size - 1 else 2):
+                model(torch.randn(3, 8)).sum().backward()
+        except etp.EtpCommunicationError as error:
+            return str(error)
+    return "no error"
+
+
+def selected(rank: int, world_size: int) -> dict[str, str]:
+    """Names of the transports of groups over several hosts, or why there is none."""
     answers = {}
     world = dist.group.WORLD
     assert world is not None
@@ -172,11 +188,17 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         "interleaved": (0, 1, 0, 1),
         "one host": (0, 0, 0, 0),
         "one rank each": (0, 1, 2, 3),
+        "two ranks each": (0, 0, 1, 1),
+    }
+    measured = {
+        "hierarchical": collectives._IN_TWO_STEPS,
+        "auto": collectives._IN_TWO_STEPS,
+        "auto, once it is measured": collectives._IN_TWO_STEPS | {TransportName.AUTO},
     }
     for name, numbers in hosts.items():
-        for transport in ("hierarchical", "auto"):
-            config = EtpConfig(transport=transport, timeout_s=30.0)  # type: ignore[arg-type]
-            with on_host(numbers[rank]):
+        for transport, in_two_steps in measured.items():
+            config = EtpConfig(transport=transport.split(",")[0], timeout_s=30.0)  # type: ignore[arg-type]
+            with on_host(numbers[rank]), mock.patch.object(collectives, "_IN_TWO_STEPS", in_two_steps):
                 try:
                     answer = type(select_transport(config, world, device())).__name__
                 except ValueError as error:
