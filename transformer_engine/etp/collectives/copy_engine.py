@@ -34,9 +34,10 @@ place of another ring, raises STAGED, and goes on. Peers copy from there on a st
 STAGED and then raises STAGE_FREE, so that the next shards arrive while these are copied. These flags alternate like
 those of the receive ring. Ranks whose gathers differ wait until their timeout.
 
-[Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if
-it has run outside of one before, because no memory is allocated inside a capture. Memory that a graph refers to is
-never freed.
+[Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` and :meth:`CopyEngineTransport.stage`
+may be captured into a CUDA graph, if it has run outside of one before, because no memory is allocated inside a capture.
+Memory that a graph refers to is never freed. The flags of staged shards order the gathers of one stream, not those of a
+graph beside them.
 """
 
 from __future__ import annotations
@@ -350,7 +351,7 @@ class CopyEngineTransport(Transport):
         return InFlight(end)
 
     def stage(self, outputs: Stack) -> Stack:
-        """See :class:`etp.collectives.base.Transport` and [Note: staged shards]."""
+        """See :class:`etp.collectives.base.Transport` and [Note: staged shards]. Not inside a capture."""
         chunk = outputs.nbytes // self._size
         buffer, place, number = self._place_for(self._stages, _aligned(chunk * len(outputs)))
         self._signals.receive(_Channel.STAGE_FREE + number, self._stream())

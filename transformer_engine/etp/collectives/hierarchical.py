@@ -131,7 +131,7 @@ class HierarchicalTransport(C10dTransport):
             EtpStateError: when a capture begins.
         """
         if capturing:
-            # The flags of staged shards order the gathers of one stream, not those of a graph beside others.
+            # See [Note: capture] in etp/collectives/copy_engine.py.
             raise EtpStateError(
                 f"transport 'hierarchical' {self._who} cannot be captured into a CUDA graph; use 'c10d', or train "
                 "without CUDA graphs"
