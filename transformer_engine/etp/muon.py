@@ -83,8 +83,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"ns_steps is {ns_steps}; it must be at least 0 and below 100")
         if adjust_lr_fn not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; it must be one of {_ADJUSTMENTS}")
-        # By process group, the matrices of the latest step; others would be planned anew.
-        self._exchanges: dict[dist.ProcessGroup, _Exchange] = {}
+        self._exchanges = MatrixExchanges()
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -143,8 +142,8 @@ class Muon(torch.optim.Optimizer):
                     shared.setdefault(param.group, []).append(update)
                 else:
                     _step_alone(update)
-        for process_group, updates in shared.items():
-            self._step_together(process_group, updates)
+        for updates in shared.values():
+            self._step_together(updates)
         return loss
 
     def _update(self, param: torch.Tensor, options: _Options) -> _Update:
@@ -155,14 +154,9 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         return _Update(param, grad, state["momentum_buffer"], options)
 
-    def _step_together(self, process_group: dist.ProcessGroup, updates: list[_Update]) -> None:
+    def _step_together(self, updates: list[_Update]) -> None:
         shards = [update.param for update in updates if isinstance(update.param, ETPShardedParam)]
-        exchange = self._exchanges.get(process_group)
-        if exchange is None or not exchange.is_of(shards):
-            exchange = self._exchanges[process_group] = _Exchange(shards, process_group)
-        shards[0].driver.matrices.on_owners(
-            exchange.plan,
-            process_group,
+        self._exchanges.of(shards).run(
             send=lambda index: updates[index].advance_momentum(),
             compute=lambda index, momentum: updates[index].options.orthogonalized(momentum),
             receive=lambda index, rows: updates[index].apply(rows),
@@ -238,38 +232,61 @@ def _step_alone(update: _Update) -> None:
     update.apply(found)
 
 
-class _Exchange:
-    """The plan for the matrices of one process group that are stepped together. Building it is collective.
+class MatrixExchange:
+    """Sends sharded matrices of one process group, which are stepped together, to their owners and back.
+
+    Building one is collective.
+
+    Args:
+        shards: of matrices, cut into more than one shard, in the same order on all ranks.
 
     Raises:
         PeerMismatchError: if the ranks would step different ones.
     """
 
-    def __init__(self, shards: Sequence[ETPShardedParam], process_group: dist.ProcessGroup) -> None:
-        # References, so that no other parameter can get the same id.
+    def __init__(self, shards: Sequence[ETPShardedParam]) -> None:
+        # References, so that no other parameter can take the place of one.
         self._shards = list(shards)
+        self._group = shards[0].group
         names = [f"{shard.fqn} {shard.layout.shape}" for shard in shards]
         digest = hashlib.sha256("\n".join(names).encode()).digest()
         own = torch.tensor([len(names), int.from_bytes(digest[:7])], dtype=torch.int64, device=shards[0].device)
         label = "all-gather of the matrices that have gradients"
-        everyone = shards[0].driver.scalars.gathered(own, process_group, label).tolist()
+        everyone = shards[0].driver.scalars.gathered(own, self._group, label).tolist()
         if any(each != everyone[0] for each in everyone):
-            counts = {rank: each[0] for rank, each in zip(_ranks(process_group), everyone, strict=True)}
+            ranks = dist.get_process_group_ranks(self._group)
+            counts = {rank: each[0] for rank, each in zip(ranks, everyone, strict=True)}
             raise PeerMismatchError(
-                f"Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
+                "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
                 f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {names[0]}. Give all "
                 "ranks the same parameters, and clear gradients on all of them or on none"
             )
-        self.plan = MatrixPlan.balanced([shard.layout for shard in shards])
+        self._plan = MatrixPlan.balanced([shard.layout for shard in shards])
 
     def is_of(self, shards: Sequence[ETPShardedParam]) -> bool:
         """Whether it was built for these shards."""
-        return len(shards) == len(self._shards) and all(map(_is, shards, self._shards))
+        return [*map(id, shards)] == [*map(id, self._shards)]
+
+    def run(
+        self,
+        send: Callable[[int], torch.Tensor],
+        compute: Callable[[int, torch.Tensor], torch.Tensor],
+        receive: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """See :meth:`etp.matrices.GroupMatrices.on_owners`. Indices are those of the shards. Collective."""
+        self._shards[0].driver.matrices.on_owners(self._plan, self._group, send, compute, receive)
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+class MatrixExchanges:
+    """The latest exchange of each process group: the same matrices have gradients in most steps."""
 
+    def __init__(self) -> None:
+        self._latest: dict[dist.ProcessGroup, MatrixExchange] = {}
 
-def _ranks(process_group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(process_group)
+    def of(self, shards: Sequence[ETPShardedParam]) -> MatrixExchange:
+        """The exchange of these shards, all of one process group. Collective if the latest was of others."""
+        group = shards[0].group
+        found = self._latest.get(group)
+        if found is None or not found.is_of(shards):
+            found = self._latest[group] = MatrixExchange(shards)
+        return found
