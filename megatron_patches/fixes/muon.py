@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.registry import PatchRecord
 from megatron_patches.weight_shard_api import is_sharded
+
+SUPPORTED = "0.3"
+"""The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` makes."""
 
 
 def _replace_build(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +39,7 @@ def _replace_create(create: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(config: Any, param_groups: Any, eopt_name: str, model_chunks: Any, pg_collection: Any) -> Any:
         if not any(is_sharded(param) for group in param_groups for param in group["params"]):
             return create(config, param_groups, eopt_name, model_chunks, pg_collection)
+        _check_release(importlib.metadata.version("emerging-optimizers"))
         from megatron.core.optimizer import emerging_optimizers as megatron
 
         from megatron_patches.muon import ShardedMuon
@@ -44,6 +50,14 @@ def _replace_create(create: Callable[..., Any]) -> Callable[..., Any]:
         return ShardedMuon(param_groups, **options), entry.init_state_fn
 
     return replacement
+
+
+def _check_release(found: str) -> None:
+    if not found.startswith(f"{SUPPORTED}."):
+        raise UnsupportedConfigurationError(
+            f"emerging-optimizers {found} may step otherwise than sharded Muon does, which follows {SUPPORTED}: "
+            f"pip install 'emerging-optimizers=={SUPPORTED}.*'"
+        )
 
 
 def _mark_whole_query_groups(model_chunks: Sequence[Any], qkv_split_shapes: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import etp
+from etp.matrices import MatrixPlan
 from tests.multiproc.bodies_stacked import Experts
 from tests.multiproc.oracle import rows_of_shard
 from tests.threaded.threads import run_threads
@@ -80,7 +81,11 @@ def step_all(
 def test_whole_matrices_are_stepped_as_by_the_unsharded_optimizer(
     world_size: int, nesterov: bool, dtype: torch.dtype
 ) -> None:
-    options = {"lr": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw" if world_size == 3 else None}
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "nesterov": nesterov,
+        "adjust_lr_fn": "match_rms_adamw" if world_size == 3 else None,
+    }
     whole = model(dtype)
     models = [copy.deepcopy(whole) for _ in range(world_size)]
     params = matrices(whole)
@@ -105,6 +110,45 @@ def test_whole_matrices_are_stepped_as_by_the_unsharded_optimizer(
                 assert torch.equal(value, expected[name]), name
             else:
                 torch.testing.assert_close(value, expected[name], rtol=STEPS * BF16, atol=1e-3)
+
+
+def compute(rank: int, world_size: int, wholes: list[torch.Tensor], models: list[nn.Module]) -> list[int]:
+    """Which matrices this rank computes on in rounds of few elements; checks this rank's rows of the results."""
+    runtime = etp.shard_module(models[rank], dist.group.WORLD)
+    layouts = [etp.ShardLayout(tuple(whole.shape), world_size, 4) for whole in wholes]
+    plan = MatrixPlan.balanced(layouts, round_numel=40)
+    assert len(plan.rounds) > 1
+    owned: list[int] = []
+    got: dict[int, torch.Tensor] = {}
+
+    def turn_round(index: int, whole: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(whole, wholes[index])
+        owned.append(index)
+        found = whole.flip(0, 1)
+        whole.fill_(torch.nan)
+        return found
+
+    runtime.matrices.on_owners(
+        plan,
+        dist.group.WORLD,  # type: ignore[arg-type]
+        send=lambda index: wholes[index][slice(*layouts[index].logical_range(rank))],
+        compute=turn_round,
+        receive=lambda index, rows: got.update({index: rows.clone()}),
+    )
+    for index, whole in enumerate(wholes):
+        assert torch.equal(got[index], whole.flip(0, 1)[slice(*layouts[index].logical_range(rank))])
+    return owned
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_each_matrix_is_computed_once_and_every_row_comes_back(world_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    wholes = [torch.randn(rows, 3 + rows % 4, generator=generator) for rows in (1, 40, 7, 23, 4, 4, 11, 30, 17, 2)]
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(world_size)]
+    for one in models:
+        one.load_state_dict(models[0].state_dict())
+    owned = run_threads(compute, world_size, wholes, models)
+    assert sorted(index for each in owned for index in each) == list(range(len(wholes)))
 
 
 def step_experts(rank: int, world_size: int, models: list[nn.Module], wholes: list[torch.Tensor]) -> torch.Tensor:

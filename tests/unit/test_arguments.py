@@ -285,7 +285,11 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number"),
         ({"save_wgrads_interval": 4}, "--save-wgrads-interval"),
         ({"save_params_interval": 4}, "--save-params-interval"),
-        ({"optimizer": "muon"}, "--optimizer other than adam or sgd"),
+        ({"optimizer": "soap"}, "--optimizer other than adam, sgd or muon"),
+        (
+            {"optimizer": "muon", "use_distributed_optimizer": True},
+            "--optimizer muon and --use-distributed-optimizer",
+        ),
     ],
 )
 def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], culprit: str) -> None:

@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient. Collective over the shard groups.
 
         Args:
