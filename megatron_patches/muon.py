@@ -22,7 +22,7 @@ from etp.shard_grad import plain
 from megatron_patches.sharded_weight import MegatronShardedParam
 
 
-class ShardedMuon(TensorParallelMuon):  # type: ignore[misc]
+class ShardedMuon(TensorParallelMuon):
     """Megatron's Muon, with the same arguments.
 
     Args:

@@ -130,7 +130,7 @@ def compute(rank: int, world_size: int, wholes: list[torch.Tensor], models: list
 
     runtime.matrices.on_owners(
         plan,
-        dist.group.WORLD,  # type: ignore[arg-type]
+        dist.group.WORLD,
         send=lambda index: wholes[index][slice(*layouts[index].logical_range(rank))],
         compute=turn_round,
         receive=lambda index, rows: got.update({index: rows.clone()}),

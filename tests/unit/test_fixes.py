@@ -447,7 +447,7 @@ class TestMuon:
 
     def test_a_model_without_shards_gets_megatrons_own(self) -> None:
         created = muon.RECORDS[1].replace(lambda *arguments: arguments)
-        arguments = ("config", [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], "muon", [], None)
+        arguments: tuple[Any, ...] = ("config", [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], "muon", [], None)
         assert created(*arguments) == arguments
 
     def test_query_key_and_value_are_told_apart_by_rows_of_the_whole_weight(self) -> None:
