@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_patches.arguments import UnsupportedConfigurationError
+from megatron_patches.refusals import MUON_RELEASE, has_muon
 from megatron_patches.registry import PatchRecord
 from megatron_patches.weight_shard_api import is_sharded
-
-SUPPORTED = "0.3"
-"""The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` makes."""
 
 
 def _replace_build(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +36,7 @@ def _replace_create(create: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(config: Any, param_groups: Any, eopt_name: str, model_chunks: Any, pg_collection: Any) -> Any:
         if not any(is_sharded(param) for group in param_groups for param in group["params"]):
             return create(config, param_groups, eopt_name, model_chunks, pg_collection)
-        _check_release(importlib.metadata.version("emerging-optimizers"))
+        _check(config, eopt_name)
         from megatron.core.optimizer import emerging_optimizers as megatron
 
         from megatron_patches.muon import ShardedMuon
@@ -52,11 +49,21 @@ def _replace_create(create: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _check_release(found: str) -> None:
-    if not found.startswith(f"{SUPPORTED}."):
+def _check(config: Any, name: str) -> None:
+    """Refuse, in scripts without Megatron's command line too, what ``megatron_patches.refusals`` lists."""
+    if name != "muon":
         raise UnsupportedConfigurationError(
-            f"emerging-optimizers {found} may step otherwise than sharded Muon does, which follows {SUPPORTED}: "
-            f"pip install 'emerging-optimizers=={SUPPORTED}.*'"
+            f"optimizer {name} would take each shard for a whole matrix; with sharded weights use muon or adam"
+        )
+    if config.use_layer_wise_distributed_optimizer or config.optimizer.startswith("dist_"):
+        raise UnsupportedConfigurationError(
+            "a layer-wise distributed optimizer gives each replica of a shard other weights to step; with sharded "
+            "weights use optimizer muon without use_layer_wise_distributed_optimizer"
+        )
+    if not has_muon():
+        raise UnsupportedConfigurationError(
+            f"Muon for sharded weights needs emerging-optimizers {MUON_RELEASE}: "
+            f"pip install 'emerging-optimizers=={MUON_RELEASE}.*'"
         )
 
 

@@ -322,6 +322,15 @@ def test_what_the_gpu_cannot_multiply_is_refused(
     check(applied("--etp-size", "2", **settings))
 
 
+def test_muon_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = applied("--etp-size", "2", optimizer="muon")
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.3.0")
+    check(args)
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.30.0")
+    with pytest.raises(UnsupportedConfigurationError, match=r"emerging-optimizers 0\.3; pip install"):
+        check(args)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

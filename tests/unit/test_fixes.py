@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import types
 from collections.abc import Iterator
@@ -465,10 +466,22 @@ class TestMuon:
                 assert weight.is_qkv is expected  # type: ignore[attr-defined]
                 assert weight.qkv_split_shapes == [2, 2, 2]  # type: ignore[attr-defined]
 
-    def test_other_releases_of_its_package_are_refused(self) -> None:
-        muon._check_release("0.3.1")
-        for release in ("0.30.0", "0.4.0"):
-            with pytest.raises(
-                UnsupportedConfigurationError, match=f"emerging-optimizers {release} may step otherwise"
-            ):
-                muon._check_release(release)
+    @pytest.mark.parametrize(
+        ("name", "layer_wise", "release", "message"),
+        [
+            ("muon", False, "0.30.0", r"needs emerging-optimizers 0\.3: pip install"),
+            ("muon", False, "0.4.0", r"needs emerging-optimizers 0\.3: pip install"),
+            ("muon", True, "0.3.0", "a layer-wise distributed optimizer gives each replica of a shard other weights"),
+            ("dist_muon", False, "0.3.0", "a layer-wise distributed optimizer gives each replica"),
+            ("soap", False, "0.3.0", "optimizer soap would take each shard for a whole matrix"),
+        ],
+    )
+    def test_what_shards_do_not_support_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, layer_wise: bool, release: str, message: str
+    ) -> None:
+        monkeypatch.setattr(importlib.metadata, "version", lambda _name: release)
+        config = types.SimpleNamespace(optimizer=name, use_layer_wise_distributed_optimizer=layer_wise)
+        with fake_group(rank=0, world_size=2) as group:
+            groups = [{"params": [MegatronShardedParam.from_full(torch.ones(4, 2), group)]}]
+            with pytest.raises(UnsupportedConfigurationError, match=message):
+                muon.RECORDS[1].replace(print)(config, groups, name.removeprefix("dist_"), [], None)
