@@ -33,8 +33,8 @@ class Muon(torch.optim.Optimizer):
     step, each matrix's momentum is gathered, in bf16, by one rank of the shard group, which runs the Newton-Schulz
     iteration of ``torch.optim.Muon`` on it, and sends each rank the update of its rows. Matrices are spread so that all
     ranks have about the same work. Given equal gradients, weights and momentum are bitwise those of
-    ``torch.optim.Muon`` on the unsharded model, except that this optimizer does not overwrite the momentum of bf16
-    weights with ``nesterov=False``.
+    ``torch.optim.Muon`` on the unsharded model. There are two exceptions for bf16 weights: with ``nesterov=False`` this
+    optimizer does not overwrite their momentum, and CPUs round their update by where in memory an element lies.
 
     Weights of three dimensions, in which ``etp.shard_module`` has found stacked experts, are a matrix for each expert,
     orthogonalized by the rank that holds it. Parameters that are not sharded are stepped on every rank.
