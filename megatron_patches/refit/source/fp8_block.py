@@ -124,8 +124,7 @@ class _Part:
         view: the box in it.
         before: rows and columns of the box's first block before the box.
         dtype: of the weights.
-        amax: the largest magnitudes of the blocks that the box has a part of, fp32 [blocks down, blocks across].
-        scale: what to multiply weights with, likewise.
+        blocks: places of the blocks that the box has a part of, among all of the rank, [down, across].
         quantized: the quantized box, bytes [rows, columns].
     """
 
@@ -133,8 +132,7 @@ class _Part:
     view: View
     before: tuple[int, int]
     dtype: str
-    amax: torch.Tensor
-    scale: torch.Tensor
+    blocks: NDArray[np.int64]
     quantized: torch.Tensor
 
     @property
@@ -156,22 +154,30 @@ class _Batch:
         # In bfloat16 a power of two changes nothing but the exponent, whose range is that of fp32. This moves a third
         # of the bytes.
         self._is_exact = power_of_two and parts[0].dtype == "bfloat16"
+        self._places = torch.from_numpy(np.stack([part.blocks for part in parts])).to(parts[0].quantized.device)
 
-    def measure(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
         """Takes the magnitudes of weights into those of their blocks. Not a number counts as infinite.
 
         Args:
             weights: flat memory, by storage.
+            amax: the largest magnitude of each of the rank's blocks, fp32.
         """
         blocks = self._blocks(weights)
         largest = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float()
         largest.masked_fill_(largest.isnan(), torch.inf)
-        torch._foreach_maximum_([part.amax for part in self._parts], list(largest))
+        # Two parts may have a block in common.
+        amax.scatter_reduce_(0, self._places.flatten(), largest.flatten(), "amax")
 
-    def cast(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Quantizes; argument as for :meth:`measure`."""
+    def cast(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor) -> None:
+        """Quantizes.
+
+        Args:
+            weights: flat memory, by storage.
+            scales: what to multiply the weights of each of the rank's blocks with, fp32.
+        """
         blocks = self._blocks(weights)
-        scale = torch.stack([part.scale for part in self._parts])[:, :, None, :, None]
+        scale = scales[self._places][:, :, None, :, None]
         if self._is_exact:
             quantized = (blocks * scale.to(blocks.dtype)).to(getattr(torch, QUANTIZED)).view(torch.uint8)
         else:
@@ -183,7 +189,7 @@ class _Batch:
     def _blocks(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The elements of the blocks, [parts, down, 128, across, 128]; 0 where a block is not the box's."""
         first = self._parts[0]
-        (above, left), (rows, columns), (down, across) = first.before, first.view.shape, first.amax.shape
+        (above, left), (rows, columns), (down, across) = first.before, first.view.shape, first.blocks.shape
         boxes = [part.view.tensor(weights[part.storage]) for part in self._parts]
         if (rows, columns) != (down * BLOCK, across * BLOCK):
             whole = boxes[0].new_zeros(len(boxes), down * BLOCK, across * BLOCK)
@@ -273,7 +279,7 @@ class BlockQuantizer:
         self._amax.zero_()
         weights = self._weights(memory)
         for batch in self._batches:
-            batch.measure(weights)
+            batch.measure(weights, self._amax)
 
     def agree(self) -> None:
         """Agrees with the other ranks on blocks that straddle them. Collective."""
@@ -301,7 +307,7 @@ class BlockQuantizer:
             self._refuse(int(torch.nonzero(~usable)[0]))
         weights = self._weights(memory)
         for batch in self._batches:
-            batch.cast(weights)
+            batch.cast(weights, self._scale)
 
     def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
         """The weights to quantize, as flat tensors that share memory with what the rank holds."""
@@ -317,12 +323,10 @@ class BlockQuantizer:
             slice(low - first, high - first)
             for low, high, first in zip(blocks.start, blocks.stop, grid.first, strict=True)
         )
-        amax, scale = (
-            vector[place : place + grid.size].view(grid.blocks)[rows, columns] for vector in (self._amax, self._scale)
-        )
+        places = place + np.arange(grid.size, dtype=np.int64).reshape(grid.blocks)[rows, columns]
         before = one.box.start[0] % BLOCK, one.box.start[1] % BLOCK
         storage = one.view.storage
-        return _Part(storage, one.view, before, grid.dtype, amax, scale, one.view.tensor(self._bytes[storage]))
+        return _Part(storage, one.view, before, grid.dtype, places, one.view.tensor(self._bytes[storage]))
 
     def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
         """The blocks of all weights of each dtype; those of a dtype lie together."""
@@ -495,7 +499,7 @@ def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     for part in parts:
         alike[part.form].append(part)
     for found in alike.values():
-        count = max(1, _CHUNK // (found[0].amax.numel() * BLOCK * BLOCK))
+        count = max(1, _CHUNK // (found[0].blocks.size * BLOCK * BLOCK))
         yield from (found[at : at + count] for at in range(0, len(found), count))
 
 

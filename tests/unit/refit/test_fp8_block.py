@@ -188,6 +188,17 @@ def test_ranks_that_cut_blocks_quantize_them_as_one_would(
         assert all(member.sent == given[0].sent and len(member.sent) <= 2 for member in given)
 
 
+def test_boxes_of_one_form_may_share_blocks() -> None:
+    """Of 128 rows each, that begin in the middle of a block."""
+    weights = {WEIGHT: uneven((64 + 3 * 128, 128), 5)}
+    boxes = [Box(WEIGHT, (low, 0), (low + 128, 128)) for low in (64, 192, 320)] + [Box(WEIGHT, (0, 0), (64, 128))]
+    manifest, memory = held_by(0, weights, boxes)
+    one = quantizer(weights, manifest, members(1)[0])
+    run(one, memory)
+    data, scales = reference(weights[WEIGHT], power_of_two=True)
+    assert check(one, {WEIGHT: data, scales_of(WEIGHT): scales}) == 5
+
+
 def test_only_blocks_that_straddle_ranks_are_agreed_on() -> None:
     weights = {WEIGHT: uneven((384, 256), 0)}
     halves = [Box(WEIGHT, (0, 0), (192, 256)), Box(WEIGHT, (192, 0), (384, 256))]
