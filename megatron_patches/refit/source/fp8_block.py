@@ -337,11 +337,8 @@ class BlockQuantizer:
 
     def _refuse(self, place: int) -> None:
         number = bisect_right(self._places, place) - 1
-        grid, amax = self._grids[number], float(self._amax[place])
-        raise RefitError(
-            f"{grid.box_of(place - self._places[number])} cannot be quantized: the largest magnitude of its weights is "
-            f"{amax}"
-        )
+        box = self._grids[number].box_of(place - self._places[number])
+        raise RefitError(f"{box} cannot be quantized: a weight in it is infinite or not a number")
 
 
 @dataclass(frozen=True)
