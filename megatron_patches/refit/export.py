@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from megatron_patches.refit.source.fp8_block import BlockQuantizer
+    from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class _Job:
         keep(held.family)
         manifest = held.manifest
         if self._options.weight_format.is_quantized:
-            from megatron_patches.refit.source.fp8_block import BlockQuantizer
+            from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 
             self._quantizer = BlockQuantizer(
                 held.family.shapes(),

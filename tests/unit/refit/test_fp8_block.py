@@ -21,8 +21,9 @@ from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.source import fp8_block
-from megatron_patches.refit.source.fp8_block import BlockQuantizer, Fp8BlockSource
+from megatron_patches.refit.source import block_quantizer
+from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.modules import ModuleSource
 from megatron_patches.refit.weight_format import (
     WeightFormat,
@@ -155,7 +156,7 @@ def test_ranks_that_cut_blocks_quantize_them_as_one_would(
     """Random cuts of rows and columns, several boxes a rank, changed weights, memory of another version in place."""
     generator = np.random.default_rng(7)
     for case in range(4):
-        monkeypatch.setattr(fp8_block, "_CHUNK", (1 << 18, 1 << 16, 1, 1 << 24)[case])  # of one block or more
+        monkeypatch.setattr(block_quantizer, "_CHUNK", (1 << 18, 1 << 16, 1, 1 << 24)[case])  # of one block or more
         shape = tuple(int(extent) for extent in generator.integers(60, 420, 2))
         cuts = [[0, *sorted(int(cut) for cut in generator.integers(1, extent, 3)), extent] for extent in shape]
         boxes = [
