@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.live import memory_of
 from megatron_patches.refit.weight_format import WeightFormat, quantization_config, with_scales
@@ -35,7 +34,7 @@ class Fp8BlockSource:
         self._source, self._format, self._exchange = source, weight_format, exchange
         self._quantizer: BlockQuantizer | None = None
         self._memory: Memory = {}
-        self._failure: RefitError | None = None
+        self._failure: Exception | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,14 +69,14 @@ class Fp8BlockSource:
         try:
             memory = self._source.look_up()
             quantizer.measure(memory)
-        except RefitError as error:
+        except Exception as error:  # noqa: BLE001 - raised by look_up()
             self._failure = error
         quantizer.agree()
         if self._failure is not None:
             return
         try:
             quantizer.cast(memory)
-        except RefitError as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             self._failure = error
         else:
             quantized = memory_of((name, name, tensor) for name, tensor in quantizer.quantized.items())
@@ -87,7 +86,7 @@ class Fp8BlockSource:
         """What :meth:`settle` has quantized, and the memory of all other weights.
 
         Raises:
-            RefitError: if that failed.
+            Exception: why that failed, such as a RefitError for a weight that is not a number.
         """
         if self._failure is not None:
             raise self._failure

@@ -245,7 +245,7 @@ class Weights:
 
     def look_up(self) -> Memory:
         if self.failure:
-            raise RefitError(self.failure)
+            raise MemoryError(self.failure)
         return {name: flat.view(torch.uint16).numpy() for name, flat in self._held(0)[1].items()}
 
     def _held(self, rank: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -295,7 +295,7 @@ def test_a_rank_whose_weights_have_gone_does_not_leave_the_others_waiting() -> N
         source.describe(rank)
     inner[0].failure = "the weights are on holiday"
     in_all(sources, Fp8BlockSource.settle)
-    with pytest.raises(RefitError, match="on holiday"):
+    with pytest.raises(MemoryError, match="on holiday"):
         sources[0].look_up()
     inner[0].failure = ""
     in_all(sources, Fp8BlockSource.settle)
