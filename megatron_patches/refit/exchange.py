@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from megatron_patches.refit.errors import ExportError, PartyFailedError, RefitError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 
@@ -32,6 +33,13 @@ class Exchange(Protocol):
         """``value`` of every rank, by rank, on every rank."""
 
 
+class NumberExchange(Exchange, Protocol):
+    """Ranks that also combine numbers."""
+
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Replaces each number by the largest that any rank has in its place. All have as many."""
+
+
 class SingleProcess:
     """The exchange of a single process."""
 
@@ -41,6 +49,9 @@ class SingleProcess:
     def gather[T](self, value: T) -> list[T]:
         """``[value]``."""
         return [value]
+
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Nothing: there is no other rank."""
 
 
 class GroupExchange:
@@ -70,8 +81,14 @@ class GroupExchange:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Replaces each number by the largest that any rank has in its place. All have as many."""
+        import torch.distributed as dist
 
-def default_exchange(group: ProcessGroup | None = None) -> Exchange:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+
+
+def default_exchange(group: ProcessGroup | None = None) -> NumberExchange:
     """Over ``group`` or, if None, over all processes; a single process if torch.distributed is not initialized."""
     import torch.distributed as dist
 

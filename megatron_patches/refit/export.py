@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_patches.refit.digest import combine
 from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import ExportError, PlanMismatchError
-from megatron_patches.refit.exchange import Exchange, default_exchange, together
+from megatron_patches.refit.exchange import NumberExchange, default_exchange, together
 from megatron_patches.refit.hf_config import build_config
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.plan import Plan, PlanOptions, make_plan
@@ -32,10 +32,13 @@ from megatron_patches.refit.source.traits import ModelTraits
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
 from megatron_patches.refit.transports.file import share_of, verify_tensors, write_boxes
 from megatron_patches.refit.transports.safetensors_layout import CheckpointLayout, layout_checkpoint
+from megatron_patches.refit.weight_format import QUANTIZED, WeightFormat, quantization_config, with_scales
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+    from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class ExportOptions:
         max_shard_bytes: most bytes of weights in one file; a larger tensor gets its own file.
         overwrite: whether to replace an earlier export at the path; it stays until the new one is complete.
         dtype: dtype of the checkpoint; None keeps that of the weights.
+        weight_format: format of the weights. A quantized one takes no ``dtype``.
         staging_bytes: most bytes that a rank copies at a time.
         bos_token_id: token that begins a text, for the configuration.
         eos_token_id: token that ends a text, for the configuration.
@@ -54,6 +58,7 @@ class ExportOptions:
     max_shard_bytes: int = 5_000_000_000
     overwrite: bool = False
     dtype: str | None = None
+    weight_format: WeightFormat = WeightFormat.TRAINED
     staging_bytes: int = 256 << 20
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -61,6 +66,12 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in FLOAT_DTYPES:
             raise ValueError(f"cannot export as {self.dtype!r}; choose one of {', '.join(FLOAT_DTYPES)}")
+        object.__setattr__(self, "weight_format", WeightFormat(self.weight_format))
+        if self.dtype is not None and self.weight_format.is_quantized:
+            raise ValueError(
+                f"dtype is {self.dtype} and weight_format is {self.weight_format}, whose weights and scales have types "
+                "of their own; give one of the two"
+            )
         if self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes is {self.max_shard_bytes}; it must be positive")
         for name, token in self.tokens.items():
@@ -160,7 +171,7 @@ class _Job:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: NumberExchange,
         what: str,
         directory: CheckpointDirectory,
         options: ExportOptions,
@@ -172,6 +183,7 @@ class _Job:
         self._options = options
         self._progress = progress
         self._memory: Mapping[str, torch.Tensor] = {}  # this rank's storages by name, filled by _describe
+        self._quantizer: BlockQuantizer | None = None  # likewise, if the format wants one
         self._seconds: dict[str, float] = {}
 
     def run(self, chunks: Sequence[torch.nn.Module], vocab_size: int, tp_group: ProcessGroup | None) -> ExportReport:
@@ -186,11 +198,11 @@ class _Job:
             (family,) = families
             plan, layout = self._plan(family, [manifest for _, _, manifest in held])
             self._on_first(lambda: self._directory.allocate(layout))
+            self._quantize()
         digests = self._write(plan, layout)
         self._verify(plan, layout, digests)
         with self._phase("commit", 0):
-            widest = max(plan.tensors, key=lambda spec: spec.nbytes).dtype
-            config = build_config(family, widest, self._options.bos_token_id, self._options.eos_token_id)
+            config = self._config(family, plan)
             self._on_first(lambda: self._directory.commit(layout, config, self._generation_config()))
         return ExportReport(
             path=str(self._directory.target),
@@ -214,13 +226,26 @@ class _Job:
         held = describe_rank(chunks, vocab_size, self._exchange.rank, tp_group)
         self._memory = held.memory
         keep(held.family)
-        return held.family.architecture, held.family.traits, held.manifest
+        manifest = held.manifest
+        if self._options.weight_format.is_quantized:
+            from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+
+            self._quantizer = BlockQuantizer(
+                held.family.shapes(),
+                manifest,
+                power_of_two=self._options.weight_format.has_powers_of_two,
+                device=next(iter(held.memory.values())).device,
+                exchange=self._exchange,
+            )
+            manifest = self._quantizer.manifest
+        return held.family.architecture, held.family.traits, manifest
 
     def _plan(self, family: ModelFamily, sources: Sequence[Manifest]) -> tuple[Plan, CheckpointLayout]:
         """The plan and the files, proved and equal on all ranks. Every rank computes both independently."""
 
         def compute() -> tuple[Plan, CheckpointLayout]:
-            tensors = agree_on_tensors(family.shapes(), sources)
+            quantized = self._options.weight_format.is_quantized
+            tensors = agree_on_tensors(with_scales(family.shapes()) if quantized else family.shapes(), sources)
             rules = frozenset[tuple[str, str]]()
             if self._options.dtype is not None:
                 target = self._options.dtype
@@ -246,6 +271,25 @@ class _Job:
                 "of this package with the same options?"
             )
         return found[0]
+
+    def _quantize(self) -> None:
+        """Replaces weights in memory by quantized copies, if the format wants that."""
+        quantizer, memory = self._quantizer, self._memory
+        if quantizer is None:
+            return
+        self._together(lambda: quantizer.measure(memory))
+        quantizer.agree()
+        self._together(lambda: quantizer.cast(memory))
+        self._memory = {**memory, **quantizer.quantized}
+
+    def _config(self, family: ModelFamily, plan: Plan) -> Mapping[str, object]:
+        """Content of ``config.json``."""
+        kept = [spec for spec in plan.tensors if spec.dtype != QUANTIZED]
+        widest = max(kept, key=lambda spec: spec.nbytes).dtype
+        config = build_config(family, widest, self._options.bos_token_id, self._options.eos_token_id)
+        if not self._options.weight_format.is_quantized:
+            return config
+        return {**config, "quantization_config": quantization_config(family.shapes())}
 
     def _write(self, plan: Plan, layout: CheckpointLayout) -> Mapping[str, int]:
         """Writes this rank's boxes. Returns the digest of every tensor, combined from all ranks' shares."""

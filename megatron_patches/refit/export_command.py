@@ -16,6 +16,7 @@ from megatron_patches.refit.export import ExportOptions, ExportReport, export_ch
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.progress import Progress, Quiet, TerminalProgress
 from megatron_patches.refit.transports.checkpoint_dir import CheckpointDirectory
+from megatron_patches.refit.weight_format import WeightFormat
 
 
 def add_command(
@@ -33,6 +34,13 @@ def add_command(
     export.add_argument("--max-shard-size", type=parse_size, default=parse_size("5GB"), help="most bytes in a file")
     export.add_argument("--overwrite", action="store_true", help="replace an earlier checkpoint at --output")
     export.add_argument("--dtype", choices=FLOAT_DTYPES, help="element type of the checkpoint; kept by default")
+    export.add_argument(
+        "--weight-format",
+        choices=[kind.value for kind in WeightFormat],
+        default=WeightFormat.TRAINED.value,
+        help="format of the weights: as they are trained, or fp8_block, which quantizes linear layers with a scale for "
+        "each block of 128 x 128; %(default)s by default",
+    )
     export.add_argument("--bos-token-id", type=int, help="token that begins a text, for the configuration")
     export.add_argument("--eos-token-id", type=int, help="token that ends a text, for the configuration")
 
@@ -66,6 +74,7 @@ def _export(options: argparse.Namespace, progress: Progress) -> ExportReport:
             max_shard_bytes=options.max_shard_size,
             overwrite=options.overwrite,
             dtype=options.dtype,
+            weight_format=WeightFormat(options.weight_format),
             bos_token_id=options.bos_token_id,
             eos_token_id=options.eos_token_id,
         )

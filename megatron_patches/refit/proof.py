@@ -35,6 +35,7 @@ from megatron_patches.refit.planning.layouts import (
 )
 from megatron_patches.refit.planning.tensors import TensorGrid, outside
 from megatron_patches.refit.planning.transfers import Moves
+from megatron_patches.refit.weight_format import QUANTIZED
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +207,25 @@ def _check_conversions(plan: Plan, covered: Sequence[Manifest], options: PlanOpt
     for manifest in covered:
         _check_targets(manifest)
         for item in manifest.conversions:
+            if (item.dtype == QUANTIZED) != (item.rule.dtype == QUANTIZED):
+                raise ProofError(
+                    f"{_tensor_in(manifest, item.storage)} is {item.dtype} in the trainer, and destination rank "
+                    f"{item.rank} makes {item.rule.dtype} of it for {item.rule.target}; without its scales a quantized "
+                    "weight is another number"
+                )
             lost_in = item.rule.narrowed_to(item.dtype)
             if lost_in is not None and not options.allow_narrowing:
-                tensors = (place.box.tensor for place in manifest.placements if place.view.storage == item.storage)
                 raise ProofError(
-                    f"{next(tensors, 'nothing')} is {item.dtype} in the trainer, and destination rank "
+                    f"{_tensor_in(manifest, item.storage)} is {item.dtype} in the trainer, and destination rank "
                     f"{item.rank} makes {lost_in} of it ({item.rule}) for {item.rule.target}, which loses part of its "
                     "value; train and serve in one type, or allow narrowing"
                 )
+
+
+def _tensor_in(manifest: Manifest, storage: str) -> str:
+    """A tensor that a storage has elements of, for a message."""
+    tensors = (place.box.tensor for place in manifest.placements if place.view.storage == storage)
+    return next(tensors, "nothing")
 
 
 def _check_targets(manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions
 from megatron_patches.refit.transports.base import AUTO, TransportName, named_transport
+from megatron_patches.refit.weight_format import WeightFormat
 
 
 def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
@@ -56,6 +57,13 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         default=defaults.payload.value,
         help="what travels: whole versions, or delta, which sends only elements that changed since the version that an "
         "engine serves and keeps a copy of the weights in every rank; on CPUs only; %(default)s by default",
+    )
+    parser.add_argument(
+        f"--{prefix}weight-format",
+        choices=[kind.value for kind in WeightFormat],
+        default=defaults.weight_format.value,
+        help="format of the weights that engines load and receive: as they are trained, or fp8_block, which quantizes "
+        "linear layers with a scale for each block of 128 x 128; %(default)s by default",
     )
     parser.add_argument(
         f"--{prefix}host",
@@ -122,6 +130,7 @@ def options_from(
         "pause": ("pause", PauseMode(given["pause"])),
         "memory": ("memory", MemoryMode(given["memory"])),
         "payload": ("payload", PayloadKind(given["payload"])),
+        "weight_format": ("weight-format", WeightFormat(given["weight_format"])),
         "host": ("host", given["host"]),
         "allow_narrowing": ("allow-narrowing", given["allow_narrowing"]),
         "lease_s": ("lease", given["lease"]),

@@ -13,6 +13,7 @@ from megatron_patches.refit.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
 from megatron_patches.refit.transports.base import TransportName, named_transport
+from megatron_patches.refit.weight_format import WeightFormat
 
 _LEAST_STAGING_BYTES = 4096
 
@@ -62,6 +63,7 @@ class RefitOptions:
         memory: where workers receive new weights: beside the serving ones, or in their memory.
         payload: what a version travels as: whole, or what changed since the version that an engine serves. For the
             latter, every rank keeps a copy of its weights of the last version. Only for weights in host memory.
+        weight_format: the format of the weights that engines receive; the same as that of the engines' own checkpoints.
         host: address at which engines can reach this process.
         allow_narrowing: whether an engine may keep a weight in a dtype that cannot hold every value of the trainer's,
             if its own loader would round a checkpoint in the same way. Otherwise :meth:`RefitSession.prepare` refuses.
@@ -81,6 +83,7 @@ class RefitOptions:
     pause: PauseMode = PauseMode.WAIT
     memory: MemoryMode = MemoryMode.BESIDE
     payload: PayloadKind = PayloadKind.WHOLE
+    weight_format: WeightFormat = WeightFormat.TRAINED
     host: str = "127.0.0.1"
     allow_narrowing: bool = False
     lease_s: float = DEFAULT_LEASE_S
@@ -119,6 +122,7 @@ class RefitOptions:
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))
         object.__setattr__(self, "payload", PayloadKind(self.payload))
+        object.__setattr__(self, "weight_format", WeightFormat(self.weight_format))
         object.__setattr__(self, "on_engine_failure", OnEngineFailure(self.on_engine_failure))
 
 

@@ -91,6 +91,10 @@ class RefitSession:
             )
         self._snapshot = Snapshot()
         self.exchange = default_exchange(group)
+        if self._options.weight_format.is_quantized:
+            from megatron_patches.refit.source.fp8_block import Fp8BlockSource
+
+            self._source = Fp8BlockSource(self._source, self._options.weight_format, self.exchange)
         self._given: Sequence[EngineClient] | None = engines if self._first and engines else None
         self._roster = Roster(self._bring)
         self._fan_out: FanOut | None = None  # on the first rank, if the options want it
@@ -249,9 +253,10 @@ class RefitSession:
                 one.forget()  # each failure is told once
         for one in self._subscriptions.values():
             one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
+        began = time.perf_counter()
         self._source.settle()
         taking = {number: self._subscriptions[number] for number in orders.taking}
-        look_up, began = Once(self._source.look_up), time.perf_counter()
+        look_up = Once(self._source.look_up)
         self._let_streams_follow(taking)
         for turn in self._turns(taking):
             for one in turn:

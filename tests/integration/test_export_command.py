@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
+from etp.formats import quantize_blocks
 from megatron_patches.refit.__main__ import main, parse_size
 
 pytestmark = pytest.mark.integration
@@ -129,6 +131,29 @@ def test_weights_can_be_converted(checkpoint: Path, exported: Path, tmp_path: Pa
         assert torch.equal(values, weights(exported)[name].to(torch.bfloat16)), name
 
 
+def test_linear_layers_can_be_quantized(checkpoint: Path, exported: Path, tmp_path: Path) -> None:
+    """From float32, on two ranks whose shards cut blocks."""
+    output = tmp_path / "fp8"
+    command = ["--load", str(checkpoint), "--output", str(output), "--weight-format", "fp8_block", "--etp-size", "2"]
+    done = export(command, ranks=2)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, trained = weights(output), weights(exported)
+    quantized = [name for name in trained if f"{name}_scale_inv" in found]
+    assert len(quantized) == 2 * 7
+    assert found.keys() - trained.keys() == {f"{name}_scale_inv" for name in quantized}
+    for name, values in trained.items():
+        if name not in quantized:
+            assert torch.equal(found[name], values), name
+            continue
+        data, scales = quantize_blocks(values)
+        assert torch.equal(found[name].view(torch.uint8), data), name
+        assert torch.equal(found[f"{name}_scale_inv"], scales), name
+    content = json.loads((output / "config.json").read_text())
+    assert content["torch_dtype"] == "float32"
+    assert content["quantization_config"]["weight_block_size"] == [128, 128]
+    assert content["quantization_config"]["modules_to_not_convert"] == ["model.embed_tokens", "lm_head"]
+
+
 def test_a_truncated_checkpoint_is_one_line_and_no_output(checkpoint: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)
@@ -170,6 +195,7 @@ def test_a_checkpoint_with_one_changed_byte_is_one_line_and_no_output(checkpoint
         (["--load", "{tmp}"], "is not a complete checkpoint in the torch_dist format"),
         (["--output", "/proc/out"], "cannot write to /proc"),
         (["--output", "{tmp}"], "is not empty; choose another output directory, or pass --overwrite"),
+        (["--dtype", "float32", "--weight-format", "fp8_block"], "dtype is float32 and weight_format is fp8_block"),
         (["--eos-token-id", "-4"], "eos_token_id is -4; tokens are numbered from 0"),
         (["--bos-token-id", "99999"], "bos_token_id is 99999; the model has "),
         (["--etp-size", "2"], "1 processes cannot be divided by tensor 1 x pipeline 1 x ETP 2 = 2"),

@@ -17,6 +17,16 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.source.offline import trainer_manifest
 from megatron_patches.refit.target.recorded import recorded_manifest
 from megatron_patches.refit.target.vllm_layout import EngineMesh, engine_manifest
+from megatron_patches.refit.weight_format import (
+    BLOCK,
+    QUANTIZED,
+    blocks_of,
+    is_scale,
+    quantization_config,
+    quantized_weights,
+    scales_of,
+    with_scales,
+)
 from tests.support.launch import run_distributed
 
 pytestmark = [
@@ -142,4 +152,87 @@ def compare(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
 def test_every_box_lies_where_the_engines_loaders_put_it(tmp_path: Path) -> None:
     (found,) = run_distributed(compare, 1, None, 360.0, args=(str(tmp_path),), fresh=True)
     assert len(found) == 3 * 3 + 3 * 5
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+IN_BLOCKS: dict[str, dict[str, object]] = {
+    "qwen3_moe": CONFIGS["qwen3_moe"] | {"hidden_size": 320, "num_key_value_heads": 4, "moe_intermediate_size": 256},
+    "deepseek_v3": CONFIGS["deepseek_v3"]
+    | {
+        "hidden_size": 320,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 160,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "moe_intermediate_size": 256,
+    },
+}
+"""With blocks for each of two ranks; hidden sizes and latents are no multiples of 128."""
+
+
+def compare_in_fp8(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    """Weights whose scales do not lie as they do, by model, sizes and rank."""
+    del rank, world_size
+    from megatron_patches.refit.vllm.engine_refusals import wanted_parameters
+    from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
+    from tests.support import vllm_fp8
+    from tests.support.vllm_meta import built, start_vllm
+
+    del vllm_fp8  # importing it adds kernels for CPUs
+    torch.manual_seed(0)
+    start_vllm()
+    found: dict[str, list[str]] = {}
+    for name, config in IN_BLOCKS.items():
+        family = family_from_config(config)
+        shapes = family.shapes()
+        trained = agree_on_tensors(shapes, [trainer_manifest(family, TrainerMesh(), 0)])
+        dtypes = {spec.name: spec.dtype for spec in trained} | dict.fromkeys(quantized_weights(shapes), QUANTIZED)
+        specs = [
+            TensorSpec(tensor, shape, dtypes.get(tensor, "float32"))
+            for tensor, shape in with_scales(shapes).items()
+            if not tensor.startswith("model.layers.2.")
+        ]
+        check_scales(specs)
+        path = Path(folder) / name
+        path.mkdir()
+        content = {**family.config(), "torch_dtype": "bfloat16", "quantization_config": quantization_config(shapes)}
+        (path / "config.json").write_text(json.dumps(content))
+        for tp, expert_parallel in SIZES:
+            for place in range(tp):
+                with built(path, tp, place, expert_parallel) as model:
+                    done = record_in_one_format(model.load_weights, dict(model.named_parameters()), specs)
+                    missing = wanted_parameters(model) - {parameter.name for parameter in done.parameters}
+                # The experts' view of the router's parameter.
+                missing = {parameter for parameter in missing if not parameter.endswith("e_score_correction_bias")}
+                tensors = {spec.name: spec for spec in specs}
+                manifest = recorded_manifest(place, "", done.parameters, done.copies, done.fills, tensors)
+                weights = {
+                    (
+                        scales_of(item.box.tensor),
+                        tuple(low // BLOCK for low in item.box.start),
+                        blocks_of(item.box.stop),
+                        scales_of(item.view.storage),
+                    )
+                    for item in manifest.placements
+                    if tensors[item.box.tensor].dtype == QUANTIZED
+                }
+                scales = {
+                    (item.box.tensor, item.box.start, item.box.stop, item.view.storage)
+                    for item in manifest.placements
+                    if is_scale(item.box.tensor)
+                }
+                assert len(scales) > 20
+                found[f"{name} tp={tp} expert_parallel={expert_parallel} rank={place}"] = [
+                    *sorted(missing),
+                    *map(str, sorted(weights ^ scales)[:5]),
+                ]
+    return found
+
+
+@pytest.mark.integration
+def test_scales_of_blocks_lie_where_their_weights_do(tmp_path: Path) -> None:
+    """Of experts and of multi-latent attention, in parameters that several tensors are loaded into."""
+    (found,) = run_distributed(compare_in_fp8, 1, None, 360.0, args=(str(tmp_path),), fresh=True)
+    assert len(found) == 2 * 5
     assert {name: wrong for name, wrong in found.items() if wrong} == {}

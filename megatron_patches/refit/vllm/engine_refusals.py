@@ -13,7 +13,9 @@ from vllm.config import VllmConfig
 from vllm.device_allocator.cumem import CuMemAllocator
 
 from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
+from megatron_patches.refit.vllm.layers import join
 from megatron_patches.refit.vllm.releases import installed
+from megatron_patches.refit.vllm.releases.release import tensors_of
 from megatron_patches.refit.vllm.swap import span_of
 
 _WEIGHTS = "weights"  # vLLM's tag of the memory of weights that a sleeping engine keeps or discards
@@ -43,6 +45,28 @@ def check_derivations(model: nn.Module) -> None:
                 f"{path or 'the model'} ({type(layer).__name__}) derives something from weights once they are loaded, "
                 "in a way that is not known here; new weights would not reach it"
             )
+        serving = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(layer).values()}
+        for name, scale in vllm.scales_of_kernel(vllm.method(layer)).items():
+            if scale.untyped_storage().data_ptr() not in serving:
+                raise UnsupportedEngineError(
+                    f"{path} computes with a {name} that is none of its parameters, which new scales would not reach; "
+                    "start the engine with another --moe-backend"
+                )
+
+
+def wanted_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that a model which is in loader form must be given.
+
+    Scales of its KV cache are none of them: an engine keeps those that it has.
+    """
+    vllm = installed()
+    return {
+        join(path, name)
+        for path, layer in model.named_modules()
+        if not vllm.is_cache_scale(layer)
+        for name, tensor in layer.named_parameters(recurse=False, remove_duplicate=False)
+        if tensor.numel()
+    }
 
 
 def check_all_loaded(model: nn.Module, wanted: Collection[str], written: Collection[str]) -> None:

@@ -6,8 +6,6 @@ import os
 import socket
 from concurrent.futures import Future, wait
 
-from torch import nn
-
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import PartyFailedError, UnsupportedEngineError
@@ -26,10 +24,11 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_awake,
     check_derivations,
     check_options,
+    wanted_parameters,
 )
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
-from megatron_patches.refit.vllm.recording import record_loading
+from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import loader_form
@@ -183,9 +182,10 @@ def describe_layout(
     check_awake()
     if model.config:  # a program may publish a model of which it knows no configuration
         check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
+    check_scales(model.tensors)
     with loader_form(serving.model) as tensors:
-        recording = record_loading(serving.model.load_weights, tensors, model.tensors)
-        parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and tensor.numel()}
+        recording = record_in_one_format(serving.model.load_weights, tensors, model.tensors)
+        parameters = wanted_parameters(serving.model)
     check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
     by_name = {spec.name: spec for spec in model.tensors}
     manifest = recorded_manifest(

@@ -86,6 +86,7 @@ class Layer:
         """
         module, running, buffers = self.module, self.running(), set(self.module._buffers)
         may_be_plain = self.has_loader_form()
+        kernel = self._vllm.kernel_of(self._method)  # refers to the serving scales, and must go on doing so
         pairs: list[Pair] = []
         try:
             self._vllm.take_to_loader_form(module)
@@ -105,6 +106,8 @@ class Layer:
                     pairs.append((target.data, new))
         finally:
             self._vllm.put_back(module)
+            for name, value in kernel.items():
+                setattr(self._method, name, value)
         return pairs
 
     def check_form(self, name: str, new: torch.Tensor, target: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ _MAY_DIFFER = frozenset(
         "num_nextn_predict_layers",
         "pad_token_id",
         "pretraining_tp",
+        "quantization_config",
         "torch_dtype",
         "transformers_version",
         "use_cache",

@@ -347,3 +347,16 @@ def test_a_wrong_type_and_a_flipped_bit_are_caught_before_anything_is_converted(
     with pytest.raises(DigestError, match=r"A_log\[2:7\] in A@bfloat16 of destination rank 0"):
         moved.receiver.verify()
     assert not any(tensor.any() for tensor in moved.staged.values())
+
+
+@pytest.mark.parametrize("allow_narrowing", [False, True])
+@pytest.mark.parametrize(("sent", "kept"), [("float8_e4m3fn", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
+def test_weights_that_one_side_alone_quantizes_are_no_conversion(sent: str, kept: str, allow_narrowing: bool) -> None:
+    """Not even where the type of the other side holds all numbers of the one: they lack their scales."""
+    source = manifest_of(0, (storage("w", sent, 6), WHOLE))
+    rule = Rule("p", (Step(CONVERT, kept),))
+    wanted = manifest_of(0, (storage("p@", sent, 6, rule), WHOLE))
+    with pytest.raises(
+        ProofError, match=f"^w is {sent} in the trainer, and destination rank 0 makes {kept} of it for p;"
+    ):
+        proved([source], [wanted], sent, PlanOptions(allow_narrowing=allow_narrowing))

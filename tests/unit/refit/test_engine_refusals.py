@@ -18,10 +18,17 @@ from vllm.config import VllmConfig
 from vllm.device_allocator import AllocationData
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
+from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.errors import RefitError, UnmappedParameterError, UnsupportedEngineError
+from megatron_patches.refit.errors import (
+    ModelMismatchError,
+    RefitError,
+    UnmappedParameterError,
+    UnsupportedEngineError,
+)
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.vllm.engine_refusals import (
@@ -31,6 +38,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_options,
 )
 from megatron_patches.refit.vllm.joining import describe_layout
+from megatron_patches.refit.vllm.quantized import check_scales
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
 VLLM = vllm.__version__.partition("+")[0]
@@ -46,10 +54,18 @@ def test_an_engine_without_options_is_taken() -> None:
     check_options(VllmConfig())
 
 
+def test_an_engine_in_block_fp8_is_taken() -> None:
+    config = VllmConfig()
+    object.__setattr__(config, "quant_config", Fp8Config(True, weight_block_size=[128, 128]))
+    check_options(config)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\); start it without --quantization"),
+        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\), not in blocks of 128 x 128; start it without"),
+        ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"\(fp8\), not in blocks of 128 x 128"),
+        ("quant_config", Fp8Config(True), r"\(fp8\), not in blocks of 128 x 128"),
         ("lora_config", object(), r"--enable-lora"),
         ("parallel_config.enable_eplb", True, r"--enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
@@ -106,6 +122,43 @@ def test_what_derives_from_weights_by_itself_is_refused() -> None:
     model.inner = nn.Sequential(nn.Linear(2, 2), Packing(2, 3))
     with pytest.raises(UnsupportedEngineError, match=r"^inner\.1 \(Packing\) derives something from weights"):
         check_derivations(model)
+
+
+def test_scales_that_a_kernel_has_for_itself_are_refused() -> None:
+    """They would stay those of the weights that the engine was started with."""
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
+            del layer, weight_args, extra_weight_attrs
+
+        def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+    model = nn.Module()
+    model.experts = nn.Linear(2, 3)
+    method = Method()
+    object.__setattr__(model.experts, "quant_method", method)
+    check_derivations(model)
+    scales = model.experts.weight.data
+    method.moe_quant_config = SimpleNamespace(w1_scale=scales.view(-1), w2_scale=None)
+    check_derivations(model)
+    method.moe_quant_config.w2_scale = scales.clone()
+    with pytest.raises(
+        UnsupportedEngineError, match=r"^experts computes with a w2_scale that is none of its parameters"
+    ):
+        check_derivations(model)
+
+
+def test_quantized_weights_need_their_scales() -> None:
+    """Of the right type and shape, for every weight; plain weights need none."""
+    weight = TensorSpec("model.layers.0.mlp.up_proj.weight", (200, 300), "float8_e4m3fn")
+    name = f"{weight.name}_scale_inv"
+    check_scales([weight, TensorSpec(name, (2, 3), "float32"), TensorSpec("model.norm.weight", (3,), "bfloat16")])
+    with pytest.raises(ModelMismatchError, match=rf"^{weight.name} is float8_e4m3fn, and the trainer has no {name}"):
+        check_scales([weight])
+    for shape, dtype in (((4, 3), "float32"), ((2, 3), "bfloat16")):
+        with pytest.raises(ModelMismatchError, match=rf"^{name} is {dtype} of shape .* for blocks of 128 x 128"):
+            check_scales([weight, TensorSpec(name, shape, dtype)])
 
 
 def test_every_parameter_must_come_from_the_trainer() -> None:

@@ -19,6 +19,7 @@ from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.push_flags import add_flags, options_from
 from megatron_patches.refit.session import OnEngineFailure, RefitOptions
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.weight_format import WeightFormat
 
 GIVEN = [
     *("transport", "tcp"),
@@ -26,6 +27,7 @@ GIVEN = [
     *("pause", "keep"),
     *("memory", "in_place"),
     *("payload", "delta"),
+    *("weight-format", "fp8_block"),
     *("host", "10.0.0.7"),
     "allow-narrowing",
 ]
@@ -36,10 +38,11 @@ MEANT = RefitOptions(
     pause=PauseMode.KEEP,
     memory=MemoryMode.IN_PLACE,
     payload=PayloadKind.DELTA,
+    weight_format=WeightFormat.FP8_BLOCK,
     host="10.0.0.7",
     allow_narrowing=True,
 )
-NAMES = {"transport", "staging-bytes", "pause", "memory", "payload", "host", "allow-narrowing"}
+NAMES = {"transport", "staging-bytes", "pause", "memory", "payload", "weight-format", "host", "allow-narrowing"}
 
 
 def flags(prefix: str) -> list[str]:
@@ -59,6 +62,7 @@ def test_flags_are_the_options(prefix: str) -> None:
 
 def test_a_program_may_name_what_the_flags_name() -> None:
     named: dict[str, Any] = {"transport": "tcp", "pause": "keep", "memory": "in_place", "payload": "delta"}
+    named["weight_format"] = "fp8_block"
     options = RefitOptions(staging_bytes=4096, timeout_s=7.0, host="10.0.0.7", allow_narrowing=True, **named)
     assert options == MEANT
     assert options.memory is MemoryMode.IN_PLACE

@@ -17,6 +17,8 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     _place_kernel_tensors,
@@ -27,6 +29,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENS
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 from vllm.v1.attention.backend import AttentionImplBase
+
+from megatron_patches.refit.weight_format import BLOCK
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,10 +86,12 @@ class Release:
 
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Why new weights would not reach everything that serves under a configuration, each with the way out."""
-        if config.quant_config is not None:
+        quantization = config.quant_config
+        if quantization is not None and not _is_block_fp8(quantization):
             yield (
-                f"it quantizes them ({config.quant_config.get_name()}); start it without --quantization, from a "
-                "configuration without quantization_config"
+                f"it quantizes them ({quantization.get_name()}), not in blocks of {BLOCK} x {BLOCK}; start it "
+                "without --quantization, from a configuration without quantization_config or from what `refit export "
+                "--weight-format fp8_block` writes"
             )
         if config.lora_config is not None:
             yield "adapters wrap the layers that hold them (--enable-lora); publish adapters, or start it without"
@@ -117,6 +123,22 @@ class Release:
         if self.is_deferred(layer) or isinstance(layer, QuantizeMethodBase):
             return False
         return callable(getattr(layer, "process_weights_after_loading", None))
+
+    def is_cache_scale(self, layer: nn.Module) -> bool:
+        """Whether a layer's own parameters are scales of its KV cache, which vLLM drops once they are loaded."""
+        return isinstance(getattr(layer, "quant_method", None), BaseKVCacheMethod)
+
+    def scales_of_kernel(self, method: Any) -> Tensors:
+        """Scales of quantized experts to which the kernel of a method refers, by attribute of its configuration."""
+        config = getattr(method, "moe_quant_config", None)
+        scales = {name: getattr(config, name, None) for name in ("w1_scale", "w2_scale")}
+        return {name: scale for name, scale in scales.items() if isinstance(scale, torch.Tensor)}
+
+    def kernel_of(self, method: Any) -> dict[str, object]:
+        """Attributes of a method by which its kernel refers to scales of quantized experts; empty if it has none."""
+        if not self.scales_of_kernel(method):
+            return {}
+        return {name: getattr(method, name) for name in ("moe_quant_config", "moe_kernel")}
 
     def known_to_loaders(self, layer: nn.Module) -> tuple[Tensors, Tensors]:
         """A layer's parameters and buffers as weight loaders know them, on the meta device."""
@@ -191,6 +213,16 @@ class Release:
         """What vLLM does to a layer after processing."""
         if hasattr(layer, "update_param_tp_status"):
             cast(Any, layer).update_param_tp_status()
+
+
+def _is_block_fp8(quantization: Any) -> bool:
+    """Whether linear layers are loaded in block FP8; see [Note: block FP8] in ``refit/weight_format.py``."""
+    return (
+        type(quantization) is Fp8Config
+        and quantization.is_checkpoint_fp8_serialized
+        and quantization.weight_block_size == [BLOCK, BLOCK]
+        and quantization.store_dtype is None
+    )
 
 
 def _exists(name: str) -> bool:

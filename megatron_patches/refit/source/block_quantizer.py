@@ -1,0 +1,435 @@
+"""Quantizes what a rank holds of a model to block FP8, in the grid of the Hugging Face tensors.
+
+[Note: scales] A scale follows from its block's largest magnitude alone. So where a block of this grid is a block of
+Transformer Engine's ``Float8BlockScaling`` too, an engine gets the very bytes and scales of the trainer's GEMMs. Where
+Megatron's weight is cut or interleaved otherwise (a head dimension that is no multiple of 128, for example), the two
+grids differ, and the weight is quantized anew.
+
+[Note: straddling] A block that lies on several ranks needs the largest magnitude of all its parts. Which blocks do is
+found out once. Then a push costs one all-reduce over those blocks. Each of the ranks holds a replica of the scale.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etp.formats.fp8 import scale_of, to_e4m3
+from megatron_patches.refit.boxes import Box, View, coalesce, row_major_strides, subtract
+from megatron_patches.refit.dtypes import FLOAT_DTYPES
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.weight_format import (
+    BLOCK,
+    QUANTIZED,
+    blocks_of,
+    quantized_weights,
+    scales_of,
+)
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.exchange import NumberExchange
+    from megatron_patches.refit.ports import Memory
+
+_CHUNK = 1 << 24  # elements that are quantized at a time
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The blocks of one tensor that this rank has a part of, within the smallest rectangle around them.
+
+    Attributes:
+        tensor: name of the tensor.
+        shape: its whole shape.
+        boxes: the parts of it that the rank has.
+        first: the rectangle's first block, by dimension.
+        blocks: its number of blocks, by dimension.
+        dtype: of the weights.
+    """
+
+    tensor: str
+    shape: Shape
+    boxes: tuple[Box, ...]
+    first: Shape
+    blocks: Shape
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return self.blocks[0] * self.blocks[1]
+
+    @property
+    def storage(self) -> Storage:
+        """The memory of the scales."""
+        return Storage(scales_of(self.tensor), "float32", self.size, self.size)
+
+    def placements(self) -> Iterator[Placement]:
+        """The scales of blocks that the rank has a part of."""
+        disjoint: list[Box] = []
+        for box in self.boxes:
+            disjoint += subtract(_blocks_in(box), disjoint)
+        strides = row_major_strides(self.blocks)
+        for box in coalesce(disjoint):
+            offset = sum((low - first) * step for low, first, step in zip(box.start, self.first, strides, strict=True))
+            yield Placement(box, View(scales_of(self.tensor), offset, box.shape, strides))
+
+    def incomplete(self) -> NDArray[np.int64]:
+        """Places in the rectangle of the blocks of which the rank has a part but not all, ascending."""
+        held = np.zeros(self.blocks, dtype=np.int64)
+        for box in self.boxes:
+            rows, columns = (_extents(box, dim, self.first[dim], self.blocks[dim]) for dim in (0, 1))
+            held += np.outer(rows, columns)
+        whole = Box(self.tensor, (0, 0), self.shape)
+        full = np.outer(*(_extents(whole, dim, self.first[dim], self.blocks[dim]) for dim in (0, 1)))
+        found: NDArray[np.int64] = np.flatnonzero((held > 0) & (held < full))
+        return found
+
+    def in_tensor(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in the whole tensor's grid of places in the rectangle."""
+        rows, columns = np.divmod(places, self.blocks[1])
+        found: NDArray[np.int64] = (rows + self.first[0]) * blocks_of(self.shape)[1] + columns + self.first[1]
+        return found
+
+    def box_of(self, place: int) -> Box:
+        """The elements of a block at a place in the rectangle."""
+        at = divmod(place, self.blocks[1])
+        start = tuple((first + index) * BLOCK for first, index in zip(self.first, at, strict=True))
+        stop = tuple(min(low + BLOCK, extent) for low, extent in zip(start, self.shape, strict=True))
+        return Box(self.tensor, start, stop)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One box of a weight.
+
+    Attributes:
+        storage: name of the trainer's memory.
+        view: the box in it.
+        before: rows and columns of the box's first block before the box.
+        dtype: of the weights.
+        blocks: places of the blocks that the box has a part of, among all of the rank, [down, across].
+        quantized: the quantized box, bytes [rows, columns].
+    """
+
+    storage: str
+    view: View
+    before: tuple[int, int]
+    dtype: str
+    blocks: NDArray[np.int64]
+    quantized: torch.Tensor
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What parts must have in common to be quantized together."""
+        return self.view.shape, self.before, self.dtype
+
+
+class _Batch:
+    """Parts of one form, which are quantized together: thousands of experts one by one would take long on a GPU.
+
+    Args:
+        parts: the parts.
+        power_of_two: whether scales are powers of two.
+    """
+
+    def __init__(self, parts: Sequence[_Part], *, power_of_two: bool) -> None:
+        self._parts = parts
+        # In bfloat16 a power of two changes nothing but the exponent, whose range is that of fp32. This moves a third
+        # of the bytes.
+        self._is_exact = power_of_two and parts[0].dtype == "bfloat16"
+        self._places = torch.from_numpy(np.stack([part.blocks for part in parts])).to(parts[0].quantized.device)
+
+    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+        """Takes the magnitudes of weights into those of their blocks. Not a number counts as infinite.
+
+        Args:
+            weights: flat memory, by storage.
+            amax: the largest magnitude of each of the rank's blocks, fp32.
+        """
+        blocks = self._blocks(weights)
+        largest = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float()
+        largest.masked_fill_(largest.isnan(), torch.inf)
+        # Two parts may have a block in common.
+        amax.scatter_reduce_(0, self._places.flatten(), largest.flatten(), "amax")
+
+    def cast(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor) -> None:
+        """Quantizes.
+
+        Args:
+            weights: flat memory, by storage.
+            scales: what to multiply the weights of each of the rank's blocks with, fp32.
+        """
+        blocks = self._blocks(weights)
+        scale = scales[self._places][:, :, None, :, None]
+        if self._is_exact:
+            quantized = (blocks * scale.to(blocks.dtype)).to(getattr(torch, QUANTIZED)).view(torch.uint8)
+        else:
+            quantized = to_e4m3(blocks, scale)
+        (above, left), (rows, columns) = self._parts[0].before, self._parts[0].view.shape
+        boxes = quantized.flatten(3).flatten(1, 2)[:, above : above + rows, left : left + columns]
+        torch._foreach_copy_([part.quantized for part in self._parts], list(boxes))
+
+    def _blocks(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The elements of the blocks, [parts, down, 128, across, 128]; 0 where a block is not the box's."""
+        first = self._parts[0]
+        (above, left), (rows, columns), (down, across) = first.before, first.view.shape, first.blocks.shape
+        boxes = [part.view.tensor(weights[part.storage]) for part in self._parts]
+        if (rows, columns) != (down * BLOCK, across * BLOCK):
+            whole = boxes[0].new_zeros(len(boxes), down * BLOCK, across * BLOCK)
+            torch._foreach_copy_(list(whole[:, above : above + rows, left : left + columns]), boxes)
+        else:
+            whole = torch.stack(boxes) if len(boxes) > 1 else boxes[0][None]
+        return whole.view(len(boxes), down, BLOCK, across, BLOCK)
+
+
+class BlockQuantizer:
+    """Quantizes what one rank holds of a model, into memory that it keeps; see [Note: scales].
+
+    Each time, all ranks call :meth:`measure`, :meth:`agree` and :meth:`cast`, in this order.
+
+    Args:
+        shapes: shape of every tensor of the model, by Hugging Face name.
+        held: what the rank holds.
+        power_of_two: whether scales are powers of two.
+        device: of the weights.
+        exchange: all ranks that hold parts of the model.
+
+    Attributes:
+        manifest: what the rank holds once it is quantized.
+        quantized: flat memory of quantized weights and of scales, by storage of the manifest.
+
+    Raises:
+        UnsupportedModelError: see :func:`megatron_patches.refit.weight_format.quantized_weights`.
+        RefitError: if weights to quantize and others share memory.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        held: Manifest,
+        *,
+        power_of_two: bool,
+        device: torch.device,
+        exchange: NumberExchange,
+    ) -> None:
+        self._power_of_two, self._exchange = power_of_two, exchange
+        self._straddling: _Straddling | None = None  # agreed on when it is first needed
+        names = frozenset(quantized_weights(shapes))
+        mine = [
+            one
+            for one in held.placements
+            if one.box.tensor in names and held.storage[one.view.storage].dtype in FLOAT_DTYPES
+        ]
+        quantized = {one.view.storage for one in mine}
+        for one in held.placements:
+            if one.view.storage in quantized and one.box.tensor not in names:
+                raise RefitError(
+                    f"{one.box.tensor} keeps its type, but shares {one.view.storage} with a weight to quantize"
+                )
+        self._grids = _grids(mine, shapes, held)
+        *self._places, blocks = accumulate((grid.size for grid in self._grids), initial=0)
+        self._amax = torch.zeros(blocks, device=device)
+        self._scale, self._inverse = torch.ones_like(self._amax), torch.ones_like(self._amax)
+        storages = [storage for storage in held.storages if storage.name in quantized]
+        self._dtypes: dict[str, torch.dtype] = {storage.name: getattr(torch, storage.dtype) for storage in storages}
+        sizes = [storage.logical_numel for storage in storages]
+        memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._bytes = dict(zip((storage.name for storage in storages), memory.split(sizes), strict=True))
+        at = {grid.tensor: (grid, place) for grid, place in zip(self._grids, self._places, strict=True)}
+        parts = [self._part(one, *at[one.box.tensor]) for placement in mine for one in _chunks(placement)]
+        self._batches = [_Batch(batch, power_of_two=power_of_two) for batch in _batches(parts)]
+        scales = self._inverse.split([grid.size for grid in self._grids])
+        self.quantized: Mapping[str, torch.Tensor] = {
+            **{name: bytes_.view(getattr(torch, QUANTIZED)) for name, bytes_ in self._bytes.items()},
+            **{scales_of(grid.tensor): part for grid, part in zip(self._grids, scales, strict=True)},
+        }
+        self.manifest = Manifest(
+            held.rank,
+            held.host,
+            (
+                *(_quantized(storage) if storage.name in quantized else storage for storage in held.storages),
+                *(grid.storage for grid in self._grids),
+            ),
+            (*held.placements, *(one for grid in self._grids for one in grid.placements())),
+        )
+
+    def measure(self, memory: Memory) -> None:
+        """Finds the largest magnitude of each block, of what this rank has of it.
+
+        Args:
+            memory: what the rank holds.
+        """
+        self._amax.zero_()
+        weights = self._weights(memory)
+        for batch in self._batches:
+            batch.measure(weights, self._amax)
+
+    def agree(self) -> None:
+        """Agrees with the other ranks on blocks that straddle them. Collective."""
+        if self._straddling is None:
+            self._straddling = _Straddling.among(self._grids, self._places, self._exchange, self._amax.device)
+        self._straddling.agree(self._amax, self._exchange)
+
+    def cast(self, memory: Memory) -> None:
+        """Computes scales, and quantizes.
+
+        Args:
+            memory: as for :meth:`measure`.
+
+        Raises:
+            RefitError: if a weight is infinite or not a number.
+        """
+        for dtype, part in self._of_each_dtype():
+            largest = torch.finfo(getattr(torch, dtype)).max
+            self._scale[part] = scale_of(
+                self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
+            )
+        torch.reciprocal(self._scale, out=self._inverse)
+        usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
+        if not usable.all():
+            self._refuse(int(torch.nonzero(~usable)[0]))
+        weights = self._weights(memory)
+        for batch in self._batches:
+            batch.cast(weights, self._scale)
+
+    def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
+        """The weights to quantize, as flat tensors that share memory with what the rank holds."""
+        found: dict[str, torch.Tensor] = {}
+        for name, dtype in self._dtypes.items():
+            held = memory[name]
+            found[name] = torch.from_numpy(held).view(dtype) if isinstance(held, np.ndarray) else held
+        return found
+
+    def _part(self, one: Placement, grid: _Grid, place: int) -> _Part:
+        blocks = _blocks_in(one.box)
+        rows, columns = (
+            slice(low - first, high - first)
+            for low, high, first in zip(blocks.start, blocks.stop, grid.first, strict=True)
+        )
+        places = place + np.arange(grid.size, dtype=np.int64).reshape(grid.blocks)[rows, columns]
+        before = one.box.start[0] % BLOCK, one.box.start[1] % BLOCK
+        storage = one.view.storage
+        return _Part(storage, one.view, before, grid.dtype, places, one.view.tensor(self._bytes[storage]))
+
+    def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
+        """The blocks of all weights of each dtype; those of a dtype lie together."""
+        for dtype in dict.fromkeys(grid.dtype for grid in self._grids):
+            places = [at for grid, at in zip(self._grids, self._places, strict=True) if grid.dtype == dtype]
+            sizes = [grid.size for grid in self._grids if grid.dtype == dtype]
+            yield dtype, slice(places[0], places[-1] + sizes[-1])
+
+    def _refuse(self, place: int) -> None:
+        number = bisect_right(self._places, place) - 1
+        box = self._grids[number].box_of(place - self._places[number])
+        raise RefitError(f"{box} cannot be quantized: a weight in it is infinite or not a number")
+
+
+@dataclass(frozen=True)
+class _Straddling:
+    """The blocks that are incomplete on some rank.
+
+    Attributes:
+        count: how many there are.
+        mine: numbers of those of which this rank has a part.
+        places: their places among this rank's blocks.
+    """
+
+    count: int
+    mine: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def among(
+        cls, grids: Sequence[_Grid], places: Sequence[int], exchange: NumberExchange, device: torch.device
+    ) -> _Straddling:
+        """Finds them. Collective."""
+        incomplete = {grid.tensor: grid.in_tensor(grid.incomplete()) for grid in grids}
+        found: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
+        for one in exchange.gather({tensor: blocks for tensor, blocks in incomplete.items() if blocks.size}):
+            for tensor, blocks in one.items():
+                found[tensor].append(blocks)
+        own = {grid.tensor: (grid, place) for grid, place in zip(grids, places, strict=True)}
+        count, mine, at = 0, [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for tensor in sorted(found):
+            blocks = np.unique(np.concatenate(found[tensor]))
+            if tensor in own:
+                grid, place = own[tensor]
+                held = grid.in_tensor(np.arange(grid.size))
+                _, numbers, where = np.intersect1d(blocks, held, assume_unique=True, return_indices=True)
+                mine.append(numbers + count)
+                at.append(where + place)
+            count += blocks.size
+        indices = [torch.from_numpy(np.concatenate(parts)).to(device) for parts in (mine, at)]
+        return cls(count, *indices)
+
+    def agree(self, amax: torch.Tensor, exchange: NumberExchange) -> None:
+        """Replaces the magnitudes of these blocks by the largest of any rank. Collective."""
+        if not self.count:
+            return
+        packed = torch.zeros(self.count, device=amax.device)
+        packed[self.mine] = amax[self.places]
+        exchange.take_largest(packed)
+        amax[self.places] = packed[self.mine]
+
+
+def _grids(mine: Sequence[Placement], shapes: Mapping[str, Shape], held: Manifest) -> list[_Grid]:
+    """The grids of all weights to quantize, those of one dtype together."""
+    boxes: dict[tuple[str, str], dict[Box, None]] = defaultdict(dict)
+    for one in mine:
+        boxes[held.storage[one.view.storage].dtype, one.box.tensor][one.box] = None
+    grids = []
+    for (dtype, tensor), found in sorted(boxes.items(), key=lambda item: item[0][0]):
+        touched = [_blocks_in(box) for box in found]
+        first = tuple(min(box.start[dim] for box in touched) for dim in (0, 1))
+        stop = tuple(max(box.stop[dim] for box in touched) for dim in (0, 1))
+        blocks = tuple(high - low for low, high in zip(first, stop, strict=True))
+        grids.append(_Grid(tensor, tuple(shapes[tensor]), tuple(found), first, blocks, dtype))
+    return grids
+
+
+def _chunks(placement: Placement) -> Iterator[Placement]:
+    """A box in rows of blocks, some at a time, because they take several times their size while they are quantized."""
+    box, view = placement.box, placement.view
+    across = _blocks_in(box).shape[1]
+    step = max(1, _CHUNK // (across * BLOCK * BLOCK)) * BLOCK
+    cuts = [box.start[0], *range((box.start[0] // BLOCK) * BLOCK + step, box.stop[0], step), box.stop[0]]
+    for low, high in pairwise(cuts):
+        part = box.with_range(0, low, high)
+        yield Placement(part, view.cut(box, part))
+
+
+def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts of one form, as many as are quantized at a time."""
+    alike: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
+    for part in parts:
+        alike[part.form].append(part)
+    for found in alike.values():
+        count = max(1, _CHUNK // (found[0].blocks.size * BLOCK * BLOCK))
+        yield from (found[at : at + count] for at in range(0, len(found), count))
+
+
+def _quantized(storage: Storage) -> Storage:
+    return Storage(storage.name, QUANTIZED, storage.logical_numel, storage.logical_numel)
+
+
+def _blocks_in(box: Box) -> Box:
+    """The blocks that a box of a weight has a part of, as a box of its scales."""
+    return Box(scales_of(box.tensor), tuple(low // BLOCK for low in box.start), blocks_of(box.stop))
+
+
+def _extents(box: Box, dim: int, first: int, count: int) -> NDArray[np.int64]:
+    """How many rows or columns of a box lie in each of some blocks."""
+    low = (first + np.arange(count, dtype=np.int64)) * BLOCK
+    found: NDArray[np.int64] = np.clip(box.stop[dim], low, low + BLOCK) - np.clip(box.start[dim], low, low + BLOCK)
+    return found

@@ -1,0 +1,68 @@
+"""Refuses to push if trainer and engine do not have the same weights in block FP8.
+
+An E4M3 number without its scale is another number. Converted to the type of an engine's weight it would lose nothing,
+and be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.errors import ModelMismatchError
+from megatron_patches.refit.vllm.recording import Recording, record_loading
+from megatron_patches.refit.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
+
+
+def check_scales(tensors: Sequence[TensorSpec]) -> None:
+    """Checks that each quantized weight has scales for blocks of 128 x 128.
+
+    Raises:
+        ModelMismatchError: with the name of one that has not.
+    """
+    by_name = {spec.name: spec for spec in tensors}
+    for spec in tensors:
+        if spec.dtype != QUANTIZED:
+            continue
+        scales, wanted = by_name.get(scales_of(spec.name)), blocks_of(spec.shape)
+        if scales is None:
+            raise ModelMismatchError(f"{spec.name} is {spec.dtype}, and the trainer has no {scales_of(spec.name)}")
+        if scales.shape != wanted or scales.dtype != "float32":
+            raise ModelMismatchError(
+                f"{scales.name} is {scales.dtype} of shape {scales.shape}; {spec.name} of shape {spec.shape} needs "
+                f"float32 of shape {wanted}, for blocks of {BLOCK} x {BLOCK}"
+            )
+
+
+def record_in_one_format(load: Any, parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Recording:
+    """:func:`record_loading` of weights that are quantized on both sides or on neither.
+
+    Raises:
+        ModelMismatchError: with the name of a weight that is quantized on one side alone.
+        UnsupportedModelError: as :func:`record_loading`.
+    """
+    try:
+        recording = record_loading(load, parameters, tensors)
+    except Exception:
+        # A loader fails at a scale that its layer does not have, in many ways. Without scales, types tell which it is.
+        weights = [spec for spec in tensors if not is_scale(spec.name)]
+        if len(weights) < len(tensors):
+            _check_formats(record_loading(load, parameters, weights), parameters, tensors)
+        raise
+    _check_formats(recording, parameters, tensors)
+    return recording
+
+
+def _check_formats(recording: Recording, parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> None:
+    trained = {spec.name: spec.dtype for spec in tensors}
+    for record in recording.copies:
+        sent, kept = trained[record.tensor], str(parameters[record.storage].dtype).removeprefix("torch.")
+        if (sent == QUANTIZED) != (kept == QUANTIZED):
+            raise ModelMismatchError(
+                f"{record.tensor} is {sent} in the trainer and {kept} in the engine ({record.storage}); choose the "
+                "weight format of the push by the engine's checkpoint, or start the engine from what `refit export` "
+                "writes with the same --weight-format"
+            )

@@ -1,0 +1,135 @@
+"""Megatron runs push in block FP8 into vLLM engines whose checkpoints are in block FP8.
+
+The oracle is a fresh engine, loaded from the checkpoint that is exported in this format. vLLM's own kernels need AMX on
+CPUs, so engines have those of :mod:`tests.support.vllm_fp8`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.source.mesh import TrainerMesh
+from megatron_patches.refit.weight_format import WeightFormat
+from tests.integration.live_fp8 import After, Step, export_body, push_body
+from tests.integration.live_refit import PROMPTS
+from tests.integration.tiny_models import QWEN3, QWEN3_MOE
+from tests.support.launch import run_megatron
+from tests.support.live_models import Case
+from tests.support.prepared import engine_release
+from tests.support.vllm_host import VllmHost
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(600),
+]
+
+# Heads of 64 rows, of which two make a block, and 192 columns: one block and a half.
+SIZES = {"num_hidden_layers": 2, "hidden_size": 192, "intermediate_size": 384, "head_dim": 64}
+DENSE = QWEN3 | SIZES
+EXPERTS = QWEN3_MOE | SIZES | {"moe_intermediate_size": 128}
+WIDE = QWEN3 | SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
+"""With a block for each of two ranks of an engine in every weight."""
+
+FORMAT = WeightFormat.FP8_BLOCK
+ALONE = TrainerMesh()
+
+
+def export(
+    config: dict[str, Any], folder: Path, weight_format: WeightFormat, seed: int, mesh: TrainerMesh = ALONE
+) -> Path:
+    path = folder / f"{weight_format}_{seed}"
+    case = Case(mesh, tuple(range(mesh.size)), config)
+    run_megatron(export_body, mesh.size, timeout_s=200.0, args=(case, weight_format, {seed: str(path)}))
+    return path
+
+
+def host(model: Path, folder: Path, **options: Any) -> VllmHost:
+    if engine_release() != "0.26.0":
+        pytest.skip("the kernels of these tests are for vLLM 0.26.0")
+    folder.mkdir()
+    return VllmHost(model, folder, worker_extension_cls="tests.support.vllm_fp8.CpuKernels", **options)
+
+
+def push(
+    config: dict[str, Any], mesh: TrainerMesh, engine: VllmHost, version: int, steps: list[Step], **options: Any
+) -> list[After]:
+    case = Case(mesh, tuple(range(mesh.size)), config)
+    args = (case, engine.address, version, steps, {"weight_format": FORMAT, **options})
+    return run_megatron(push_body, mesh.size, timeout_s=200.0, args=args)[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "in_place"),
+    [
+        (DENSE, TrainerMesh(etp=3), TrainerMesh(tp=2, etp=2)),
+        (EXPERTS, TrainerMesh(etp=2, expert_etp=2), TrainerMesh(ep=2, dp=2)),
+    ],
+    ids=["dense", "experts"],
+)
+def test_an_engine_holds_and_answers_what_one_of_the_exported_checkpoint_does(
+    config: dict[str, Any], beside: TrainerMesh, in_place: TrainerMesh, tmp_path: Path
+) -> None:
+    """Beside and in place; and what it did before, if a weight is not a number or a commit fails half done."""
+    paths = {1: export(config, tmp_path, FORMAT, 1), 2: export(config, tmp_path, FORMAT, 2, beside)}
+    with host(paths[1], tmp_path / "first") as one:
+        first = After(one.connect().parameters(), one.connect().log_probabilities(PROMPTS))
+    with host(paths[2], tmp_path / "second") as engine:
+        second = After(engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS))
+        steps = [Step(1), Step(2, "nan"), Step(2, "apply"), Step(2)]
+        pushed = push(config, beside, engine, 1, steps)
+        steps = [Step(1), Step(2, "replace"), Step(2)]
+        pushed += push(config, in_place, engine, 9, steps, memory=MemoryMode.IN_PLACE)
+    assert first.parameters != second.parameters
+    held = [first, first, first, second, first, first, second]
+    assert [(after.parameters, after.answers) for after in pushed] == [(one.parameters, one.answers) for one in held]
+    reasons = [after.reason for after in pushed if after.reason]
+    assert "cannot be quantized: a weight in it is infinite or not a number" in reasons[0]
+    assert "down_proj.weight[" in reasons[0]
+    assert len(reasons) == 3
+    assert all("a worker of this engine failed to replace its weights" in reason for reason in reasons[1:])
+
+
+@pytest.mark.variant
+def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(tmp_path: Path) -> None:
+    """With scales in fp32, too; and what changed alone is enough."""
+    fp32 = WeightFormat.FP8_BLOCK_FP32_SCALES
+    paths = {1: export(WIDE, tmp_path, FORMAT, 1), 2: export(WIDE, tmp_path, fp32, 2)}
+    fresh = {}
+    for seed, path in paths.items():
+        with host(path, tmp_path / f"engine_{seed}", tensor_parallel_size=2) as engine:
+            fresh[seed] = engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS)
+            if seed == 2:
+                pushed = push(WIDE, TrainerMesh(etp=3), engine, 1, [Step(1)])
+                options = {"weight_format": fp32, "payload": PayloadKind.DELTA}
+                pushed += push(WIDE, TrainerMesh(tp=2), engine, 2, [Step(1), Step(2)], **options)
+    assert [(pushed[at].parameters, pushed[at].answers) for at in (0, 2)] == [fresh[1], fresh[2]]
+    assert fresh[1] != fresh[2]
+
+
+def test_weights_that_only_one_side_quantizes_are_refused_by_name(tmp_path: Path) -> None:
+    """A layer or all that the engine keeps in bfloat16, and a trainer that sends bfloat16; the old weights serve."""
+    trained, quantized = (export(DENSE, tmp_path, kind, 1) for kind in (WeightFormat.TRAINED, FORMAT))
+    content = json.loads((quantized / "config.json").read_text())
+    content["quantization_config"]["modules_to_not_convert"].append("model.layers.1.mlp.down_proj")
+    (quantized / "config.json").write_text(json.dumps(content))
+    with host(quantized, tmp_path / "mixed", load_format="dummy") as engine:
+        before = engine.connect().parameters()
+        (kept,) = push(DENSE, ALONE, engine, 1, [Step(1)])
+        (plain,) = push(DENSE, ALONE, engine, 1, [Step(1)], weight_format=WeightFormat.TRAINED)
+        assert engine.connect().parameters() == before
+    with host(trained, tmp_path / "plain") as engine:
+        before = engine.connect().parameters()
+        (none,) = push(DENSE, ALONE, engine, 1, [Step(1)])
+        assert engine.connect().parameters() == before
+    assert (
+        "model.layers.1.mlp.down_proj.weight is float8_e4m3fn in the trainer and bfloat16 in the engine" in kept.reason
+    )
+    assert "self_attn.q_proj.weight is bfloat16 in the trainer and float8_e4m3fn in the engine" in plain.reason
+    assert "self_attn.q_proj.weight is float8_e4m3fn in the trainer and bfloat16 in the engine" in none.reason

@@ -1,0 +1,83 @@
+"""Block FP8 in vLLM on CPUs without AMX, which vLLM's own kernels need: weights are dequantized in torch.
+
+vLLM imports this module in each worker where ``worker_extension_cls`` is :data:`EXTENSION`. As with kernels for AMX or
+DeepGEMM, weights are brought into another form after loading: here they are transposed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import PlatformEnum
+
+EXTENSION = "tests.support.vllm_fp8.CpuKernels"
+
+_BLOCK = 128
+
+
+class CpuKernels:
+    """Adds nothing to the worker; naming it is what loads this module."""
+
+
+def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weights, fp32 [..., N, K], of E4M3 numbers and of the scales of their blocks."""
+    rows, columns = weight.shape[-2:]
+    whole = scales.repeat_interleave(_BLOCK, -2)[..., :rows, :].repeat_interleave(_BLOCK, -1)[..., :columns]
+    return weight.float() * whole
+
+
+class TransposingKernel(Fp8BlockScaledMMLinearKernel):
+    """Serves linear layers."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        del compute_capability
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        super().process_weights_after_loading(layer)
+        replace_parameter(layer, "weight", layer.weight.data.t().contiguous())
+
+    def apply_weights(
+        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        del kwargs
+        weight = dequantized(layer.weight.t(), layer.weight_scale_inv)
+        return torch.nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+    def apply_block_scaled_mm(
+        self,
+        A: torch.Tensor,  # noqa: N803 - vLLM names it
+        B: torch.Tensor,  # noqa: N803
+        As: torch.Tensor,  # noqa: N803
+        Bs: torch.Tensor,  # noqa: N803
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _prepare(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+
+
+def _experts(*given: Any) -> torch.Tensor:
+    hidden, w13, w2, weights, experts, _, _, w13_scales, w2_scales, *_ = given
+    result = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in experts.unique().tolist():
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        up = hidden[token].float() @ dequantized(w13[expert].t(), w13_scales[expert]).t()
+        gate, up = up.chunk(2, dim=-1)
+        down = (torch.nn.functional.silu(gate) * up) @ dequantized(w2[expert].t(), w2_scales[expert]).t()
+        result.index_add_(0, token, down * weights[token, choice, None].float())
+    return result.to(hidden.dtype)
+
+
+linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, TransposingKernel)
+cpu_moe.prepare_fp8_moe_layer_for_cpu = _prepare
+cpu_moe.fused_experts_cpu = _experts

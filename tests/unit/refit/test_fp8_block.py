@@ -1,0 +1,382 @@
+"""Block FP8 at the source, against a loop over the blocks of the whole tensors in float64."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from etp.formats import quantize_blocks
+from megatron_patches.refit.boxes import Box, View, row_major_strides
+from megatron_patches.refit.errors import RefitError, UnsupportedModelError
+from megatron_patches.refit.exchange import SingleProcess
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.planning.tensors import agree_on_tensors
+from megatron_patches.refit.ports import Memory
+from megatron_patches.refit.source import block_quantizer
+from megatron_patches.refit.source.block_quantizer import BlockQuantizer
+from megatron_patches.refit.source.fp8_block import Fp8BlockSource
+from megatron_patches.refit.source.modules import ModuleSource
+from megatron_patches.refit.weight_format import (
+    WeightFormat,
+    quantization_config,
+    quantized_weights,
+    scales_of,
+    with_scales,
+)
+
+CPU = torch.device("cpu")
+WEIGHT = "model.layers.3.mlp.down_proj.weight"
+
+
+class Meeting:
+    """Ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.given = size, [None] * size
+        self._barrier = threading.Barrier(size, timeout=20.0)
+
+    def all_of[T](self, rank: int, value: T) -> list[T]:
+        self.given[rank] = value  # type: ignore[call-overload]
+        self._barrier.wait()
+        found = list(self.given)
+        self._barrier.wait()
+        return found  # type: ignore[return-value]
+
+
+class Member:
+    """One of them; counts what it sends."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.sent: list[int] = []
+
+    def gather[T](self, value: T) -> list[T]:
+        return self._meeting.all_of(self.rank, value)
+
+    def take_largest(self, values: torch.Tensor) -> None:
+        self.sent.append(values.numel())
+        values.copy_(torch.stack(self._meeting.all_of(self.rank, values.clone())).amax(0))
+
+
+def members(size: int) -> list[Member]:
+    meeting = Meeting(size)
+    return [Member(meeting, rank) for rank in range(size)]
+
+
+def in_all[T](work: Iterable[T], do: Callable[[T], None]) -> None:
+    """Does something with each rank's part, all at once."""
+    parts = list(work)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for _ in pool.map(do, parts):
+            pass
+
+
+def reference(weight: torch.Tensor, *, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 numbers as bytes and the scales of a whole weight, block by block."""
+    rows, columns = weight.shape
+    data = torch.zeros(rows, columns, dtype=torch.uint8)
+    scales = torch.zeros(-(-rows // 128), -(-columns // 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            block = weight[at].double()
+            scale = np.float32(448) / np.float32(float(block.abs().max())) if bool(block.any()) else np.float32(1)
+            if power_of_two:
+                scale = np.float32(2.0 ** np.floor(np.log2(float(scale))))
+            scaled = (block * float(scale)).float().clamp(-448, 448)
+            data[at] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+            scales[i, j] = float(np.float32(1) / scale)
+    return data, scales
+
+
+def uneven(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Numbers whose magnitude differs from place to place, with a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).mul(3).exp2()
+    weight[:128, :128] = 0
+    return weight.to(dtype)
+
+
+def held_by(
+    rank: int, weights: Mapping[str, torch.Tensor], boxes: list[Box], padding: int = 5
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Boxes of some weights, one after another in a memory for each weight, with NaN behind them."""
+    storages, placements, memory = [], [], {}
+    for name in dict.fromkeys(box.tensor for box in boxes):
+        mine = [box for box in boxes if box.tensor == name]
+        *offsets, total = accumulate((box.volume for box in mine), initial=0)
+        flat = torch.full((total + padding,), float("nan"), dtype=weights[name].dtype)
+        for box, offset in zip(mine, offsets, strict=True):
+            view = View(f"memory of {name}", offset, box.shape, row_major_strides(box.shape))
+            view.tensor(flat).copy_(weights[name][tuple(map(slice, box.start, box.stop))])
+            placements.append(Placement(box, view))
+        dtype = str(flat.dtype).removeprefix("torch.")
+        storages.append(Storage(f"memory of {name}", dtype, total + padding, total))
+        memory[f"memory of {name}"] = flat
+    return Manifest(rank, "host", tuple(storages), tuple(placements)), memory
+
+
+def quantizer(
+    weights: Mapping[str, torch.Tensor], held: Manifest, member: Member, *, power_of_two: bool = True
+) -> BlockQuantizer:
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return BlockQuantizer(shapes, held, power_of_two=power_of_two, device=CPU, exchange=member)
+
+
+def run(one: BlockQuantizer, memory: Memory) -> None:
+    one.measure(memory)
+    one.agree()
+    one.cast(memory)
+
+
+def check(one: BlockQuantizer, wanted: Mapping[str, torch.Tensor]) -> int:
+    """Compares everything that a rank holds after quantization, where it says it is; returns how many boxes."""
+    for placement in one.manifest.placements:
+        box = placement.box
+        found = placement.view.tensor(one.quantized[placement.view.storage])
+        found = found.view(torch.uint8) if found.dtype == torch.float8_e4m3fn else found
+        assert torch.equal(found, wanted[box.tensor][tuple(map(slice, box.start, box.stop))]), box
+    return len(one.manifest.placements)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_ranks_that_cut_blocks_quantize_them_as_one_would(
+    power_of_two: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random cuts of rows and columns, several boxes a rank, changed weights, memory of another version in place."""
+    generator = np.random.default_rng(7)
+    for case in range(4):
+        monkeypatch.setattr(block_quantizer, "_CHUNK", (1 << 18, 1 << 16, 1, 1 << 24)[case])  # of one block or more
+        shape = tuple(int(extent) for extent in generator.integers(60, 420, 2))
+        cuts = [[0, *sorted(int(cut) for cut in generator.integers(1, extent, 3)), extent] for extent in shape]
+        boxes = [
+            Box(WEIGHT, (a, c), (b, d)) for a, b in pairwise(cuts[0]) for c, d in pairwise(cuts[1]) if a < b and c < d
+        ]
+        boxes = [boxes[at] for at in generator.permutation(len(boxes))]
+        ranks = [boxes[rank::3] for rank in range(3)]
+        given = members(3)
+        quantizers: list[BlockQuantizer] = []
+        for version in range(2):
+            weights = {WEIGHT: uneven(shape, 10 * case + version, dtype)}
+            held = [held_by(rank, weights, mine) for rank, mine in enumerate(ranks)]
+            if not quantizers:
+                quantizers = [
+                    quantizer(weights, manifest, member, power_of_two=power_of_two)
+                    for (manifest, _), member in zip(held, given, strict=True)
+                ]
+            for one in quantizers:
+                for memory in one.quantized.values():
+                    memory.view(torch.uint8).fill_(0x55)
+            in_all(
+                list(zip(quantizers, (memory for _, memory in held), strict=True)), lambda pair: run(pair[0], pair[1])
+            )
+            data, scales = reference(weights[WEIGHT], power_of_two=power_of_two)
+            wanted = {WEIGHT: data, scales_of(WEIGHT): scales}
+            assert sum(check(one, wanted) for one in quantizers) > len(boxes)
+        # Every scale is held, and all holders agree on types and shapes.
+        specs = agree_on_tensors(with_scales({WEIGHT: shape}), [one.manifest for one in quantizers])
+        assert [spec.dtype for spec in specs] == ["float8_e4m3fn", "float32"]
+        assert all(member.sent == given[0].sent and len(member.sent) <= 2 for member in given)
+
+
+def test_boxes_of_one_form_may_share_blocks() -> None:
+    """Of 128 rows each, that begin in the middle of a block."""
+    weights = {WEIGHT: uneven((64 + 3 * 128, 128), 5)}
+    boxes = [Box(WEIGHT, (low, 0), (low + 128, 128)) for low in (64, 192, 320)] + [Box(WEIGHT, (0, 0), (64, 128))]
+    manifest, memory = held_by(0, weights, boxes)
+    one = quantizer(weights, manifest, members(1)[0])
+    run(one, memory)
+    data, scales = reference(weights[WEIGHT], power_of_two=True)
+    assert check(one, {WEIGHT: data, scales_of(WEIGHT): scales}) == 5
+
+
+def test_only_blocks_that_straddle_ranks_are_agreed_on() -> None:
+    weights = {WEIGHT: uneven((384, 256), 0)}
+    halves = [Box(WEIGHT, (0, 0), (192, 256)), Box(WEIGHT, (192, 0), (384, 256))]
+    thirds = [Box(WEIGHT, (0, 0), (128, 256)), Box(WEIGHT, (128, 0), (384, 256))]
+    for boxes, sent in ((halves, [2]), (thirds, [])):
+        given = members(2)
+        held = [held_by(rank, weights, [box]) for rank, box in enumerate(boxes)]
+        made = [quantizer(weights, one[0], member) for one, member in zip(held, given, strict=True)]
+        in_all(list(zip(made, held, strict=True)), lambda pair: run(pair[0], pair[1][1]))
+        assert [member.sent for member in given] == [sent, sent]
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_shards_of_whole_blocks_become_the_bytes_and_scales_of_gathered_weights(power_of_two: bool) -> None:
+    """Those of the engine's format for GEMMs, which are compared with Transformer Engine's elsewhere."""
+    weight = uneven((512, 320), 1)
+    (member,) = members(1)
+    for low, high in ((0, 256), (256, 512)):
+        manifest, memory = held_by(0, {WEIGHT: weight}, [Box(WEIGHT, (low, 0), (high, 320))])
+        one = quantizer({WEIGHT: weight}, manifest, member, power_of_two=power_of_two)
+        run(one, memory)
+        data, scales = quantize_blocks(weight[low:high], power_of_two=power_of_two)
+        (bytes_, found) = one.quantized.values()
+        assert torch.equal(bytes_.view(torch.uint8).view(high - low, 320), data)
+        assert torch.equal(found.view(2, 3), scales)
+
+
+class Weights:
+    """A source of one weight and one norm."""
+
+    device = CPU
+
+    def __init__(self, weight: torch.Tensor, box: Box) -> None:
+        self.weight, self.box, self.failure = weight, box, ""
+
+    def describe(self, rank: int) -> Held:
+        shapes = {WEIGHT: tuple(self.weight.shape), "model.norm.weight": (3,)}
+        manifest, _ = self._held(rank)
+        return Held({"model_type": "llama"}, shapes, manifest)
+
+    def settle(self) -> None:
+        pass
+
+    def look_up(self) -> Memory:
+        if self.failure:
+            raise MemoryError(self.failure)
+        return {name: flat.view(torch.uint16).numpy() for name, flat in self._held(0)[1].items()}
+
+    def _held(self, rank: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
+        norm = Box("model.norm.weight", (0,), (3,))
+        weights = {WEIGHT: self.weight, "model.norm.weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)}
+        return held_by(rank, weights, [self.box, norm])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_no_number_fails_the_look_up_of_all_its_ranks_alone(value: float) -> None:
+    """The ranks of its block, one of which does not hold it; the next version is quantized again."""
+    good = uneven((384, 192), 2)
+    bad = good.clone()
+    bad[190, 7] = value
+    boxes = [Box(WEIGHT, (0, 0), (130, 192)), Box(WEIGHT, (130, 0), (256, 192)), Box(WEIGHT, (256, 0), (384, 192))]
+    inner = [Weights(good, box) for box in boxes]
+    sources = [
+        Fp8BlockSource(one, WeightFormat.FP8_BLOCK, member) for one, member in zip(inner, members(3), strict=True)
+    ]
+    held = [source.describe(rank) for rank, source in enumerate(sources)]
+    assert held[0].config["quantization_config"] == quantization_config({WEIGHT: (384, 192)})
+    assert held[0].shapes[scales_of(WEIGHT)] == (3, 2)
+    for weight in (good, bad, good):
+        for one in inner:
+            one.weight = weight
+        in_all(sources, Fp8BlockSource.settle)
+        for rank, source in enumerate(sources):
+            if weight is bad and rank < 2:
+                with pytest.raises(
+                    RefitError,
+                    match=r"down_proj\.weight\[128:256, 0:128\] cannot be quantized: a weight in it is infinite",
+                ):
+                    source.look_up()
+            else:
+                memory = source.look_up()
+                assert np.asarray(memory["memory of model.norm.weight"]).tolist()[:3] == [0x3F80, 0x4000, 0x4040]
+                assert {len(memory[one.name]) for one in held[rank].manifest.storages} > {3 + 5}
+
+
+def test_a_rank_whose_weights_have_gone_does_not_leave_the_others_waiting() -> None:
+    weight = uneven((256, 128), 3)
+    inner = [Weights(weight, Box(WEIGHT, (0, 0), (100, 128))), Weights(weight, Box(WEIGHT, (100, 0), (256, 128)))]
+    sources = [
+        Fp8BlockSource(one, WeightFormat.FP8_BLOCK, member) for one, member in zip(inner, members(2), strict=True)
+    ]
+    for rank, source in enumerate(sources):
+        source.describe(rank)
+    inner[0].failure = "the weights are on holiday"
+    in_all(sources, Fp8BlockSource.settle)
+    with pytest.raises(MemoryError, match="on holiday"):
+        sources[0].look_up()
+    inner[0].failure = ""
+    in_all(sources, Fp8BlockSource.settle)
+    assert len(sources[0].look_up()) == 3
+
+
+def test_a_module_is_quantized_under_its_own_names() -> None:
+    """One of transformers: its state dict is the reference."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            num_hidden_layers=1,
+            hidden_size=96,
+            intermediate_size=160,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            vocab_size=37,
+        )
+    ).bfloat16()
+    source = Fp8BlockSource(ModuleSource(model), WeightFormat.FP8_BLOCK, SingleProcess())
+    held = source.describe(0)
+    source.settle()
+    memory, state = source.look_up(), model.state_dict()
+    quantized = quantized_weights({name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert len(quantized) == 7
+    assert held.shapes.keys() == {*state, *map(scales_of, quantized)}
+    for name in quantized:
+        data, scales = reference(state[name], power_of_two=True)
+        assert np.array_equal(np.asarray(memory[name]), data.flatten().numpy())
+        assert np.array_equal(np.asarray(memory[scales_of(name)]), scales.flatten().view(torch.int32).numpy())
+
+
+def test_what_is_quantized_follows_the_published_checkpoints() -> None:
+    layer = "model.layers.61"
+    quantized = {
+        f"{layer}.self_attn.kv_b_proj.weight": (512, 128),
+        f"{layer}.self_attn.kv_a_proj_with_mqa.weight": (576, 512),
+        f"{layer}.mlp.experts.255.gate_proj.weight": (256, 512),
+        f"{layer}.mlp.shared_experts.down_proj.weight": (512, 256),
+    }
+    kept: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (1000, 512),
+        "lm_head.weight": (1000, 512),
+        f"{layer}.mlp.gate.weight": (256, 512),
+        f"{layer}.eh_proj.weight": (512, 1024),
+        f"{layer}.embed_tokens.weight": (1000, 512),
+        f"{layer}.shared_head.head.weight": (1000, 512),
+        f"{layer}.input_layernorm.weight": (512,),
+        f"{layer}.self_attn.q_proj.bias": (512,),
+    }
+    assert quantized_weights(kept | quantized) == list(quantized)
+    assert with_scales(quantized)[f"{layer}.self_attn.kv_a_proj_with_mqa.weight_scale_inv"] == (5, 4)
+    left_out = quantization_config(kept | quantized)["modules_to_not_convert"]
+    assert left_out == [name.removesuffix(".weight") for name, shape in kept.items() if len(shape) == 2]
+    assert quantized_weights(with_scales(kept | quantized)) == []  # quantized already
+    with pytest.raises(UnsupportedModelError, match="A_log belongs to a Mamba mixer"):
+        quantized_weights(quantized | {"backbone.layers.0.mixer.A_log": (4,)})
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would launch a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(
+            argument.alias_info and not argument.alias_info.is_write for argument in func._schema.returns
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_do_not_depend_on_how_many_experts_there_are() -> None:
+    def launches(experts: int) -> int:
+        names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(experts)]
+        weights = {name: uneven((256, 192), number) for number, name in enumerate(names)}
+        manifest, memory = held_by(0, weights, [Box(name, (0, 0), (256, 192)) for name in names])
+        one = quantizer(weights, manifest, members(1)[0])
+        with Launches() as found:
+            run(one, memory)
+        return found.count
+
+    assert launches(40) == launches(2) < 60
