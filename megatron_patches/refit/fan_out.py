@@ -27,11 +27,10 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import TICK_S, Held, Standing, State
-from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
 from megatron_patches.refit.push_options import RefitOptions
-from megatron_patches.refit.subscription import Subscription, Trainer
-from megatron_patches.refit.transports.base import AUTO
+from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class FanOut:
         trainer: this rank, as in its subscriptions.
         ranks: number of trainer ranks.
         subscribed: the trainer's subscriptions.
-        check: see :meth:`EngineControl.join`.
+        check: see :class:`EngineControl`.
     """
 
     def __init__(
@@ -228,39 +227,21 @@ class FanOut:
         Raises:
             RefitError: if it did not; it then serves what it served.
         """
-        options = self._options
-        sources = 1 + sum(server.workers for server in servers)
-        control = EngineControl(engine, sources, options)
+        options, sources = self._options, 1 + sum(server.workers for server in servers)
+        control = EngineControl(engine, sources, options, self._check)
         invitation = control.rendezvous.invitation
         workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         one = Subscription(
             engine.name,
             invitation,
             replace(self._trainer, sources=("the trainer's first rank", *workers)),
-            LinkOptions(
-                transport=options.transport,
-                staging_bytes=options.staging_bytes,
-                sources=sources,
-                memory=options.memory,
-            ),
+            options.links(sources, options.staging_bytes),
             control=control,
-            check=self._check,
             after=None,
         )
         with self._changed:
             self._brought[engine.name] = one
-        call = {
-            "host": invitation.host,
-            "port": invitation.port,
-            "key": invitation.token,
-            "timeout_s": invitation.timeout_s,
-            "lease_s": options.lease_s,
-            "sources": sources,
-            "transport": AUTO if options.transport is None else options.transport.value,
-            "staging_bytes": options.staging_bytes,
-            "memory": options.memory.value,
-            "version": version,
-        }
+        call = {"version": version, "key": invitation.token, **control.meeting(options.staging_bytes)}
         try:
             first = 1
             for server in servers:

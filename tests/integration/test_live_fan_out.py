@@ -54,7 +54,7 @@ def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> l
             pushing.push(version)
             fill(case, chunks, 3)  # the trainer no longer has what the engine serves
             pushing.attach(late)
-            until(lambda: pushing._fan_out is None or not pushing._fan_out.is_bringing(late))
+            until(lambda: not pushing._coordinator.fan_out.is_bringing(late))
             standing = pushing.state().get("late")
             found.append((asking.parameters(), asking.log_probabilities(PROMPTS)))
             if seed == 2:
