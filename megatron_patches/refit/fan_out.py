@@ -35,7 +35,7 @@ from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # then the engine waits for the trainer's next push, which might otherwise never come to it
+_ATTEMPTS = 3  # then the engine joins the trainer, whose versions might otherwise never come to it
 
 _Failed = frozenset[tuple[str, int]]
 """Names of engines, each with a version that could not be taken from it."""
@@ -50,6 +50,7 @@ class FanOut:
         ranks: number of trainer ranks.
         subscribed: the trainer's subscriptions.
         check: see :class:`EngineControl`.
+        without: called, in a thread, with an engine for which nobody has a version, or that could not take it.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class FanOut:
         ranks: int,
         subscribed: Callable[[], Collection[Subscription]],
         check: Callable[[EngineClient], None],
+        without: Callable[[EngineClient], None] = lambda _: None,
     ) -> None:
+        self._without = without
         self._options = replace(options, payload=PayloadKind.WHOLE)  # nobody knows what an engine that joins holds
         self._ranks, self._subscribed, self._check = ranks, subscribed, check
         describe = trainer.describe
@@ -160,12 +163,16 @@ class FanOut:
                 finally:
                     self._give_back(engine)
         except Exception:
-            logger.exception("refit: %s serves on what it serves, until the next push", engine.name)
+            logger.exception("refit: %s serves on what it serves, until the trainer sends to it", engine.name)
         finally:
             self._give_back(engine)
             with self._changed:
+                ends = self.is_bringing(engine) and not self._is_closed
                 if self.is_bringing(engine):
                     del self._at_work[engine.name]
+                has_none = engine.name not in self._brought
+            if ends and has_none:
+                self._without(engine)
 
     def _give_back(self, engine: EngineClient) -> None:
         """Frees the servers of a receiver."""

@@ -33,7 +33,9 @@ class PushOrders:
     """What the first rank tells all ranks at the start of a push.
 
     Attributes:
-        new: engines that begin to join.
+        new: engines that begin to join, or began since the last push. Ranks may have begun already.
+        next: number of the next subscription. Those with lower numbers are in use, or will never be.
+        lobby: invitation to where newcomers are announced; None for nowhere.
         ended: numbers of subscriptions to close.
         taking: numbers of those that take the version.
         fates: what became of engines since the last push, by name.
@@ -42,6 +44,8 @@ class PushOrders:
     """
 
     new: list[Newcomer] = field(default_factory=list)
+    next: int = 0
+    lobby: Invitation | None = None
     ended: list[int] = field(default_factory=list)
     taking: list[int] = field(default_factory=list)
     fates: dict[str, EngineReport] = field(default_factory=dict)

@@ -163,16 +163,17 @@ class RefitSession:
             raise PartyFailedError(f"cannot start the refit: {'; '.join(reasons)}") from error
 
     def attach(self, engine: EngineClient) -> None:
-        """Attaches an engine, on the first rank, at any time. It joins during the next push without delaying others.
+        """Attaches an engine, on the first rank, at any time. It begins to join at once, and delays nobody.
 
-        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it takes the version
-        that other engines serve from them meanwhile.
+        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it first takes the
+        version that other engines serve from them, and joins during the next push.
 
         Raises:
             ValueError: if it is attached already.
+            PartyFailedError: if its rendezvous cannot listen.
             RefitError: on other ranks.
         """
-        self._on_the_first_rank.roster.add([engine])
+        self._on_the_first_rank.attach(engine)
 
     def detach(self, name: str) -> None:
         """Detaches an engine, on the first rank, at any time. It keeps what it serves; the next push leaves it out.
@@ -196,7 +197,7 @@ class RefitSession:
 
     def state(self) -> Mapping[str, Standing]:
         """What each engine's subscription is at, and on the first rank whom it waits for. Any thread may ask."""
-        own = {one.name: one.standing for one in list(self._subscriptions.open.values())}
+        own = {one.name: one.standing for one in self._subscriptions.all.values()}
         fan_out = None if self._coordinator is None else self._coordinator.fan_out
         return own if fan_out is None else {**fan_out.state(), **own}
 

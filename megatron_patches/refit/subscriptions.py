@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from typing import Any
 from megatron_patches.refit.coordinator import Coordinator
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import Exchange, describe_error
+from megatron_patches.refit.lobby import Listener
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.push_orders import Newcomer, PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.subscription import Subscription
@@ -19,24 +21,40 @@ from megatron_patches.refit.trainer_rank import Trainer
 class Subscriptions:
     """Those of one trainer rank. They follow the first rank's orders, so that all ranks have the same.
 
-    Only the thread that pushes calls the methods. Those that are collective say so.
+    A subscription may begin on one rank before others know of it. It counts once the ranks have agreed on it.
 
     Args:
         exchange: collectives over the trainer's ranks.
         options: of the session.
 
     Attributes:
-        open: those that have not ended, by number. It is replaced, not changed, because other threads read it.
+        open: those that all ranks have, by number. It is replaced, not changed, because other threads read it.
         coordinator: on the first rank, what decides; None on others.
     """
 
     def __init__(self, exchange: Exchange, options: RefitOptions) -> None:
         self._exchange, self._options = exchange, options
         self.open: Mapping[int, Subscription] = {}
+        self._early: Mapping[int, Subscription] = {}  # likewise, those on which ranks have not agreed
         self._closed: dict[str, Subscription] = {}  # the last of each engine
+        self._next = 0  # the ranks have agreed on all below, and on this rank
+        self._trainer: Trainer | None = None
+        self._lock = threading.Lock()  # for newcomers, of which any thread may tell
+        self._listener: Listener | None = None
         self.coordinator: Coordinator | None = None
         if exchange.rank == 0:
-            self.coordinator = Coordinator(options, exchange.size, lambda: self.open)
+            self.coordinator = Coordinator(options, exchange.size, lambda: self.all, self.hear)
+
+    @property
+    def all(self) -> Mapping[int, Subscription]:
+        """Those of this rank. Any thread may ask."""
+        return {**self._early, **self.open}
+
+    def hear(self, newcomer: Newcomer) -> None:
+        """Begins a subscription on this rank, unless it is known. Any thread may call it."""
+        with self._lock:
+            if self._trainer is not None and newcomer.number >= self._next and newcomer.number not in self._early:
+                self._early = {**self._early, newcomer.number: self._make(newcomer, self._trainer)}
 
     def agree(self, decide: Callable[[Coordinator], PushOrders], trainer: Trainer) -> PushOrders:
         """Carries out on all ranks what the first rank decides. Collective, and waits for no engine.
@@ -58,10 +76,13 @@ class Subscriptions:
         (orders, *_) = self._exchange.gather(orders)
         if orders.error is not None:
             raise PartyFailedError(orders.error, orders.engines)
+        self._agree_on(orders, trainer)
         for number in orders.ended:
             self._end(number)
-        for newcomer in orders.new:
-            self._begin(newcomer, trainer)
+        if self.coordinator is not None:
+            self.coordinator.resume()
+        if orders.lobby is not None and self.coordinator is None and self._listener is None:
+            self._listener = Listener(orders.lobby, self.hear)
         return orders
 
     def drop(self, number: int, cost_s: float) -> None:
@@ -79,14 +100,19 @@ class Subscriptions:
     def end_all(self) -> None:
         """Ends all, and waits until the other parties have received what was on its way to them."""
         if self.coordinator is not None:
-            self.coordinator.end_fan_out()
+            self.coordinator.pause()
+        with self._lock:
+            self._trainer = None
+            self.open, self._early = {**self._early, **self.open}, {}
         for closed in [self._end(number) for number in self.open]:
             closed.result()
 
     def close(self) -> None:
-        """Ends all. The first rank asks no engine whether it is back."""
+        """Ends all, for good."""
         if self.coordinator is not None:
-            self.coordinator.roster.close()
+            self.coordinator.close()
+        if self._listener is not None:
+            self._listener.close()
         self.end_all()
 
     def forget_failures(self) -> None:
@@ -116,10 +142,23 @@ class Subscriptions:
                     first[number].reason = outcome.reason
         return first
 
-    def _begin(self, newcomer: Newcomer, trainer: Trainer) -> None:
+    def _agree_on(self, orders: PushOrders, trainer: Trainer) -> None:
+        with self._lock:
+            self._trainer, self._next = trainer, orders.next
+            early, begun = dict(self._early), dict[int, Subscription]()
+            for newcomer in orders.new:
+                known = early.pop(newcomer.number, None)
+                begun[newcomer.number] = self._make(newcomer, trainer) if known is None else known
+            self.open = {**self.open, **begun}
+            self._early = {number: one for number, one in early.items() if number >= orders.next}
+        for number, one in early.items():
+            if number < orders.next:  # the first rank has ended it since
+                one.close()
+
+    def _make(self, newcomer: Newcomer, trainer: Trainer) -> Subscription:
         number, name, coordinator = newcomer.number, newcomer.name, self.coordinator
         closed = self._closed.pop(name, None)  # it may still be committing
-        one = Subscription(
+        return Subscription(
             name,
             newcomer.invitation,
             trainer,
@@ -127,7 +166,6 @@ class Subscriptions:
             control=None if coordinator is None else coordinator.control(number),
             after=closed if coordinator is None else coordinator.taken(name) or closed,
         )
-        self.open = {**self.open, number: one}
 
     def _end(self, number: int) -> Future[None]:
         one = self.open[number]
