@@ -33,6 +33,7 @@ _GRACE_S = 5.0  # how much longer than the server's timeout a client waits for a
 _LEAVING_S = 1.0  # for the rendezvous to receive this party's last message
 _REFUSED_S = 2.0  # for the network path to the rendezvous to come up; the server listens before any party is invited
 _UNREACHABLE_S = 10.0  # the same where the connection is not refused
+_NEVER_MS = 24 * 3600 * 1000  # a party leaves as soon as its connection has ended
 _TOPICS = 16  # for which notices are kept until collected
 
 
@@ -70,7 +71,8 @@ class Assembly:
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = round(_LEAVING_S * 1000)
         self._dealer.sndhwm = 0
-        self._dealer.reconnect_ivl = -1  # the server would take a new connection for another party
+        # The server would take a new connection for another party. -1 would drop what arrived just before the end.
+        self._dealer.reconnect_ivl = _NEVER_MS
         self._dealer.ipv6 = ":" in server
         self._dealer.curve_serverkey = bytes.fromhex(invitation.token)
         self._dealer.curve_publickey, self._dealer.curve_secretkey = zmq.curve_keypair()

@@ -53,6 +53,9 @@ class Terms:
 DEFAULT_TERMS = Terms()
 
 
+type LoadKey = tuple[int, int, int]  # source, destination, number
+
+
 @dataclass(frozen=True)
 class Load:
     """The content of one packet.
@@ -70,6 +73,11 @@ class Load:
     destination: int
     items: tuple[Transfer, ...]
     direct: bool = False
+
+    @property
+    def key(self) -> LoadKey:
+        """What tells it from all other loads."""
+        return self.source, self.destination, self.number
 
     @cached_property
     def nbytes(self) -> int:

@@ -18,9 +18,9 @@ from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest, Placement
-from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.plan import Plan
 from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.memory import Receiver, refit
 
 COPIES_OF_DESTINATIONS = 4

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron_patches.refit.frames import Patience
-from megatron_patches.refit.packets import Packing, Sender, Unpacker
+from megatron_patches.refit.packets import Packing
 from megatron_patches.refit.ports import Pending
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.base import Check
 from megatron_patches.refit.transports.receiving import Incoming, ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, Slot
+from megatron_patches.refit.unpacker import Unpacker
 
 _LOOK_AROUND_S = 0.1  # how often a wait checks whether it should end
 _IMPATIENT_S = 0.0005  # how long to poll without a pause, for work that takes a GPU less than this

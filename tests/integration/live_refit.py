@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches.refit import packets
+from megatron_patches.refit import sender
 from megatron_patches.refit.boxes import Box
 from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
@@ -261,7 +261,7 @@ def killed_body(
     with contextlib.closing(pushing):
         pushing.prepare()
         if rank == victim and phase == "sending":
-            kill_in(packets.Sender, "pack_into")
+            kill_in(sender.Sender, "pack_into")
         if rank == victim and phase == "committing":
             kill_in(VllmConnection, "commit")
         pushing.push(version)

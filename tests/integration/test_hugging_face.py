@@ -63,8 +63,8 @@ def examples() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
-# gloo's threads free tensors after a collective has ended. One that still does when the interpreter exits aborts it, see
-# megatron_patches.process_exit; of a program without our launcher, and of stock PyTorch too.
+# gloo's threads free tensors after a collective has ended. One that still does when the interpreter exits aborts it, in
+# stock PyTorch too. Our launcher waits for them: see megatron_patches.process_exit.
 SETTLED = "import time\ntime.sleep(0.5)\n"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from megatron_patches.refit import packets
+from megatron_patches.refit import sender
 from megatron_patches.refit.engines import HttpEngine
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -36,7 +36,7 @@ pytestmark = [
 CASE = Case(TrainerMesh(etp=2), (), QWEN3)
 TIMEOUT_S, LEASE_S = 12.0, 4.0
 NAMES = {"engine": "VLLM::Engine", "worker": "VLLM::Worker"}  # with what names of a server's processes begin
-PHASES = {"sending": (packets.Sender, "pack_into"), "committing": (HttpEngine, "commit")}
+PHASES = {"sending": (sender.Sender, "pack_into"), "committing": (HttpEngine, "commit")}
 
 
 class Fault(NamedTuple):

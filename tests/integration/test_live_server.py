@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron_patches.refit import packets
+from megatron_patches.refit import sender
 from megatron_patches.refit.engines import HttpEngine, PauseMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Held
@@ -61,9 +61,9 @@ def body(
         if note and rank == 0:
             Path(note).write_text(str(os.getpid()), encoding="utf-8")
         if rank == 0 and killed == "slowly":
-            slow_down(packets.Sender, "pack_into")
+            slow_down(sender.Sender, "pack_into")
         if rank == 0 and killed == "sending":
-            kill_in(packets.Sender, "pack_into", calls=2, how=how)
+            kill_in(sender.Sender, "pack_into", calls=2, how=how)
         if rank == 0 and killed == "committing":
             kill_in(HttpEngine, "commit", calls=1, how=how)
         if rank == 0 and killed == "resuming":

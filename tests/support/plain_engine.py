@@ -29,12 +29,12 @@ from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Invitation, Model
 from megatron_patches.refit.parties.relay import Committed, Relay
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.base import named_transport
 
 logger = logging.getLogger(__name__)

@@ -263,7 +263,7 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
     When it makes ``memory``, when it has come to ``verify``, when it would ``convert`` what came, in ``build`` or,
     half done, in ``apply``; in place, half done in ``replace``. Or when it puts an ``adapter`` in its place.
     """
-    from megatron_patches.refit.packets import Unpacker
+    from megatron_patches.refit.unpacker import Unpacker
     from megatron_patches.refit.vllm import worker_session
     from megatron_patches.refit.vllm.adapter_files import StagedAdapter
     from megatron_patches.refit.vllm.reload import Replacement

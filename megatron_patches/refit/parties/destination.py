@@ -9,7 +9,6 @@ from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import Base
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.packets import Unpacker
 from megatron_patches.refit.parties.agreement import agree_as_destination
 from megatron_patches.refit.parties.messages import SENDING, Model, Moved, commit_topic
 from megatron_patches.refit.parties.party import Party
@@ -17,6 +16,7 @@ from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.pump import receive_version
 from megatron_patches.refit.transports.receiving import ReceivingEnd
+from megatron_patches.refit.unpacker import Unpacker
 
 
 class DestinationParty(Party[ReceivingEnd]):

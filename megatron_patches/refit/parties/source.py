@@ -7,13 +7,13 @@ from contextlib import closing
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import Base
-from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.parties.agreement import agree_as_source
 from megatron_patches.refit.parties.messages import SENDING, Held, Moved, commit_topic
 from megatron_patches.refit.parties.party import Party
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.pump import send_version
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.sending import SendingEnd
 
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from megatron_patches.refit.errors import StaleVersionError, TransferError
 from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.packets import Packet, Sender, Unpacker
+from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.ports import Bits
+from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.unpacker import Unpacker
 
 
 class Receiver:

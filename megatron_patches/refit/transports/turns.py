@@ -12,7 +12,7 @@ same destination and was announced there before, and that has ended. So the coun
 and the operation ends. This requires no common order, no knowledge of other parties' transfers and no second
 communicator, and on a GPU only one kernel at a time can wait for a peer.
 
-Sources start with different destinations (:class:`megatron_patches.refit.packets.Sender`) and go round. A turn is long,
+Sources start with different destinations (:class:`megatron_patches.refit.sender.Sender`) and go round. A turn is long,
 so that the pause between turns is small in comparison, but limited, so that destinations are served evenly.
 """
 

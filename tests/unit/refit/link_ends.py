@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from megatron_patches.refit.loads import Terms, links_of
-from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import Link, Plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.pump import receive_version, send_version
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import Offer, Place, Transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd
+from megatron_patches.refit.unpacker import Unpacker
 from tests.support.refit_cases import Case
 from tests.unit.refit.test_parties import memory, values
 

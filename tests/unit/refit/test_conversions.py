@@ -17,9 +17,9 @@ from megatron_patches.refit.conversion import CONVERT, Rule, Step
 from megatron_patches.refit.dtypes import holds
 from megatron_patches.refit.errors import DigestError, ProofError, TransferError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Sender
 from megatron_patches.refit.plan import PartOf, PlanOptions, make_part, make_plan
 from megatron_patches.refit.proof import Verdict, prove
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.target.replay import finish, replay
 from megatron_patches.refit.transports.memory import Receiver, refit

@@ -21,9 +21,9 @@ from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.frames import Patience, prepare
 from megatron_patches.refit.loads import Reach, Terms
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Sender, Unpacker
 from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.pump import receive_version, send_version
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.staging import StagingPool
 from megatron_patches.refit.transports.base import LinkEnd, Place, Transport, TransportName
 from megatron_patches.refit.transports.nixl import NixlTransport
@@ -31,6 +31,7 @@ from megatron_patches.refit.transports.opening import open_transport
 from megatron_patches.refit.transports.receiving import ReceivingEnd
 from megatron_patches.refit.transports.sending import SendingEnd, _dial
 from megatron_patches.refit.transports.shm import ShmTransport
+from megatron_patches.refit.unpacker import Unpacker
 
 SPEC = TensorSpec("w", (1500, 16), "bfloat16")
 

@@ -21,11 +21,12 @@ from megatron_patches.refit.errors import (
 )
 from megatron_patches.refit.loads import Terms
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Packet, Part, Sender
+from megatron_patches.refit.packets import Packet, Part
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Bits, host_bytes
 from megatron_patches.refit.proof import prove
+from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.transports.memory import Receiver, refit
 from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, random_case, random_options, region

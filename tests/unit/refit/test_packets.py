@@ -19,9 +19,11 @@ from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import DigestError, PlanMismatchError, StaleVersionError, TransferError
 from megatron_patches.refit.loads import Load, Reach, Terms, cut_into_loads, goes_directly, links_of
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
-from megatron_patches.refit.packets import Packet, Sender, Unpacker
+from megatron_patches.refit.packets import Packet
 from megatron_patches.refit.plan import Plan, make_plan
 from megatron_patches.refit.ports import Batch, Bits, Piece
+from megatron_patches.refit.sender import Sender
+from megatron_patches.refit.unpacker import Unpacker
 from tests.support.quick import examples
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "float32", "int64")
