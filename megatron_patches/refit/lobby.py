@@ -68,7 +68,7 @@ class Announcer:
                 self._missing -= self._socket.recv() == _LISTENS
             if self._missing:
                 logger.warning(
-                    "refit: %d trainer ranks do not listen at %s after %.0f s; engines that are attached between two "
+                    "refit: %d trainer ranks do not listen at %s after %g s; engines that are attached between two "
                     "pushes begin to join in the second one only. The option host must be an address of this machine",
                     self._missing,
                     self._host,
