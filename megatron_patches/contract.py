@@ -106,6 +106,16 @@ _CALLERS: tuple[tuple[str, str, str], ...] = (
         "4754e2e0d747cde0",
         "finds a shard's optimizer state",
     ),
+    (
+        "megatron.core.optimizer.emerging_optimizers:TensorParallelMuon",
+        "53a2423addbcb326",
+        "orthogonalizes a matrix, and is replaced by a subclass with a step of its own",
+    ),
+    (
+        "megatron.core.optimizer.emerging_optimizers:_muon_config_to_kwargs",
+        "8a4eeda57fb39948",
+        "gives that subclass its arguments",
+    ),
     ("megatron.core.parallel_state:initialize_model_parallel", "9534561a0c23f87d", "builds the shard groups"),
     (
         "megatron.core.model_parallel_config:resolve_tensor_parallel_weight_shards",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,18 @@ FP8_RECIPES = {
 
 FP4_ALIGNMENT = NVFP4.row_alignment
 """Of what a shard's rows are a multiple with ``--fp4-format``."""
+
+
+MUON_RELEASE = "0.3"
+"""The release of emerging-optimizers whose step :class:`megatron_patches.muon.ShardedMuon` makes."""
+
+
+def has_muon() -> bool:
+    """Whether emerging-optimizers is installed in that release."""
+    try:
+        return importlib.metadata.version("emerging-optimizers").startswith(f"{MUON_RELEASE}.")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -375,9 +388,20 @@ REFUSALS = (
         "use --save-interval: it would write one rank's shards under the names of the whole weights",
     ),
     Refusal(
-        "--optimizer other than adam or sgd",
-        lambda args: args.optimizer not in ("adam", "sgd"),
-        "use --optimizer adam: others work on whole matrices",
+        "--optimizer other than adam, sgd or muon",
+        lambda args: args.optimizer not in ("adam", "sgd", "muon"),
+        "use --optimizer muon or adam: the others would take each shard for a whole matrix",
+    ),
+    Refusal(
+        "--optimizer muon and --use-distributed-optimizer",
+        lambda args: args.optimizer == "muon" and args.use_distributed_optimizer,
+        "drop --use-distributed-optimizer, which gives each replica of a shard other weights to step; the state of "
+        "Muon is sharded without it",
+    ),
+    Refusal(
+        f"--optimizer muon without emerging-optimizers {MUON_RELEASE}",
+        lambda args: args.optimizer == "muon" and not has_muon(),
+        f"pip install 'emerging-optimizers=={MUON_RELEASE}.*', whose step the one of sharded weights follows",
     ),
 )
 

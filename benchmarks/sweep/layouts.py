@@ -52,6 +52,12 @@ class Layout:
         """The same for an expert's weight."""
         return self.gpus // (self.pp * self.ep * self.expert_etp)
 
+    def shards_span(self, ranks_per_host: int) -> bool:
+        """Whether the shards of a weight, dense or of an expert, are on several hosts."""
+        dense = self.tp * self.cp * self.etp if self.etp > 1 else 1
+        experts = self.ep * self.expert_etp if self.expert_etp > 1 else 1
+        return max(dense, experts) > ranks_per_host
+
     def microbatches(self, global_batch: int) -> int:
         """Of one step, on each pipeline."""
         return global_batch // (self.micro_batch * self.dp)

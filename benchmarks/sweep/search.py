@@ -39,7 +39,7 @@ class Question:
     max_tokens: int = 0
     on_cpu: bool = False
 
-    def arguments(self, layout: Layout) -> list[str]:
+    def arguments(self, layout: Layout, ranks_per_host: int) -> list[str]:
         """Megatron's command line for a layout."""
         model, training = self.model, self.training
         shape = model.shape
@@ -55,7 +55,10 @@ class Question:
         if training.grad_bytes == WEIGHT_BYTES:
             parts.append("--grad-reduce-in-bf16")
         if layout.etp * layout.expert_etp > 1:
-            parts.append(f"--etp-transport {training.transport} --etp-prefetch-depth {training.prefetch_depth}")
+            # copy_engine is refused for a group that spans hosts. auto selects it for the others.
+            spans = training.transport == "copy_engine" and layout.shards_span(ranks_per_host)
+            transport = "auto" if spans else training.transport
+            parts.append(f"--etp-transport {transport} --etp-prefetch-depth {training.prefetch_depth}")
         if PRECISIONS[training.precision]:
             parts.append(f"--fp8-format e4m3 --fp8-recipe {PRECISIONS[training.precision]}")
         if shape.experts and not self.on_cpu:
@@ -67,7 +70,7 @@ class Question:
         hosts = -(-self.gpus // ranks_per_host)
         several = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if hosts > 1 else ""
         start = f"torchrun {several}--nproc-per-node {self.gpus // hosts} -m megatron_patches examples/pretrain_gpt.py"
-        return " ".join([start, *self.arguments(layout)])
+        return " ".join([start, *self.arguments(layout, ranks_per_host)])
 
 
 def candidates(question: Question, machine: Machine) -> list[Candidate]:
@@ -160,7 +163,9 @@ class Sweep:
                     self.say(f"{seconds:.0f} s are over (--seconds); the same command goes on from {self.state.path}")
                     return
                 self.say(f"run {number} of {top}: {one.layout}")
-                outcome = self.start(one.command, self.question.arguments(one.layout), min(timeout_s, left))
+                outcome = self.start(
+                    one.command, self.question.arguments(one.layout, self.machine.ranks_per_host), min(timeout_s, left)
+                )
                 self.state.add(outcome)
             at = self.candidates.index(one)
             self.candidates[at] = replace(one, outcome=outcome)

@@ -154,16 +154,24 @@ def _beside(model: Model, layout: Layout, training: Training, machine: Machine) 
         (stage_experts(model, layout), layout.expert_etp, layout.ep * layout.expert_etp),
     )
     gathers = 3 if layout.recompute else 2
-    etp = 0.0
+    seconds = added = 0.0
     for weights, over, reach in groups:
         elements = sum(count * rows * columns for count, rows, columns in weights)
-        etp += elements * (gathers * wire + WEIGHT_BYTES) * _others(over) / _speed(machine, reach)
+        gathered, reduced = elements * gathers * wire, elements * WEIGHT_BYTES
+        if reach <= machine.ranks_per_host:
+            moving = (gathered + reduced) * _others(over) / machine.within_host
+            cost = machine.copy_engine_cost if training.transport == "copy_engine" else machine.c10d_cost
+        else:  # over NCCL; see benchmarks/hosts.py
+            per_host = max(1, over * machine.ranks_per_host // reach)
+            rings = gathered * _others(over) / per_host
+            moving = (rings + reduced * (over - per_host) / over) / machine.between_hosts
+            cost = machine.c10d_cost
+        seconds, added = seconds + moving, added + cost * moving
     keys = 2 * shape.kv_heads * shape.head_elements() // layout.tp
     tokens = layout.micro_batch * shape.sequence
     ring = 3 * shape.layers // layout.pp * tokens * keys * WEIGHT_BYTES * _others(layout.cp)
     ring_s = ring / _speed(machine, layout.tp * layout.cp)
-    cost = machine.copy_engine_cost if training.transport == "copy_engine" else machine.c10d_cost
-    return etp + ring_s, cost * etp + machine.c10d_cost * ring_s
+    return seconds + ring_s, added + machine.c10d_cost * ring_s
 
 
 def _replica_seconds(model: Model, layout: Layout, training: Training, machine: Machine) -> float:

@@ -62,6 +62,9 @@ ROUTING = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-shared-expert-intermediate-size 64"
 )
+MUON = "--optimizer muon --lr 1e-3"
+# In bf16, its default, iterations make a last bit of a gradient a last bit in bf16 of the update.
+MUON_FP32 = f"{MUON} --muon-fp32-matmul-prec high"
 LATENT = (
     "--multi-latent-attention --rope-type rope --qk-layernorm --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 10 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 6"
@@ -90,6 +93,7 @@ class Case:
         grouped_experts: on GPUs, whether experts are one grouped GEMM.
         cpu_only: why the case is not for GPUs; empty if it is.
         gpu_only: why the case is not for CPUs; empty if it is.
+        needs: a package without which Megatron cannot run the case; empty for none.
         slow: whether `make test` leaves it out: other cases cover most of it.
     """
 
@@ -107,6 +111,7 @@ class Case:
     grouped_experts: bool = True
     cpu_only: str = ""
     gpu_only: str = ""
+    needs: str = ""
     slow: bool = False
 
     @property
@@ -337,6 +342,31 @@ CASES = (
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE),
     Case("moe_etp2_expert_etp2_recomputed", 2, "--etp-size 2 --expert-etp-size 2", common=f"{MOE} {FULL_RECOMPUTE}"),
+    Case(
+        "etp2_muon_exact",
+        2,
+        "--etp-size 2",
+        common=f"{ONE_MICROBATCH} {MUON} --bf16 --group-query-attention --num-query-groups 2",
+        tolerance=0.0,
+        needs="emerging_optimizers",
+    ),
+    # Padding of dense and expert weights; query, key and value of a shard that are no whole query groups.
+    Case(
+        "moe_ep2_expert_etp2_muon_padding",
+        4,
+        "--etp-size 4 --expert-etp-size 2",
+        model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
+        common=f"{MOE} {MUON_FP32} --expert-model-parallel-size 2 --clip-grad 0.1",
+        needs="emerging_optimizers",
+    ),
+    Case(
+        "tp2_etp2_muon",
+        4,
+        "--etp-size 2",
+        common=f"{MUON_FP32} --tensor-model-parallel-size 2 --muon-tp-mode duplicated",
+        needs="emerging_optimizers",
+        slow=True,
+    ),
     Case(
         "etp2_fused_accumulation",
         2,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megatron_patches
 from tests.integration.megatron_run import train
-from tests.integration.whole_state import Part, Whole, assemble
+from tests.integration.whole_state import STATES, Part, Whole, assemble
 
 
 @dataclass
@@ -178,8 +178,9 @@ def _optimizer_parts(optimizer: Any) -> Iterator[tuple[Any, list[tuple[str, int,
 
 def _states(optimizer: Any, master: torch.Tensor, start: int) -> Iterator[tuple[str, int, torch.Tensor]]:
     yield "master", start, master.data.reshape(-1)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        yield kind, start, optimizer.state[master][kind].reshape(-1)
+    for kind in STATES:
+        if kind in optimizer.state[master]:
+            yield kind, start, optimizer.state[master][kind].reshape(-1)
 
 
 def _global_names(chunk: Any) -> dict[str, str]:

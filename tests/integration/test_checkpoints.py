@@ -49,6 +49,7 @@ SCHEDULE = (
     f"{f' {GPU} {UNFUSED_ACCUMULATION}' if on_gpus() else ''}"
 )
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+MUON = "--optimizer muon --muon-fp32-matmul-prec high"
 PAD = "--etp-pad-for-alignment 4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
@@ -69,6 +70,7 @@ class Case:
         loaded: flags of each run that loads.
         tolerance: relative, on the losses after the load; on GPUs all runs are in bf16.
         ranks: processes of all runs.
+        needs: a package without which Megatron cannot run the case; empty for none.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Case:
     common: str = ""
     tolerance: float = BF16_TOLERANCE if on_gpus() else FP32_TOLERANCE
     ranks: int = RANKS
+    needs: str = ""
 
 
 CASES = (
@@ -135,6 +138,14 @@ CASES = (
         model=MOE,
         common=DISTRIBUTED,
     ),
+    Case(
+        "from_etp2_muon",
+        f"--etp-size 2 {PAD}",
+        ("", f"--etp-size 2 {PAD}"),
+        common=MUON,
+        ranks=2,
+        needs="emerging_optimizers",
+    ),
     Case("from_moe_ep2_to_no_expert_parallelism", f"--etp-size 2 {EP2} {PAD}", ("",), model=MOE),
     Case(
         "from_moe_bf16_to_expert_parallelism",
@@ -173,6 +184,8 @@ def _check_equal(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tenso
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks}ranks-{case.name}")
 def test_a_checkpoint_is_loaded_at_other_sizes(megatron: MegatronPool, tmp_path: Path, case: Case) -> None:
+    if case.needs:
+        pytest.importorskip(case.needs)
     saved = _save(megatron, tmp_path, case.model, case.common, case.saved, ranks=case.ranks)
     assert len(saved.losses) == STEPS
     assert saved.padding_is_zero

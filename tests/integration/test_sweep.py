@@ -78,7 +78,7 @@ def test_bytes_are_those_of_megatron(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, training = read_model(tmp_path, SEQUENCE), Training(GLOBAL_BATCH, transport="c10d")
-    arguments = Question(model, training, layout.gpus, 1.0, [1], on_cpu=True).arguments(layout)
+    arguments = Question(model, training, layout.gpus, 1.0, [1], on_cpu=True).arguments(layout, 8)
     arguments[arguments.index("--train-iters") + 1] = "1"
     counted = megatron.run(count_body, layout.gpus, 240.0, (arguments,))
     of_stage = layout.gpus // layout.pp

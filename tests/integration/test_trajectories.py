@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -25,6 +26,8 @@ def _parameters() -> list[Any]:
         for transport in () if reason else TRANSPORTS:
             name = f"{case.ranks}ranks-{case.name}-{transport}"
             marks = [pytest.mark.xdist_group(case.name), *([pytest.mark.slow] if case.slow else [])]
+            if case.needs and importlib.util.find_spec(case.needs) is None:
+                marks.append(pytest.mark.skip(reason=f"needs {case.needs}"))
             found.append(pytest.param(case, transport, id=name, marks=marks))
     return found
 

@@ -1,172 +1,92 @@
-"""Two network namespaces, joined by one cable, as two hosts: and a trainer that pushes from one of them.
+"""One rank of a group that spans two hosts: trains with each transport, and counts what its host receives and sends.
 
-Run as ``python -m tests.integration.two_hosts FOLDER RANK``, it is a rank of the trainer.
+python -m tests.integration.two_hosts RANK WORLD_SIZE FOLDER INTERFACE
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.parties.messages import State
-from megatron_patches.refit.session import OnEngineFailure, RefitOptions, RefitSession
-from megatron_patches.refit.transports.base import TransportName
-from tests.support.plain_engine import PlainEngine, digest
+import etp
 
-RANKS = 2
-FIRST, SECOND = "10.177.3.1", "10.177.3.2"
-_IP = "/usr/sbin/ip"
-
-
-class Host(NamedTuple):
-    """A network namespace.
-
-    Attributes:
-        process: keeps it.
-        address: of its end of the cable.
-    """
-
-    process: subprocess.Popen[bytes]
-    address: str
-
-    @property
-    def inside(self) -> list[str]:
-        """Begins a command that runs there."""
-        return ["/usr/bin/nsenter", "-t", str(self.process.pid), "-n"]
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Both. Each also has an address at which nobody of the other host can reach it.
-
-    Raises:
-        OSError: if a program is missing.
-        subprocess.CalledProcessError: if this user may not make them.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def namespace(address: str) -> Host:
-            process = subprocess.Popen(["/usr/bin/unshare", "-n", "/usr/bin/sleep", "600"])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            while Path(f"/proc/{process.pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
-                if process.poll() is not None:
-                    raise subprocess.CalledProcessError(process.returncode, "unshare -n")
-                time.sleep(0.01)
-            return Host(process, address)
-
-        hosts = namespace(FIRST), namespace(SECOND)
-        cable = f"link add cable type veth peer name cable netns {hosts[1].process.pid}"
-        _run(hosts[0], cable)
-        for host in hosts:
-            for what in (
-                f"addr add {host.address}/24 dev cable",
-                f"addr add {host.address.replace('.3.', '.4.')}/24 dev lo",
-                "link set cable up",
-                "link set lo up",
-            ):
-                _run(host, what)
-        yield hosts
-
-
-def _run(host: Host, what: str) -> None:
-    subprocess.run([*host.inside, _IP, *what.split()], check=True, capture_output=True)
-
-
-def listening(process: int) -> set[tuple[str, int]]:
-    """Addresses and ports at which anything listens in the network namespace of a process."""
-    found = set()
-    for family in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{family}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == "0A":
-                host, port = local.split(":")
-                found.add((".".join(str(byte) for byte in reversed(bytes.fromhex(host))), int(port, 16)))
-    return found
-
-
-def model(version: int) -> torch.nn.Module:
-    """Of a version."""
-    torch.manual_seed(version)
-    return torch.nn.Sequential(torch.nn.Linear(301, 997), torch.nn.Linear(997, 1203))
-
-
-def content(version: int) -> tuple[int, dict[str, str]]:
-    """What an engine holds of a version."""
-    tensors = model(version).state_dict().items()
-    return version, {name: digest(name, tensor.contiguous().numpy().tobytes()) for name, tensor in tensors}
-
-
-def until(what: Callable[[], bool]) -> None:
-    """Waits for it."""
-    deadline = time.monotonic() + 30.0
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def push(folder: Path, rank: int) -> dict[str, Any]:
-    """Pushes with the default address, and with the one of the cable; then an engine on this host joins late.
-
-    Returns:
-        What was seen.
-    """
-    trained = model(1)
-    far, near = (PlainEngine(name, str(folder / f"{name}.sock"), 20.0) for name in ("far", "near"))
-    seen: dict[str, Any] = {}
-    session = RefitSession(trained, [far], config={}, options=RefitOptions(timeout_s=20.0))
-    with contextlib.closing(session):
-        try:
-            session.prepare()
-        except PartyFailedError as error:
-            seen["refused"] = str(error)
-    options = RefitOptions(
-        timeout_s=20.0,
-        host=FIRST,
-        transport=TransportName.TCP,
-        fan_out=True,
-        on_engine_failure=OnEngineFailure.DROP,
-        staging_bytes=1 << 20,
-    )
-    session = RefitSession(trained, [far], config={}, options=options)
-    with contextlib.closing(session):
-        session.prepare()
-        session.push(1)
-        if rank == 0:
-            seen["far"] = far.run("content")
-            session.attach(near)
-            until(lambda: near.run("content")[0] == 1)
-            seen["near"] = near.run("content")
-        dist.barrier()
-        trained.load_state_dict(model(2).state_dict())
-        session.push(2)
-        until(lambda: session.state()["near"].state is State.READY)
-        dist.barrier()
-        session.push(3)
-        if rank == 0:
-            seen["at last"] = [engine.run("content")[0] for engine in (far, near)]
-        dist.barrier()
-    return seen
+TRANSPORTS = ("c10d", "hierarchical")
+DTYPES = (torch.float32, torch.bfloat16)
+STEPS, COUNTED, BATCH = 4, 2, 8
+WIDTHS = (499, 1021, 763, 1200)
+PATIENCE = timedelta(seconds=60)
 
 
 def main() -> None:
-    """Is one rank, and writes what it has seen."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    dist.barrier()
-    seen = push(folder, rank)
-    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    """Write what happened to ``rankN.json``."""
+    rank, world_size, folder, interface = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
+    found = {
+        f"{transport} {dtype}": trained(transport, dtype, interface, store)
+        for dtype in DTYPES
+        for transport in TRANSPORTS
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    in_step(store, "end")
     dist.destroy_process_group()
+
+
+def trained(transport: str, dtype: torch.dtype, interface: str, store: dist.Store) -> dict[str, object]:
+    """Losses, and of the last steps, by the runtime's own count and by the interface's: bytes moved."""
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(WIDTHS))).to(dtype)
+    config = etp.EtpConfig(transport=transport, timeout_s=60.0)  # type: ignore[arg-type]
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses, before = [], (0, 0)
+    for step in range(STEPS):
+        if step == STEPS - COUNTED:
+            in_step(store, f"{transport} {dtype} before")
+            runtime.counters.reset()
+            before = moved(interface)
+            in_step(store, f"{transport} {dtype} counting")
+        x = torch.randn(BATCH, WIDTHS[0], generator=generator).to(dtype)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    in_step(store, f"{transport} {dtype} counted")
+    received, sent = (after - start for after, start in zip(moved(interface), before, strict=True))
+    return {
+        "losses": losses,
+        "received": received,
+        "sent": sent,
+        "gathered": sum(runtime.counters.gather_bytes.values()),
+        "reduced": sum(runtime.counters.reduce_bytes.values()),
+    }
+
+
+def in_step(store: dist.Store, what: str) -> None:
+    """Wait for all ranks, without the network."""
+    if store.add(f"at {what}", 1) == dist.get_world_size():
+        store.set(f"all at {what}", "")
+    store.wait([f"all at {what}"], PATIENCE)
+
+
+def moved(interface: str) -> tuple[int, int]:
+    """Bytes that this host's interface has received and sent."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            fields = numbers.split()
+            return int(fields[0]), int(fields[8])
+    raise ValueError(f"no interface {interface}")
 
 
 if __name__ == "__main__":

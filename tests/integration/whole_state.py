@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 
 Whole = dict[tuple[str, str], torch.Tensor]
-"""Full tensors by (kind, name); kind is "weight", "master", "exp_avg" or "exp_avg_sq"."""
+"""Full tensors by (kind, name); kind is "weight", "master" or one of :data:`STATES`."""
+
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names of the states of Megatron's optimizers: Adam has the first two, Muon the last."""
 
 _TP_AXIS = {
     "linear_qkv": 0,
@@ -108,7 +111,7 @@ def as_stored(state: Whole, *, local_layers: bool) -> dict[str, torch.Tensor]:
         state: full tensors.
         local_layers: whether the model consists of Megatron's own layers; Transformer Engine's keep their names.
     """
-    prefixes = {"weight": "", "exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
+    prefixes = {"weight": ""} | {kind: f"optimizer.state.{kind}." for kind in STATES}
     stacked: dict[str, dict[tuple[int, ...], torch.Tensor]] = defaultdict(dict)
     for (kind, name), tensor in state.items():
         if kind not in prefixes:

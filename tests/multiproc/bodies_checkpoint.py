@@ -49,6 +49,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(_groups(m), lr=0.01),
     "adamw, rate in a tensor": lambda m: torch.optim.AdamW(_groups(m), lr=torch.tensor(0.01)),
     "momentum": lambda m: torch.optim.SGD(_groups(m), lr=0.01, momentum=0.9),
+    "muon": lambda m: etp.Muon([p for p in m.parameters() if p.dim() > 1], lr=0.01),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
 }
 

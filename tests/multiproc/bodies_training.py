@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ import etp
 from tests.multiproc.models import MODELS, PlannedFailureError, Tiny, batch, loss_of
 from tests.multiproc.oracle import Scenario, Twins, poisoned
 from tests.support.launch import device
+
+
+def muon(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """PyTorch's for whole matrices, ours for sharded ones; other parameters are left alone."""
+    matrices = [param for param in params if param.ndim == 2]
+    sharded = any(isinstance(param, etp.ETPShardedParam) for param in matrices)
+    return (etp.Muon if sharded else torch.optim.Muon)(matrices, lr=0.05)
+
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=False),
@@ -31,8 +39,9 @@ OPTIMIZERS: dict[str, Any] = {
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, foreach=False),
     "rprop": functools.partial(torch.optim.Rprop, foreach=False),
     "asgd": functools.partial(torch.optim.ASGD, foreach=False),
+    "muon": muon,
 }
-"""Optimizers that treat every element alone; those that look at a whole matrix cannot be bitwise equal on shards.
+"""Optimizers that treat every element alone, and one that gathers whole matrices.
 
 Where nothing is said, PyTorch takes its multi-tensor kernels for plain parameters on a GPU and its loop for subclasses,
 and the two round differently.

@@ -35,8 +35,11 @@ def rows_of_shard(full: torch.Tensor, rank: int, world_size: int, alignment: int
     return padded
 
 
-def combined(parts: list[torch.Tensor], mean: bool) -> torch.Tensor:
-    """Sum in rank order, in fp32 at least; divided once."""
+def combined(parts: list[torch.Tensor], mean: bool, per_host: int | None = None) -> torch.Tensor:
+    """Sum in rank order, or within each host and then over hosts; in fp32 at least, divided once."""
+    if per_host is not None:
+        sums = [combined(parts[first : first + per_host], False) for first in range(0, len(parts), per_host)]
+        return combined(sums, False) / len(parts) if mean else combined(sums, False)
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
@@ -59,12 +62,14 @@ class Reference:
         model: a copy of what is sharded, before it is.
         world_size: ranks of the shard group.
         mean: average over ranks, or add.
+        per_host: ranks whose gradients are added first; None if all are added in rank order.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, *, mean: bool = True) -> None:
+    def __init__(self, model: nn.Module, world_size: int, *, mean: bool = True, per_host: int | None = None) -> None:
         self.model = model
         self.world_size = world_size
         self.mean = mean
+        self.per_host = per_host
 
     def step(self, scenario: Scenario, step: int) -> list[list[torch.Tensor]]:
         """Put the combined gradients of one step into ``.grad``; returns each rank's losses."""
@@ -83,7 +88,7 @@ class Reference:
         for backward in zip(*grads, strict=True):
             for name, param in self.model.named_parameters():
                 if all(name in rank for rank in backward):
-                    total = combined([rank[name] for rank in backward], self.mean)
+                    total = combined([rank[name] for rank in backward], self.mean, self.per_host)
                     if param.grad is None:
                         param.grad = total.to(param.dtype)
                     else:
@@ -100,6 +105,7 @@ class Twins:
         world_size: ranks of the default group, which is the shard group.
         exact: whether gradients are compared bit by bit, where the order of sums allows it at all.
         replicated: names of the submodules that stay replicated.
+        per_host: see :class:`Reference`.
         options: of :class:`etp.EtpConfig`.
     """
 
@@ -111,12 +117,13 @@ class Twins:
         *,
         exact: bool = True,
         replicated: Sequence[str] = (),
+        per_host: int | None = None,
         **options: Any,
     ) -> None:
         self.rank, self.world_size, self.exact = rank, world_size, exact
         self.config = etp.EtpConfig(**options)
         mean = self.config.grad_reduction is etp.GradReduction.MEAN
-        self.reference = Reference(copy.deepcopy(model), world_size, mean=mean)
+        self.reference = Reference(copy.deepcopy(model), world_size, mean=mean, per_host=per_host)
         self.model = model
         whole = [model.get_submodule(name) for name in replicated]
         self.runtime = etp.shard_module(model, dist.group.WORLD, config=self.config, replicated_modules=whole)

@@ -85,7 +85,7 @@ def test_one_reduction_per_iteration_matches(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("name", bodies.OPTIMIZERS)
-def test_every_elementwise_optimizer_matches_bitwise(name: str) -> None:
+def test_every_optimizer_matches_bitwise(name: str) -> None:
     run_distributed(bodies.matches_with_optimizer, 2, args=(name,))
 
 

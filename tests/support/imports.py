@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "copies",
             "te",
             "scalars",
+            "matrices",
             "refusals",
             "allowed",
             "shard_copy",
@@ -54,7 +55,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"gathers", "membership", "shard_states", "optimizers"}),
     frozenset({"runtime"}),
     frozenset({"modules", "sites", "wrap"}),
-    frozenset({"state", "checkpoint", "clip"}),
+    frozenset({"state", "checkpoint", "clip", "muon"}),
 )
 """The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
 

@@ -285,7 +285,11 @@ def test_ranks_that_do_not_divide_by_the_model() -> None:
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number"),
         ({"save_wgrads_interval": 4}, "--save-wgrads-interval"),
         ({"save_params_interval": 4}, "--save-params-interval"),
-        ({"optimizer": "muon"}, "--optimizer other than adam or sgd"),
+        ({"optimizer": "soap"}, "--optimizer other than adam, sgd or muon"),
+        (
+            {"optimizer": "muon", "use_distributed_optimizer": True},
+            "--optimizer muon and --use-distributed-optimizer",
+        ),
     ],
 )
 def test_refusals_name_the_culprit_and_the_way_out(settings: dict[str, object], culprit: str) -> None:
@@ -316,6 +320,15 @@ def test_what_the_gpu_cannot_multiply_is_refused(
         check(applied("--etp-size", "2", **settings))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
     check(applied("--etp-size", "2", **settings))
+
+
+def test_muon_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = applied("--etp-size", "2", optimizer="muon")
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.3.0")
+    check(args)
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.30.0")
+    with pytest.raises(UnsupportedConfigurationError, match=r"emerging-optimizers 0\.3; pip install"):
+        check(args)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,11 @@ def test_names_become_enum_members() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("transport", "nccl", "EtpConfig.transport is 'nccl'; choose one of 'auto', 'c10d', 'copy_engine'"),
+        (
+            "transport",
+            "nccl",
+            "EtpConfig.transport is 'nccl'; choose one of 'auto', 'c10d', 'copy_engine', 'hierarchical'",
+        ),
         ("grad_reduction", "max", "EtpConfig.grad_reduction is 'max'; choose one of 'mean', 'sum'"),
         ("prefetch_depth", -1, "EtpConfig.prefetch_depth is -1; it must be an integer >= 0"),
         ("prefetch_depth", 1.5, "EtpConfig.prefetch_depth is 1.5; it must be an integer >= 0"),

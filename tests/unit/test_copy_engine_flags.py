@@ -1,13 +1,15 @@
 """The copy-engine transport's flags, with ranks that run in any order: no flag is lost, nobody waits for ever.
 
-The transport's own code records what each rank enqueues; a scheduler then runs the ranks' operations in random orders.
+The transport's own code records what each rank enqueues; a scheduler then runs the ranks' operations in random orders:
+those of all its streams one after the other, or of each stream on its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,13 +29,17 @@ from etp.stack import PitchedCopy, Stack
 _APART = 1 << 40
 """Between the memories of two ranks."""
 
+_SLOT = 1
+"""Address of the first rank's word that says which gather its slot is free for."""
+
 
 class Operation(NamedTuple):
-    """What a stream does: takes or raises flags of a value, or anything else."""
+    """What a stream does: takes or raises flags of a value, writes or reads memory, records or awaits an event."""
 
     kind: str
     addresses: tuple[int, ...] = ()
     value: int = 0
+    event: int = 0
 
 
 @dataclass
@@ -41,8 +47,13 @@ class Rank:
     """What one rank has enqueued, and its allocations."""
 
     number: int
-    program: deque[Operation] = field(default_factory=deque)
+    programs: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
     used: int = 1024
+
+    @property
+    def program(self) -> deque[Operation]:
+        """Of the calling stream."""
+        return self.programs[0]
 
 
 @dataclass
@@ -52,22 +63,42 @@ class Machine:
     ranks: list[Rank]
     current: int = 0
     words: dict[int, int] = field(default_factory=dict)
+    happened: set[int] = field(default_factory=set)
+    """Numbers of the events that have."""
+    gather: int = 0
+    """Which one is being enqueued."""
+    read: int = 0
+    """How often staged shards were read."""
 
     def me(self) -> Rank:
         return self.ranks[self.current]
 
     def run(self, order: random.Random) -> None:
         """Run all programs to their ends, in a random order of ranks."""
-        while any(rank.program for rank in self.ranks):
-            ready = [rank for rank in self.ranks if rank.program and self._may_run(rank.program[0])]
-            assert ready, f"all wait: {[rank.program[0] for rank in self.ranks if rank.program]}"
-            operation = order.choice(ready).program.popleft()
-            for address in operation.addresses:
-                if operation.kind == "raise":
-                    assert self.words.get(address, 0) == 0, f"the flag at {address:#x} is raised twice"
-                self.words[address] = operation.value if operation.kind == "raise" else 0
+        programs = [program for rank in self.ranks for program in rank.programs.values()]
+        while any(programs):
+            ready = [program for program in programs if program and self._may_run(program[0])]
+            assert ready, f"all wait: {[program[0] for program in programs if program]}"
+            self._run(order.choice(ready).popleft())
+
+    def _run(self, operation: Operation) -> None:
+        if operation.kind == "record":
+            self.happened.add(operation.event)
+        for address in operation.addresses:
+            if operation.kind == "await slot":
+                assert self.words.get(address, 0) >= operation.value, "a slot is written before it is free"
+                continue
+            if operation.kind == "read":
+                assert self.words[address] == operation.value, f"{address:#x} is read too early or too late"
+                self.read += 1
+                continue
+            if operation.kind == "raise":
+                assert self.words.get(address, 0) == 0, f"the flag at {address:#x} is raised twice"
+            self.words[address] = 0 if operation.kind == "take" else operation.value
 
     def _may_run(self, operation: Operation) -> bool:
+        if operation.kind == "await":
+            return operation.event in self.happened
         return operation.kind != "take" or all(self.words.get(a, 0) == operation.value for a in operation.addresses)
 
 
@@ -78,12 +109,16 @@ class _Driver:
         self._machine = machine
 
     def copy_pitched(self, copy: PitchedCopy, stream: int) -> None:
-        del copy, stream
-        self._machine.me().program.append(Operation("other"))
+        program = self._machine.me().programs[stream]
+        if not self._machine.gather:
+            program.append(Operation("other"))
+            return
+        # A copy takes a while: what it reads must not change before its end.
+        reading = Operation("read", (copy.source,), self._machine.gather)
+        program += [Operation("await slot", (_SLOT + self._machine.current,), self._machine.gather), reading, reading]
 
     def enqueue(self, operations: Operation, stream: int) -> None:
-        del stream
-        self._machine.me().program.append(operations)
+        self._machine.me().programs[stream].append(operations)
 
     def allow_calls_during_capture(self) -> None:
         pass
@@ -112,6 +147,8 @@ class _Buffer:
         self.local = SimpleNamespace(data_ptr=lambda: self.addresses[rank.number])
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Any:
+        if dtype != torch.int32:
+            return torch.empty(numel, dtype=dtype)  # what gets there is in the machine's words
         first = self.addresses[self._machine.current] + offset
 
         def fill(value: int) -> None:
@@ -125,12 +162,39 @@ def _always(value: object) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+class _Streams:
+    """Makes streams and events: all streams are one, or each is one of its own."""
+
+    def __init__(self, machine: Machine, *, apart: bool) -> None:
+        self._machine, self._apart = machine, apart
+        self._streams, self._events = itertools.count(1), itertools.count(1)
+        self.calling = self._stream(0)
+
+    def make(self, *_: object, **__: object) -> SimpleNamespace:
+        """A stream, whose operations are a program of its own if streams are apart."""
+        return self._stream(next(self._streams) if self._apart else 0)
+
+    def _stream(self, handle: int) -> SimpleNamespace:
+        def wait_event(event: SimpleNamespace) -> None:
+            self._machine.me().programs[handle].append(Operation("await", event=event.number))
+
+        return SimpleNamespace(cuda_stream=handle, wait_event=wait_event)
+
+    def event(self) -> SimpleNamespace:
+        """An event, recorded once."""
+        number = next(self._events)
+
+        def record(stream: SimpleNamespace) -> None:
+            self._machine.me().programs[stream.cuda_stream].append(Operation("record", event=number))
+
+        return SimpleNamespace(number=number, record=record, query=_always(True))
+
+
 @contextlib.contextmanager
-def machine_of(size: int) -> Iterator[tuple[Machine, list[CopyEngineTransport]]]:
-    """Ranks with a transport each, made by the transport's own constructor."""
+def machine_of(size: int, *, apart: bool = False) -> Iterator[tuple[Machine, list[CopyEngineTransport]]]:
+    """Ranks with a transport each, made by the transport's own constructor; ``apart``: each stream runs by itself."""
     machine = Machine([Rank(number) for number in range(size)])
-    stream = SimpleNamespace(cuda_stream=0, wait_event=_always(None), wait_stream=_always(None))
-    event = SimpleNamespace(record=_always(None), query=_always(True))
+    streams = _Streams(machine, apart=apart)
     with pytest.MonkeyPatch.context() as patch:
         for module in (copy_engine, symmetric):
             patch.setattr(module, "SymmetricBuffer", lambda _group, nbytes, _device: _Buffer(machine, nbytes))
@@ -141,10 +205,11 @@ def machine_of(size: int) -> Iterator[tuple[Machine, list[CopyEngineTransport]]]
         patch.setattr(dist, "get_process_group_ranks", _always(list(range(size))))
         patch.setattr(copy_engine, "accumulate_parts", _always(None))
         patch.setattr(copy_engine, "Watchdog", _always(SimpleNamespace(expect_stream=_always(None))))
-        patch.setattr(copy_engine, "current_stream", _always(stream))
-        values = {"Stream": stream, "Event": event, "is_current_stream_capturing": False}
-        for name, value in {**values, "synchronize": None}.items():
-            patch.setattr(torch.cuda, name, _always(value))
+        patch.setattr(copy_engine, "current_stream", _always(streams.calling))
+        patch.setattr(torch.cuda, "Stream", streams.make)
+        patch.setattr(torch.cuda, "Event", streams.event)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", _always(False))
+        patch.setattr(torch.cuda, "synchronize", _always(None))
         transports = []
         for rank in range(size):
             machine.current = rank
@@ -263,3 +328,60 @@ def test_a_recorded_sequence_replays_between_others(
                     for action in between:
                         _act(transport, action, size)
         machine.run(random.Random(seed))  # noqa: S311
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.integers(2, 4),
+    actions=st.lists(st.sampled_from(["staged", "reduce", "pair"]), min_size=1, max_size=12),
+    apart=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_staged_shards_are_read_after_they_have_come_and_before_the_next_ones_do(
+    size: int, actions: list[str], apart: bool, seed: int
+) -> None:
+    with machine_of(size, apart=apart) as (machine, transports):
+        before = dict(machine.words)
+        memory = []
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            weight = Stack([torch.zeros(2 * size, 4)])
+            for number, action in enumerate(actions, 1):
+                if action != "staged":
+                    _act(transport, action, size)
+                    continue
+                machine.me().program.append(Operation("write", (_SLOT + rank,), number))
+                shards = transport.stage(weight)
+                assert transport._staged is not None
+                (own,) = transport._staged.copies.own
+                machine.gather = number
+                machine.me().program.append(Operation("write", (own.source,), number))
+                transport.all_gather(weight, shards, f"gather {number}")
+                machine.gather = 0
+                memory += [own.source, _SLOT + rank]
+        machine.run(random.Random(seed))  # noqa: S311
+        raised = {address for address, value in machine.words.items() if value and address not in memory}
+        assert raised == {address for address, value in before.items() if value}
+        assert machine.read == 2 * size**2 * actions.count("staged")
+
+
+def test_ranks_that_gather_different_staged_shards_wait_for_each_other() -> None:
+    with machine_of(3, apart=True) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            weight = Stack([torch.zeros(6, 4)])
+            transport.all_gather(weight, transport.stage(weight), f"gather of {'v' if rank == 1 else 'w'}")
+        with pytest.raises(AssertionError, match="all wait: "):
+            machine.run(random.Random(1))  # noqa: S311
+
+
+def test_two_places_for_staged_shards_grow_with_the_largest_weight() -> None:
+    with machine_of(2) as (machine, transports):
+        for rank, transport in enumerate(transports):
+            machine.current = rank
+            for rows in (2, 400, 4):
+                weight = Stack([torch.zeros(rows, 8) for _ in range(3)])
+                shards = transport.stage(weight)
+                assert (len(shards), shards.numel, shards.is_one_block) == (3, rows * 8 // 2, True)
+                transport.all_gather(weight, shards, "gather")
+            assert transport.nbytes()["staged_shards"] == 2 * 19456  # 3 * 400 * 8 * 4 / 2, rounded up to 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import types
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron_patches import seam
+from megatron_patches.arguments import UnsupportedConfigurationError
 from megatron_patches.fixes import (
     aligned_grad_sync,
     dataset_build,
@@ -23,8 +25,11 @@ from megatron_patches.fixes import (
     frozen,
     fused_accumulation,
     graph_scopes,
+    muon,
     te_construction,
 )
+from megatron_patches.sharded_weight import MegatronShardedParam
+from tests.support.fake_group import fake_group
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron warns, on import, of what is not installed
 
@@ -426,3 +431,57 @@ class TestGraphScopes:
             types.SimpleNamespace(gtp_weight_remat_size=1, cuda_graph_modules=[CudaGraphModule.mlp]),
         )
         assert found == [{}]
+
+
+class TestMuon:
+    def test_norms_of_experts_are_summed_over_their_shards(self) -> None:
+        seen: list[Any] = []
+
+        def build(config: Any, model_chunks: Any, config_overrides: Any, pg_collection: Any) -> None:
+            seen.append(pg_collection.tp_ep_pp)
+
+        groups = types.SimpleNamespace(tp_ep_pp="one shard", tp_ep_pp_with_egtp_remat="all shards")
+        muon.RECORDS[0].replace(build)(None, [], {}, groups)
+        muon.RECORDS[0].replace(build)(None, [], {}, types.SimpleNamespace(tp_ep_pp="all there is"))
+        assert seen == ["all shards", "all there is"]
+        assert groups.tp_ep_pp == "one shard"
+
+    def test_a_model_without_shards_gets_megatrons_own(self) -> None:
+        created = muon.RECORDS[1].replace(lambda *arguments: arguments)
+        arguments: tuple[Any, ...] = ("config", [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}], "muon", [], None)
+        assert created(*arguments) == arguments
+
+    def test_query_key_and_value_are_told_apart_by_rows_of_the_whole_weight(self) -> None:
+        """Of twelve rows in two groups, a shard has one. A shard of as many rows, one of padding, has none."""
+        chunk = torch.nn.Module()
+        chunk.linear_qkv = torch.nn.Module()
+        with fake_group(rank=0, world_size=2) as group:
+            for rows, expected in ((12, True), (11, False)):
+                weight = MegatronShardedParam.from_full(torch.ones(rows, 2), group, pad_for_alignment=6)
+                weight.requires_grad_(True)
+                assert weight.shape[0] == 6
+                weight.is_qkv = not expected  # type: ignore[attr-defined]
+                chunk.linear_qkv.weight = weight
+                muon._mark_whole_query_groups([chunk], [2, 2, 2])
+                assert weight.is_qkv is expected  # type: ignore[attr-defined]
+                assert weight.qkv_split_shapes == [2, 2, 2]  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("name", "layer_wise", "release", "message"),
+        [
+            ("muon", False, "0.30.0", r"needs emerging-optimizers 0\.3: pip install"),
+            ("muon", False, "0.4.0", r"needs emerging-optimizers 0\.3: pip install"),
+            ("muon", True, "0.3.0", "a layer-wise distributed optimizer gives each replica of a shard other weights"),
+            ("dist_muon", False, "0.3.0", "a layer-wise distributed optimizer gives each replica"),
+            ("soap", False, "0.3.0", "optimizer soap would take each shard for a whole matrix"),
+        ],
+    )
+    def test_what_shards_do_not_support_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, layer_wise: bool, release: str, message: str
+    ) -> None:
+        monkeypatch.setattr(importlib.metadata, "version", lambda _name: release)
+        config = types.SimpleNamespace(optimizer=name, use_layer_wise_distributed_optimizer=layer_wise)
+        with fake_group(rank=0, world_size=2) as group:
+            groups = [{"params": [MegatronShardedParam.from_full(torch.ones(4, 2), group)]}]
+            with pytest.raises(UnsupportedConfigurationError, match=message):
+                muon.RECORDS[1].replace(print)(config, groups, name.removeprefix("dist_"), [], None)

@@ -21,7 +21,7 @@ from benchmarks.sweep.model import Model, read_model
 from benchmarks.sweep.report import best
 from benchmarks.sweep.runs import Outcome, StateFile, Status, measured, why
 from benchmarks.sweep.search import Question, Sweep, candidates
-from benchmarks.sweep.step_time import Machine
+from benchmarks.sweep.step_time import Machine, step_seconds
 from benchmarks.train_shapes import GIB
 from tests.integration.tiny_models import DEEPSEEK_V3, LLAMA, QWEN3, QWEN3_MOE
 
@@ -89,8 +89,31 @@ def test_flags_say_what_the_layout_and_the_model_are(tmp_path: Path) -> None:
     ):
         assert flag in command, flag
     assert "--nnodes 2 --rdzv-backend c10d" in question.command(layout, ranks_per_host=4)
-    plain = " ".join(replace(question, training=Training(8)).arguments(Layout(gpus=8)))
+    plain = " ".join(replace(question, training=Training(8)).arguments(Layout(gpus=8), 8))
     assert not any(word in plain for word in ("etp", "parallel-size", "fp8", "reduce-in-bf16", "recompute"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "spans"),
+    [
+        (Layout(gpus=16, etp=8), False),
+        (Layout(gpus=16, etp=16), True),
+        (Layout(gpus=16, tp=4, etp=4), True),
+        (Layout(gpus=16, ep=8), False),
+        (Layout(gpus=16, ep=8, expert_etp=2), True),
+    ],
+    ids=str,
+)
+def test_shards_that_span_hosts_do_not_ask_for_peer_copies(tmp_path: Path, layout: Layout, *, spans: bool) -> None:
+    """``copy_engine`` is refused there; they are reckoned with what NCCL moves."""
+    question = Question(read(tmp_path, QWEN3_MOE), Training(16), 16, 1.0, [1])
+    assert ("--etp-transport auto" in question.command(layout, ranks_per_host=8)) is spans
+    assert "--etp-transport auto" not in question.command(layout, ranks_per_host=16)
+    near, far = (
+        step_seconds(question.model, layout, question.training, Machine(ranks_per_host=ranks)).hidden
+        for ranks in (16, 8)
+    )
+    assert far > near or not spans
 
 
 # Runs ------------------------------------------------------------------------------------------------------------

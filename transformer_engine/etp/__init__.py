@@ -8,6 +8,7 @@ from etp.config import EtpConfig, GradReduction, TransportName
 from etp.errors import EtpCommunicationError, EtpError, EtpStateError, PeerMismatchError, StaleWeightError
 from etp.layout import ShardLayout
 from etp.modules import GroupedLinear, LayerNormLinear, Linear
+from etp.muon import Muon
 from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.shard_states import mark_own_shards
@@ -30,6 +31,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNormLinear",
     "Linear",
+    "Muon",
     "PeerMismatchError",
     "ShardLayout",
     "ShardedCheckpoint",

@@ -16,6 +16,8 @@ class TransportName(StrEnum):
     """``torch.distributed`` collectives: NCCL on CUDA, gloo on CPU."""
     COPY_ENGINE = "copy_engine"
     """Peer copies from symmetric memory inside one NVLink domain; CUDA only."""
+    HIERARCHICAL = "hierarchical"
+    """For groups that span hosts: ``c10d`` between hosts, and within each host what ``auto`` selects there."""
 
 
 class GradReduction(StrEnum):
@@ -42,6 +44,7 @@ class EtpConfig:
         grad_reduction: mean or sum over the shard group.
         fp32_accumulation: sum the ranks' gradients in fp32, in rank order, rounding once; otherwise in the
             gradient's own dtype by the backend's reduce-scatter. ``copy_engine`` always sums shards' gradients in fp32.
+            ``hierarchical`` sums those of a host's ranks first, and then those of the hosts.
         reduce_once_per_iteration: add the microbatches' weight gradients locally (at full size) and reduce-scatter
             once, when :func:`etp.wait_async_comms` is called. Calling ``zero_grad()`` before that, with either value
             of ``set_to_none``, discards the sums.

@@ -25,6 +25,7 @@ from etp.collectives.base import Route
 from etp.errors import EtpStateError
 from etp.formats.base import Quantization, WeightFormat
 from etp.layout import ShardLayout
+from etp.matrices import GroupMatrices
 from etp.refusals import OneOfMany
 from etp.scalars import GroupScalars
 from etp.shard_copy import Cut
@@ -131,6 +132,10 @@ class ShardDriver(Protocol):
     @property
     def scalars(self) -> GroupScalars:
         """Combines numbers over the ranks."""
+
+    @property
+    def matrices(self) -> GroupMatrices:
+        """Computes on whole matrices, each on one of the ranks."""
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:

@@ -16,7 +16,7 @@ _SHARD = "_etp_shard"
 
 _WHOLE_MATRICES = (
     "treats each weight as a whole matrix, and would take every shard for one, so that the result depends on the "
-    "number of ranks; use an element-wise optimizer such as AdamW or SGD, or keep these weights whole by "
+    "number of ranks; use etp.Muon, or an element-wise optimizer such as AdamW or SGD, or keep these weights whole by "
     "replicated_modules of etp.shard_module"
 )
 
@@ -64,7 +64,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         EtpStateError: if a parameter is a full weight whose module has a shard of it now.
-        TypeError: if it has shards and combines, or exchanges, whole parameters.
+        TypeError: if it has shards and combines, or exchanges, whole parameters, unless it says by an attribute
+            ``steps_whole_matrices`` that it knows shards, as :class:`etp.Muon` does.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
@@ -74,6 +75,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} has the full weight of {shard.fqn}, which the module no longer uses, and "
                 "would not train it: build the optimizer after etp.shard_module"
             )
+    if getattr(optimizer, "steps_whole_matrices", False):
+        return
     reason = next((_REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _REFUSED), None)
     shard = next((p for p in params if isinstance(p, ETPShardedParam) and p.layout.num_shards > 1), None)
     if reason is not None and shard is not None:

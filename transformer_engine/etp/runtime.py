@@ -22,6 +22,7 @@ from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError, PeerMismatchError
 from etp.gathers import Gathers
 from etp.group import WeightGroup
+from etp.matrices import GroupMatrices
 from etp.mode import Modes
 from etp.param import ETPShardedParam
 from etp.passes import Passes, inside_backward
@@ -54,6 +55,7 @@ class EtpRuntime:
         reductions: reduces the gradients of shards.
         replicated: combines the gradients of replicated parameters.
         scalars: combines numbers over the ranks.
+        matrices: computes on whole matrices, each on one of the ranks.
         sums_gradients: whether gradients are summed over the ranks rather than averaged.
     """
 
@@ -74,6 +76,7 @@ class EtpRuntime:
             self.config, self.routes, self.modes, self._weights, self.passes, self.reductions.hooks, self.groups
         )
         self.scalars = GroupScalars(self.config.timeout_s, self.routes.watch)
+        self.matrices = GroupMatrices(self.config.timeout_s, self.routes.watch)
         self.passes.collectors = (self.reductions, self.replicated)
         self.modes.parts = (self.reductions, self.gathers, self.routes, self._weights, self.passes)
         self._hooks: list[RemovableHandle] = []

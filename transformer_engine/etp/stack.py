@@ -67,7 +67,7 @@ class Stack(Sequence[torch.Tensor]):
         self.runs = _runs(self.tensors, self.nbytes)
         """The tensors in order; see [Note: runs]."""
         self.notes: WeakKeyDictionary[object, dict[Any, Any]] | None = None
-        """What others have made of these tensors and want to find again, as long as they live; None: nothing yet."""
+        """See :meth:`notes_of`; None: nothing yet."""
         self.plans: dict[int, object] = {}
         """A transport's plans for gathers into these tensors, by the ``id`` of the shards."""
 
@@ -85,6 +85,12 @@ class Stack(Sequence[torch.Tensor]):
     def within(cls, memory: torch.Tensor, count: int, shape: Sequence[int]) -> Self:
         """``count`` tensors of ``shape`` in one run, in ``memory`` of one dimension that they fill."""
         return cls(memory.view(count, *shape).unbind(0))
+
+    def notes_of(self, maker: object) -> dict[Any, Any]:
+        """What ``maker`` has made of these tensors and wants to find again, as long as both live."""
+        if self.notes is None:
+            self.notes = WeakKeyDictionary()
+        return self.notes.setdefault(maker, {})
 
     @property
     def is_one_block(self) -> bool:

@@ -37,7 +37,10 @@ class TrafficCounters:
 
     @property
     def reduce_bytes(self) -> dict[str, int]:
-        """Bytes sent: (N - 1) / N of each gradient goes to peers."""
+        """Bytes sent: (N - 1) / N of each gradient goes to peers.
+
+        In the gradient's dtype, even if ``hierarchical`` sends sums in fp32 between hosts.
+        """
         return self._totals(lambda group: group.reductions, lambda group: _from_peers(group, group.reduced_bytes))
 
     def reset(self) -> None:

@@ -7,8 +7,13 @@ import torch.distributed as dist
 
 from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
+from etp.collectives.hierarchical import HierarchicalTransport, hosts_of, obstacle_to_two_steps, parts_of
 from etp.collectives.reach import obstacle_to_peer_copies
+from etp.collectives.sibling import new_group
 from etp.config import EtpConfig, TransportName
+
+# No GPUs of several hosts have run it yet. With AUTO among these, it serves every group that spans hosts, if it can.
+_IN_TWO_STEPS = frozenset({TransportName.HIERARCHICAL})
 
 
 def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -17,6 +22,26 @@ def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.
     Raises:
         ValueError: if the configuration selects a transport that cannot serve this group.
     """
+    if config.transport in _IN_TWO_STEPS:
+        hosts = hosts_of(group)
+        # There is only one step on one host, or with one rank on each.
+        if 1 < len(set(hosts)) < len(hosts):
+            obstacle = obstacle_to_two_steps(group, hosts)
+            if not obstacle:
+                return _in_two_steps(config, group, device, len(set(hosts)))
+            if config.transport is TransportName.HIERARCHICAL:
+                raise ValueError(f"transport 'hierarchical' cannot serve this group: {obstacle}; use 'c10d' or 'auto'")
+    return _in_one_step(config, group, device)
+
+
+def direct_transport(config: EtpConfig, group: dist.ProcessGroup) -> Transport:
+    """A transport that reads the shards themselves, wherever they are, and does not compare orders."""
+    return C10dTransport(group, fp32_accumulation=config.fp32_accumulation, timeout_s=config.timeout_s)
+
+
+def _in_one_step(
+    config: EtpConfig, group: dist.ProcessGroup, device: torch.device, *, supervises: bool = True
+) -> Transport:
     if config.transport is not TransportName.C10D and device.type == "cuda":
         obstacle = obstacle_to_peer_copies(group, device)
         if not obstacle:
@@ -27,9 +52,29 @@ def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.
         obstacle = f"it needs CUDA and the weights are on {device.type}"
     if config.transport is TransportName.COPY_ENGINE:
         raise ValueError(f"transport 'copy_engine' cannot serve this group: {obstacle}; use 'c10d' or 'auto'")
-    return C10dTransport(group, fp32_accumulation=config.fp32_accumulation, timeout_s=config.timeout_s, device=device)
+    return _c10d(config, group, device, supervises=supervises)
 
 
-def direct_transport(config: EtpConfig, group: dist.ProcessGroup) -> Transport:
-    """A transport that reads the shards themselves, wherever they are, and does not compare orders."""
-    return C10dTransport(group, fp32_accumulation=config.fp32_accumulation, timeout_s=config.timeout_s)
+def _c10d(config: EtpConfig, group: dist.ProcessGroup, device: torch.device, *, supervises: bool) -> C10dTransport:
+    return C10dTransport(
+        group,
+        fp32_accumulation=config.fp32_accumulation,
+        timeout_s=config.timeout_s,
+        device=device,
+        supervises=supervises,
+    )
+
+
+def _in_two_steps(
+    config: EtpConfig, group: dist.ProcessGroup, device: torch.device, hosts: int
+) -> HierarchicalTransport:
+    within, between = (new_group(group, part, config.timeout_s, device) for part in parts_of(group, hosts))
+    return HierarchicalTransport(
+        group,
+        _in_one_step(config, within, device, supervises=False),
+        _c10d(config, between, device, supervises=False),
+        hosts,
+        fp32_accumulation=config.fp32_accumulation,
+        timeout_s=config.timeout_s,
+        device=device,
+    )

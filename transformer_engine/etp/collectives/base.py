@@ -35,6 +35,16 @@ class Transport(ABC):
         """Gather weights that consist of several parts, each an ``outputs`` and a ``shards`` of :meth:`all_gather`."""
         return Together([self.all_gather(outputs, shards, label) for outputs, shards in parts])
 
+    def stage(self, outputs: Stack) -> Stack:
+        """Memory for shards that the calling stream writes and the next gather, into ``outputs``, reads. Collective.
+
+        Needed of a transport within a host; see ``etp/collectives/hierarchical.py``.
+
+        Returns:
+            a shard for each of ``outputs``, in one block.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no memory for the shards of {len(outputs)} weights")
+
     @abstractmethod
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """Sum each full gradient over ranks, divide it, and store or add this rank's shard of it.

@@ -47,6 +47,8 @@ class C10dTransport(Transport):
         device: where the weights are; None for collectives whose order need not be compared. With a CUDA device,
             reductions get their own communicator, created here collectively, because NCCL serializes the collectives of
             one communicator across streams.
+        supervises: compare the ranks' orders of collectives, and watch for lost peers; False for a part of another
+            transport that does.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class C10dTransport(Transport):
         fp32_accumulation: bool,
         timeout_s: float | None,
         device: torch.device | None = None,
+        supervises: bool = True,
     ) -> None:
         self._group = self._reduce_group = group
         self._gpu = device if device is not None and device.type == "cuda" else None
@@ -70,12 +73,12 @@ class C10dTransport(Transport):
             patience_s = None if timeout_s is None else timeout_s + _NCCL_MARGIN_S
             self._reduce_group = sibling_group(group, patience_s, self._gpu)
         self._order: CollectiveOrder | None = None
-        if device is not None and self._size > 1:
+        if supervises and device is not None and self._size > 1:
             self._order = CollectiveOrder(self._reduce_group, device, timeout_s)
         self._watchdog: Watchdog | None = None
         self._replays: Watchdog | None = None
         """Watches replays of graphs; None before the first capture."""
-        if self._gpu is not None and timeout_s is not None:
+        if supervises and self._gpu is not None and timeout_s is not None:
             self._watchdog = _new_watchdog(timeout_s)
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
@@ -101,6 +104,15 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise explained(error, label, self._group) from error
         return _Collective(self, None if on_gpu else work, label)
+
+    def stage(self, outputs: Stack) -> Stack:
+        """See :class:`etp.collectives.base.Transport`. Kept as long as ``outputs``."""
+        notes = outputs.notes_of(self)
+        if "staged" not in notes:
+            shape = (outputs.shape[0] // self._size, *outputs.shape[1:])
+            notes["staged"] = Stack.allocate(len(outputs), shape, outputs.dtype, outputs.device)
+        staged: Stack = notes["staged"]
+        return staged
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`."""

@@ -28,9 +28,16 @@ receives the other from all peers. Between two calls, only the flags of free pla
 stream, its sends before its waits, and on each peer only earlier reductions precede the sends that it waits for. The
 exchanges around a publication come after all reductions so far.
 
-[Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` may be captured into a CUDA graph, if
-it has run outside of one before, because no memory is allocated inside a capture. Memory that a graph refers to is
-never freed.
+[Note: staged shards] A gather of shards that have only just arrived in this rank's memory, such as those of other
+hosts (``etp/collectives/hierarchical.py``), is not preceded by a publication. The calling stream writes them into a
+place of another ring, raises STAGED, and goes on. Peers copy from there on a stream of their own, which waits for
+STAGED and then raises STAGE_FREE, so that the next shards arrive while these are copied. These flags alternate like
+those of the receive ring. Ranks whose gathers differ wait until their timeout.
+
+[Note: capture] Every method except :meth:`CopyEngineTransport.symmetric_memory` and :meth:`CopyEngineTransport.stage`
+may be captured into a CUDA graph, if it has run outside of one before, because no memory is allocated inside a capture.
+Memory that a graph refers to is never freed. The flags of staged shards order the gathers of one stream, not those of a
+graph beside them.
 """
 
 from __future__ import annotations
@@ -76,6 +83,42 @@ class _Published:
         return [run.at(self.bases[rank]) for run in self.offsets]
 
 
+@dataclass(slots=True)
+class _Ring:
+    """Symmetric memory that is divided into places, which are used in turn.
+
+    Attributes:
+        what: is in it, for messages.
+        buffer: the memory; None before the first use.
+        uses: how many there were.
+    """
+
+    what: str
+    buffer: SymmetricBuffer | None = None
+    uses: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.buffer is None else self.buffer.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """A place for the shards of one gather; see [Note: staged shards].
+
+    Attributes:
+        buffer: the ring's memory.
+        number: of the place in it.
+        shards: in the place.
+        copies: the gather's copies.
+    """
+
+    buffer: SymmetricBuffer
+    number: int
+    shards: Stack
+    copies: _Gather
+
+
 @dataclass(frozen=True, slots=True)
 class _Gather:
     """The copies of one gather, from the peers and of this rank's own chunk; valid while ``published`` is."""
@@ -91,9 +134,11 @@ class _Channel(IntEnum):
     # One for each place of the ring.
     ARRIVED = 2
     PLACE_FREE = ARRIVED + _PLACES
+    STAGED = PLACE_FREE + _PLACES
+    STAGE_FREE = STAGED + _PLACES
 
 
-_CHANNELS = _Channel.PLACE_FREE + _PLACES
+_CHANNELS = _Channel.STAGE_FREE + _PLACES
 
 
 class _Reduction(InFlight):
@@ -106,6 +151,19 @@ class _Reduction(InFlight):
     def expect(self, end: Any) -> None:
         """See :class:`etp.streams.InFlight`."""
         self._transport.expect(end, self._label)
+
+
+class _StagedGather(InFlight):
+    """A gather of staged shards in flight, beside the calling stream."""
+
+    def __init__(self, transport: CopyEngineTransport, label: str, from_peers: Any, own: Any) -> None:
+        super().__init__(from_peers, own)
+        self._transport, self._label = transport, label
+
+    def expect(self, end: Any) -> None:
+        """See :class:`etp.streams.InFlight`. The calling stream's ``end`` waits for no peer."""
+        del end
+        self._transport.expect(self.beside[0], self._label)
 
 
 class CopyEngineTransport(Transport):
@@ -128,7 +186,7 @@ class CopyEngineTransport(Transport):
         self._who = f"on rank {dist.get_rank()} (shard group: ranks {dist.get_process_group_ranks(group)})"
         self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
         self._driver = CudaDriver()
-        free = range(_Channel.PLACE_FREE, _Channel.PLACE_FREE + _PLACES)
+        free = [channel + place for channel in (_Channel.PLACE_FREE, _Channel.STAGE_FREE) for place in range(_PLACES)]
         self._signals = Signals(self._group, _CHANNELS, device, self._driver, raised=free)
         self._local = torch.cuda.Stream(device, priority=-1)
         self._local_end: torch.cuda.Event | None = None
@@ -143,8 +201,13 @@ class CopyEngineTransport(Transport):
         self._gathered = False
         self._capturing = self._captured = False
         self._kept: list[SymmetricBuffer] = []
-        self._ring: SymmetricBuffer | None = None
-        self._reductions = 0
+        self._ring, self._stages = _Ring("gradients on their way"), _Ring("shards on their way")
+        self._copying: torch.cuda.Stream | None = None
+        """Where staged shards are copied from peers; None before the first ones."""
+        self._staged: _Staged | None = None
+        """What :meth:`stage` has returned and no gather has read yet."""
+        self._own_read: dict[int, torch.cuda.Event] = {}
+        """For each place for staged shards, an event after this rank's own last copy from there."""
         self._line = WorkLine()
 
     def nbytes(self) -> dict[str, int]:
@@ -153,13 +216,15 @@ class CopyEngineTransport(Transport):
             "shards_in_place": sum(buffer.nbytes for buffer in self._adopted),
             "quantized_copies": sum(buffer.nbytes for buffer in self._quantized),
             "arena": 0 if self._arena is None else self._arena.nbytes,
-            "receive_ring": 0 if self._ring is None else self._ring.nbytes,
+            "receive_ring": self._ring.nbytes,
+            "staged_shards": self._stages.nbytes,
             "kept_for_graphs": sum(buffer.nbytes for buffer in self._kept),
         }
 
     def change_mode(self, *, capturing: bool) -> None:
         """Drop events recorded so far: a CUDA graph capture begins, with the device idle, or has ended."""
         self._local_end = None
+        self._own_read.clear()
         self._capturing = capturing
         self._captured |= capturing
 
@@ -261,6 +326,9 @@ class CopyEngineTransport(Transport):
         Raises:
             StaleWeightError: if the shards are not among those published last.
         """
+        if self._staged is not None and self._staged.shards is shards:
+            staged, self._staged = self._staged, None
+            return self._gather_staged(staged, label)
         # Before any copy: a gather that is refused writes nothing.
         published = self._published.get(shards)
         if published is None:
@@ -282,6 +350,43 @@ class CopyEngineTransport(Transport):
         self._gathered, self._local_end = True, end
         return InFlight(end)
 
+    def stage(self, outputs: Stack) -> Stack:
+        """See :class:`etp.collectives.base.Transport` and [Note: staged shards]. Not inside a capture."""
+        chunk = outputs.nbytes // self._size
+        buffer, place, number = self._place_for(self._stages, _aligned(chunk * len(outputs)))
+        self._signals.receive(_Channel.STAGE_FREE + number, self._stream())
+        if number in self._own_read:
+            current_stream(self._device).wait_event(self._own_read[number])
+        notes = outputs.notes_of(self)
+        if number not in notes or notes[number].buffer is not buffer:
+            numel = outputs.numel // self._size
+            shards = Stack.within(buffer.view(place, numel * len(outputs), outputs.dtype), len(outputs), (numel,))
+            published = _Published(buffer.addresses, _alike(shards, place))
+            notes[number] = _Staged(buffer, number, shards, self._plan(published, outputs, chunk))
+        staged: _Staged = notes[number]
+        self._staged = staged
+        return staged.shards
+
+    def _gather_staged(self, staged: _Staged, label: str) -> InFlight:
+        if self._copying is None:
+            self._copying = torch.cuda.Stream(self._device, priority=-1)
+        calling, copying = current_stream(self._device), self._copying
+        purpose, handle = _purpose(label), copying.cuda_stream
+        self._signals.send(_Channel.STAGED + staged.number, calling.cuda_stream, purpose)
+        begin, from_peers, own = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        begin.record(calling)
+        # See [Note: own chunk].
+        self._local.wait_event(begin)
+        self._copy(staged.copies.own, self._local.cuda_stream)
+        own.record(self._local)
+        copying.wait_event(begin)
+        self._signals.receive(_Channel.STAGED + staged.number, handle, purpose)
+        self._copy(staged.copies.from_peers, handle)
+        self._signals.send(_Channel.STAGE_FREE + staged.number, handle)
+        from_peers.record(copying)
+        self._own_read[staged.number] = own
+        return _StagedGather(self, label, from_peers, own)
+
     def _plan(self, published: _Published, outputs: Stack, chunk: int) -> _Gather:
         def copies(rank: int) -> tuple[PitchedCopy, ...]:
             return tuple(pitched_copies([run.at(rank * chunk) for run in outputs.runs], published.on(rank), chunk))
@@ -293,7 +398,7 @@ class CopyEngineTransport(Transport):
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Sums in fp32 whatever the gradients' dtype."""
         size = wgrads.nbytes // self._size * len(wgrads)
-        ring, place, number = self._place_for(_aligned((self._size - 1) * size))
+        ring, place, number = self._place_for(self._ring, _aligned((self._size - 1) * size))
         stream, purpose = self._stream(), _purpose(label)
         self._signals.receive(_Channel.PLACE_FREE + number, stream)
         for peer in self._peers:
@@ -321,7 +426,7 @@ class CopyEngineTransport(Transport):
 
     def pair(self, label: str, members: Sequence[str]) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. Ranks that differ wait until their timeout."""
-        _, _, number = self._place_for(0)
+        _, _, number = self._place_for(self._ring, 0)
         stream, purpose = self._stream(), _purpose("\n".join((label, *members)))
         self._signals.receive(_Channel.PLACE_FREE + number, stream)
         self._signals.send(_Channel.ARRIVED + number, stream, purpose)
@@ -329,14 +434,14 @@ class CopyEngineTransport(Transport):
         self._signals.send(_Channel.PLACE_FREE + number, stream)
         return _Reduction(self, label)
 
-    def _place_for(self, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
-        """A place for the next reduction: the ring (enlarged if needed), the place's offset in bytes, its number."""
-        if self._ring is None or _PLACES * nbytes > self._ring.nbytes:
+    def _place_for(self, ring: _Ring, nbytes: int) -> tuple[SymmetricBuffer, int, int]:
+        """The next place of a ring: its memory (enlarged if needed), the place's offset in bytes, its number."""
+        if ring.buffer is None or _PLACES * nbytes > ring.buffer.nbytes:
             # Allocation synchronizes the device and all ranks, so every former place is free afterwards.
-            self._ring = self._renew(self._ring, _PLACES * nbytes, "gradients on their way")
-        number = self._reductions % _PLACES
-        self._reductions += 1
-        return self._ring, number * (self._ring.nbytes // _PLACES), number
+            ring.buffer = self._renew(ring.buffer, _PLACES * nbytes, ring.what)
+        number = ring.uses % _PLACES
+        ring.uses += 1
+        return ring.buffer, number * (ring.buffer.nbytes // _PLACES), number
 
     def _renew(self, former: SymmetricBuffer | None, nbytes: int, what: str) -> SymmetricBuffer:
         """Allocate symmetric memory to replace ``former``. Collective."""

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -140,7 +139,7 @@ class ApartQuantization(Quantization):
 
     def within(self, index: int, gathered: Stack, *, columns: bool) -> tuple[Stack, Stack]:
         """Data and scales of whole weights, padding included, in the buffers that a gather fills."""
-        made = self._made(gathered)
+        made = gathered.notes_of(self)
         key = "parts", index, columns
         if key not in made:
             data, scales = self.format.parts(self.layouts[index].padded_shape, columns=columns)
@@ -152,17 +151,11 @@ class ApartQuantization(Quantization):
         found: tuple[Stack, Stack] = made[key]
         return found
 
-    def _made(self, gathered: Stack) -> dict[Any, Any]:
-        """What was made of a slot's buffers, for as long as they live."""
-        if gathered.notes is None:
-            gathered.notes = WeakKeyDictionary()
-        return gathered.notes.setdefault(self, {})
-
     def assemble(
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool
     ) -> list[torch.Tensor]:
         """See :class:`etp.formats.base.Quantization`."""
-        made = self._made(gathered)
+        made = gathered.notes_of(self)
         key = "tensors", index, transposed, dtype, tuple(trained)
         found = made.get(key)
         if found is None:

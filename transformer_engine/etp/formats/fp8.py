@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -101,9 +100,7 @@ class Float8Quantization(Quantization):
             transposed: whether they are columns.
             make: makes one, given its place among all weights and its ``requires_grad``.
         """
-        if gathered.notes is None:
-            gathered.notes = WeakKeyDictionary()
-        made = {} if transposed else gathered.notes.setdefault(self, {})
+        made = {} if transposed else gathered.notes_of(self)
         key = index, tuple(trained)
         if key not in made:
             made[key] = [make(number, requires) for number, requires in enumerate(trained, self.firsts[index])]

@@ -1,0 +1,188 @@
+"""Transport for groups that span hosts: between hosts first, then within each host, so each byte enters a host once.
+
+With H hosts of L ranks, the shards of rank i of every host are *column* i of a weight. A gather has two steps: rank i
+of each host gathers column i from its H - 1 counterparts over the network, and then the L ranks of a host exchange
+their columns. A host thus receives each shard of other hosts once, spread over the network interfaces of all its GPUs.
+A reduction is the mirror image: the ranks of a host sum their gradients, each one column of them, and then each column
+is summed over the hosts. (DeepSpeed's ZeRO++ and Horovod call such collectives hierarchical.)
+
+Each step is a collective of another transport: ``c10d`` between hosts; within a host whatever serves the host's ranks.
+The rows of one host are one block of the weight, because ranks are numbered host by host. So to the step within the
+host, a weight is a stack of H weights, one for each host, and no step knows of the other.
+
+With fp32 accumulation, the sums within hosts travel in fp32, so that the result is rounded once. It is the sum over
+each host's ranks in rank order, summed in the order of the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etp.collectives.base import Transport
+from etp.collectives.c10d import C10dTransport
+from etp.collectives.sibling import obstacle_to_new_group
+from etp.collectives.works import reported
+from etp.errors import EtpStateError
+from etp.stack import Stack
+from etp.streams import InFlight
+
+HOST_VARIABLE = "NCCL_HOSTID"
+"""NCCL's environment variable for the identity of a host, instead of its name."""
+
+
+def hosts_of(group: dist.ProcessGroup) -> list[str]:
+    """The host of each rank of the group. Collective."""
+    own = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    hosts = [own] * dist.get_world_size(group)
+    with reported("exchange of the ranks' hosts", group):
+        dist.all_gather_object(hosts, own, group=group)
+    return hosts
+
+
+def parts_of(group: dist.ProcessGroup, hosts: int) -> tuple[list[int], list[int]]:
+    """The group's ranks on this host, and those with this rank's number on each of ``hosts``, which have equally many.
+
+    Both as global ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    per_host = len(ranks) // hosts
+    host, column = divmod(dist.get_rank(group), per_host)
+    return ranks[host * per_host : (host + 1) * per_host], ranks[column::per_host]
+
+
+def obstacle_to_two_steps(group: dist.ProcessGroup, hosts: Sequence[str]) -> str:
+    """Why a group cannot be served in two steps; "" if it can. The same on all ranks. Collective.
+
+    Args:
+        group: the shard group.
+        hosts: the host of each of its ranks.
+    """
+    counts = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    if len(counts) > len(set(hosts)):
+        return f"its ranks are not numbered host by host but are on {', '.join(hosts)}"
+    if len(set(counts)) > 1:
+        return f"it has {counts} ranks on {', '.join(dict.fromkeys(hosts))}, not equally many"
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):
+        return f"its ranks are not in ascending order but {ranks}"
+    parts = parts_of(group, len(counts))
+    return next(filter(None, (obstacle_to_new_group(group, part) for part in parts)), "")
+
+
+class HierarchicalTransport(C10dTransport):
+    """See the module's docstring. What is not gathered or reduced goes over the whole group.
+
+    Args:
+        group: the shard group, whose ranks are numbered host by host.
+        within: moves shards between the ranks of this host.
+        between: moves shards between the ranks with this one's number on all hosts.
+        hosts: how many there are.
+        fp32_accumulation: see :class:`etp.collectives.c10d.C10dTransport`.
+        timeout_s: see :class:`etp.collectives.c10d.C10dTransport`.
+        device: where the weights are.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        within: Transport,
+        between: C10dTransport,
+        hosts: int,
+        *,
+        fp32_accumulation: bool,
+        timeout_s: float | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, fp32_accumulation=fp32_accumulation, timeout_s=timeout_s, device=device)
+        self._within, self._between = within, between
+        self._hosts = hosts
+
+    def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
+        """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
+        self.record(label)
+        blocks = self._by_host(outputs)
+        staged = self._within.stage(blocks)
+        # NCCL and the copies are ordered by the calling stream: join() waits for gloo only.
+        self._between.all_gather(self._columns(staged, shards), shards, f"{label} between hosts").join()
+        return _SecondStep(self, self._within.all_gather(blocks, staged, f"{label} within the host"), label)
+
+    def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
+        """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
+        self.record(label)
+        blocks = self._by_host(wgrads)
+        sums = self._sums(wgrads, sinks)
+        self._within.reduce_scatter(blocks, sums, 1, f"{label} within the host", accumulate=False).join()
+        second = self._between.reduce_scatter(
+            self._columns(sums, sinks), sinks, divisor, f"{label} between hosts", accumulate=accumulate
+        )
+        return _SecondStep(self, second, label)
+
+    def change_mode(self, *, capturing: bool) -> None:
+        """See :class:`etp.collectives.base.Transport`.
+
+        Raises:
+            EtpStateError: when a capture begins.
+        """
+        if capturing:
+            # See [Note: capture] in etp/collectives/copy_engine.py.
+            raise EtpStateError(
+                f"transport 'hierarchical' {self._who} cannot be captured into a CUDA graph; use 'c10d', or train "
+                "without CUDA graphs"
+            )
+        super().change_mode(capturing=capturing)
+
+    def nbytes(self) -> dict[str, int]:
+        """See :class:`etp.collectives.base.Transport`."""
+        return self._within.nbytes()
+
+    def _by_host(self, whole: Stack) -> Stack:
+        """Each tensor's part of each host, without its shape, by tensor and then by host."""
+        notes = whole.notes_of(self)
+        if "by host" not in notes:
+            notes["by host"] = Stack([part for tensor in whole for part in tensor.view(self._hosts, -1)])
+        by_host: Stack = notes["by host"]
+        return by_host
+
+    def _columns(self, parts: Stack, shards: Stack) -> Stack:
+        """``parts`` of columns, by tensor and host and in one block, as whole columns of ``shards``."""
+        notes = parts.notes_of(self)
+        shape = (self._hosts * shards.shape[0], *shards.shape[1:])
+        if shape not in notes:
+            notes[shape] = Stack.within(parts.block().view(-1), len(shards), shape)
+        columns: Stack = notes[shape]
+        return columns
+
+    def _sums(self, wgrads: Stack, sinks: Stack) -> Stack:
+        """Memory for the sums over this host's ranks: this rank's column of each gradient. Kept with ``wgrads``."""
+        notes = wgrads.notes_of(self)
+        if "sums" not in notes:
+            dtype = wgrads.dtype
+            if self._fp32_accumulation:
+                dtype = torch.promote_types(dtype, torch.float32)
+            notes["sums"] = Stack.allocate(len(sinks) * self._hosts, (sinks.numel,), dtype, wgrads.device)
+        sums: Stack = notes["sums"]
+        return sums
+
+
+class _SecondStep(InFlight):
+    """The second step of a collective in flight, after the first one."""
+
+    def __init__(self, transport: HierarchicalTransport, step: InFlight, label: str) -> None:
+        super().__init__(*step.beside)
+        self._transport, self._step, self._label = transport, step, label
+
+    def join(self) -> None:
+        """See :class:`etp.streams.InFlight`."""
+        self._step.join()
+
+    def expect(self, end: Any) -> None:
+        """See :class:`etp.streams.InFlight`."""
+        self._transport.expect(end, self._label)
+        self._step.expect(end)

@@ -1,0 +1,146 @@
+"""Gives each sharded matrix whole to one rank of its group, and that rank's result back to the shards.
+
+Optimizers such as Muon compute on whole matrices. Each matrix of a shard group is computed by one of its ranks, its
+owner: an all-to-all carries every rank's rows to the owners, another the rows of the results back. So a matrix crosses
+the network as in one gather and one scatter, and N ranks share the work. Liu et al., "Muon is Scalable for LLM
+Training" (2025), gather each matrix in the same way, but compute it on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from etp.collectives.works import WorkLine, free_bytes, reported
+from etp.layout import ShardLayout
+
+# Elements of whole matrices that a rank has at a time, unless one matrix is larger: 64 MiB of bf16, with which a
+# collective runs at full speed.
+_ROUND_NUMEL = 1 << 25
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """Which rank of a shard group computes on which matrix, and when.
+
+    Attributes:
+        layouts: how each of the matrices, ``[rows, columns]``, is cut; all into the same number of shards.
+        rounds: for each round, and in it for each rank, the indices of the matrices that it computes on.
+    """
+
+    layouts: tuple[ShardLayout, ...]
+    rounds: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @classmethod
+    def balanced(cls, layouts: Sequence[ShardLayout], round_numel: int = _ROUND_NUMEL) -> Self:
+        """Spread matrices so that all ranks have about the same work of orthogonalization.
+
+        Matrices go to the rank with the least work so far, the most expensive ones first.
+
+        Args:
+            layouts: of at least one matrix.
+            round_numel: elements of whole matrices that a rank has in one round, unless it has a single matrix.
+        """
+        size = layouts[0].num_shards
+        work = [0] * size
+        rounds: list[list[list[int]]] = []
+        # For each rank, the elements in its last round, and which one that is.
+        filled, last = [0] * size, [-1] * size
+        for index in sorted(range(len(layouts)), key=lambda index: (-_cost(layouts[index]), index)):
+            owner = work.index(min(work))
+            work[owner] += _cost(layouts[index])
+            numel = layouts[index].rows * layouts[index].row_numel
+            if last[owner] < 0 or filled[owner] + numel > round_numel:
+                last[owner] += 1
+                filled[owner] = 0
+            if last[owner] == len(rounds):
+                rounds.append([[] for _ in range(size)])
+            filled[owner] += numel
+            rounds[last[owner]][owner].append(index)
+        return cls(tuple(layouts), tuple(tuple(map(tuple, owned)) for owned in rounds))
+
+    def numel(self, index: int, rank: int) -> int:
+        """Elements of a matrix that a rank holds, without padding."""
+        return self.layouts[index].logical_rows(rank) * self.layouts[index].row_numel
+
+
+def _cost(layout: ShardLayout) -> int:
+    """Multiplications in one Newton-Schulz iteration: two products of m x m and m x n, and one of m x m and m x m."""
+    short, long = sorted((layout.rows, layout.row_numel))
+    return short * short * (2 * long + short)
+
+
+class GroupMatrices:
+    """Computes on whole matrices of shard groups.
+
+    Args:
+        timeout_s: seconds to wait for a collective; None takes the process group's own time-out.
+        watch: called with the group and a description of each collective once it is enqueued.
+    """
+
+    def __init__(self, timeout_s: float | None, watch: Callable[[dist.ProcessGroup, str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._watch = watch
+        self._line = WorkLine()
+
+    def on_owners(
+        self,
+        plan: MatrixPlan,
+        group: dist.ProcessGroup,
+        send: Callable[[int], torch.Tensor],
+        compute: Callable[[int, torch.Tensor], torch.Tensor],
+        receive: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute on every matrix of a plan on its owner. Collective; no padding is sent.
+
+        Args:
+            plan: equal on all ranks.
+            group: the shard group.
+            send: called once with the index of each matrix; returns this rank's rows, ``[rows, columns]``, possibly
+                none. All of one dtype.
+            compute: called with the index of each matrix that this rank owns and the whole, which it may overwrite;
+                returns a result of the same shape and dtype.
+            receive: called once with the index of each matrix and this rank's rows of its result, which it must not
+                keep.
+        """
+        rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+        for owned in plan.rounds:
+            mine = owned[rank]
+            indices = [index for each in owned for index in each]
+            sent = torch.cat([send(index).reshape(-1) for index in indices])
+            to_owners = [sum(plan.numel(index, rank) for index in each) for each in owned]
+            to_owner = [sum(plan.numel(index, source) for index in mine) for source in ranks]
+            gathered = self._all_to_all(sent, to_owners, to_owner, group, "all-to-all of matrices to their owners")
+            parts = gathered.split([plan.numel(index, source) for source in ranks for index in mine])
+            results = []
+            for place, index in enumerate(mine):
+                whole = torch.cat(parts[place :: len(mine)]).view(plan.layouts[index].shape)
+                results.append(compute(index, whole))
+            rows = [
+                result[slice(*plan.layouts[index].logical_range(target))].reshape(-1)
+                for target in ranks
+                for index, result in zip(mine, results, strict=True)
+            ]
+            returned = torch.cat(rows) if rows else sent.new_empty(0)
+            received = self._all_to_all(returned, to_owner, to_owners, group, "all-to-all of results to their shards")
+            for index, part in zip(indices, received.split([plan.numel(i, rank) for i in indices]), strict=True):
+                receive(index, part.view(-1, *plan.layouts[index].shape[1:]))
+            for buffer in (sent, gathered, returned, received):
+                free_bytes(buffer)
+
+    def _all_to_all(
+        self, sent: torch.Tensor, sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup, label: str
+    ) -> torch.Tensor:
+        received = sent.new_empty(sum(received_sizes))
+        on_gpu = sent.device.type == "cuda"
+        with reported(label, group):
+            # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+            work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=group, async_op=not on_gpu)
+            if work is not None:
+                self._line.wait(work, self._timeout_s, keep=not on_gpu)
+        self._watch(group, label)
+        return received

@@ -1,0 +1,292 @@
+"""Muon for sharded weights: momentum stays sharded, and each matrix is orthogonalized by one rank of its group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.optimizer import ParamsT, _to_scalar
+
+from etp.errors import PeerMismatchError
+from etp.matrices import MatrixPlan
+from etp.param import ETPShardedParam
+from etp.shard_grad import plain
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class Muon(torch.optim.Optimizer):
+    """``torch.optim.Muon`` for models with sharded weights, whose results do not depend on the number of ranks.
+
+    ::
+
+        matrices = [p for p in model.blocks.parameters() if p.ndim >= 2]
+        optimizer = etp.Muon(matrices, lr=2e-2)
+
+    Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) replaces the momentum of a
+    matrix by the nearest orthogonal one, which takes the whole matrix. Each rank keeps its rows of the momentum. In a
+    step, each matrix's momentum is gathered, in bf16, by one rank of the shard group, which runs the Newton-Schulz
+    iteration of ``torch.optim.Muon`` on it, and sends each rank the update of its rows. Matrices are spread so that all
+    ranks have about the same work. Given equal gradients, weights and momentum are bitwise those of
+    ``torch.optim.Muon`` on the unsharded model. There are two exceptions for bf16 weights: with ``nesterov=False`` this
+    optimizer does not overwrite their momentum, and CPUs round their update by where in memory an element lies.
+
+    Weights of three dimensions, in which ``etp.shard_module`` has found stacked experts, are a matrix for each expert,
+    orthogonalized by the rank that holds it. Parameters that are not sharded are stepped on every rank.
+
+    Args:
+        params: parameters or groups of them, in the same order on all ranks: matrices of hidden layers. Give
+            embeddings, output layers, biases and norms to another optimizer, such as AdamW.
+        lr: learning rate, which ``adjust_lr_fn`` scales for each matrix.
+        weight_decay: decoupled weight decay.
+        momentum: decay rate of the momentum.
+        nesterov: whether to use Nesterov momentum.
+        ns_coefficients: coefficients a, b, c of the Newton-Schulz iteration.
+        eps: lower bound of the norm by which momentum is divided.
+        ns_steps: number of Newton-Schulz iterations, below 100.
+        adjust_lr_fn: "original" (the default) scales ``lr`` by ``sqrt(max(1, rows / columns))``; "match_rms_adamw" by
+            ``0.2 * sqrt(max(rows, columns))`` (Liu et al., "Muon is Scalable for LLM Training", 2025). Rows and columns
+            are those of the whole matrix.
+
+    Raises:
+        ValueError: for arguments out of range, and parameters that are no matrices.
+    """
+
+    steps_whole_matrices = True
+    """Tells ``etp/optimizers.py``, which refuses optimizers by their name, that this one knows shards."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the arguments of torch.optim.Muon
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of {lr.numel()} elements; give one of 1 element, or a float")
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
+            if not value >= 0.0:
+                raise ValueError(f"{name} is {value}; it must be at least 0")
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients is {ns_coefficients}; it must have 3 numbers")
+        if not 0 <= ns_steps < 100:
+            raise ValueError(f"ns_steps is {ns_steps}; it must be at least 0 and below 100")
+        if adjust_lr_fn not in _ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}; it must be one of {_ADJUSTMENTS}")
+        self._exchanges = MatrixExchanges()
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as ``torch.optim.Optimizer.add_param_group`` does.
+
+        Raises:
+            ValueError: if one is neither a matrix nor a sharded stack of matrices.
+        """
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.is_complex():
+                raise ValueError(f"Muon has a parameter of {param.dtype}; it must be real")
+            if param.ndim != 2 and not (param.ndim == 3 and isinstance(param, ETPShardedParam)):
+                name = f"{param.fqn}, " if isinstance(param, ETPShardedParam) else ""
+                raise ValueError(
+                    f"Muon has a parameter of shape {tuple(param.shape)}, {name}which is no matrix; give it to another "
+                    "optimizer, such as AdamW"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient. Collective over the shard groups.
+
+        Args:
+            closure: computes the loss and its gradients anew; called once, if given.
+
+        Returns:
+            what ``closure`` returned.
+
+        Raises:
+            PeerMismatchError: if the ranks of a shard group have gradients of different parameters.
+            ValueError: if a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        shared: dict[dist.ProcessGroup, list[_Update]] = {}
+        for group in self.param_groups:
+            options = _Options.of(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                update = self._update(param, options)
+                if isinstance(param, ETPShardedParam) and param.ndim == 2 and param.layout.num_shards > 1:
+                    shared.setdefault(param.group, []).append(update)
+                else:
+                    _step_alone(update)
+        for updates in shared.values():
+            self._step_together(updates)
+        return loss
+
+    def _update(self, param: torch.Tensor, options: _Options) -> _Update:
+        if param.grad is None or param.grad.is_sparse:
+            raise ValueError(f"Muon has a sparse gradient, of a parameter of shape {tuple(param.shape)}; make it dense")
+        grad, state = plain(param.grad), self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        return _Update(param, grad, state["momentum_buffer"], options)
+
+    def _step_together(self, updates: list[_Update]) -> None:
+        shards = [update.param for update in updates if isinstance(update.param, ETPShardedParam)]
+        self._exchanges.of(shards).run(
+            send=lambda index: updates[index].advance_momentum(),
+            compute=lambda index, momentum: updates[index].options.orthogonalized(momentum),
+            receive=lambda index, rows: updates[index].apply(rows),
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of a parameter group."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> _Options:
+        values = {name: group[name] for name in cls.__dataclass_fields__}
+        return cls(**{**values, "lr": _to_scalar(group["lr"])})
+
+    def orthogonalized(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The nearest orthogonal matrix, roughly, in bf16. Overwrites ``matrix`` if it is in bf16."""
+        found: torch.Tensor = _zeropower_via_newtonschulz(matrix, self.ns_coefficients, self.ns_steps, self.eps)
+        return found
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The step of one parameter. Padding is left out."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    momentum: torch.Tensor
+    options: _Options
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.param.layout.shape if isinstance(self.param, ETPShardedParam) else tuple(self.param.shape)
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.param, ETPShardedParam):
+            return tensor
+        return tensor[: self.param.layout.logical_rows(self.param.group_rank)]
+
+    def advance_momentum(self) -> torch.Tensor:
+        """Add the gradient to the momentum. Returns what is to be orthogonalized, newly allocated, in bf16."""
+        grad, momentum, decay = self._rows(self.grad), self._rows(self.momentum), self.options.momentum
+        momentum.lerp_(grad, 1 - decay)
+        update = grad.lerp(momentum, decay) if self.options.nesterov else momentum
+        # What the iteration would begin with; a copy, because it works in place.
+        return update.to(torch.bfloat16, copy=not self.options.nesterov)
+
+    def apply(self, update: torch.Tensor) -> None:
+        """Decay the weights, and subtract the scaled update."""
+        options, param = self.options, self.param
+        weight = self._rows(param.local_shard() if isinstance(param, ETPShardedParam) else param)
+        weight.mul_(1 - options.lr * options.weight_decay)
+        adjusted = _adjust_lr(options.lr, options.adjust_lr_fn, torch.Size(self._shape[-2:]))
+        weight.add_(update, alpha=-adjusted)
+
+
+def _step_alone(update: _Update) -> None:
+    """Step a parameter whose matrices this rank holds whole."""
+    found = update.advance_momentum()
+    matrices = [found] if found.ndim == 2 else list(found)
+    for matrix in matrices:
+        matrix.copy_(update.options.orthogonalized(matrix))
+    update.apply(found)
+
+
+class MatrixExchange:
+    """Sends sharded matrices of one process group, which are stepped together, to their owners and back.
+
+    Building one is collective.
+
+    Args:
+        shards: of matrices, cut into more than one shard, in the same order on all ranks.
+
+    Raises:
+        PeerMismatchError: if the ranks would step different ones.
+    """
+
+    def __init__(self, shards: Sequence[ETPShardedParam]) -> None:
+        # References, so that no other parameter can take the place of one.
+        self._shards = list(shards)
+        self._group = shards[0].group
+        names = [f"{shard.fqn} {shard.layout.shape}" for shard in shards]
+        digest = hashlib.sha256("\n".join(names).encode()).digest()
+        own = torch.tensor([len(names), int.from_bytes(digest[:7])], dtype=torch.int64, device=shards[0].device)
+        label = "all-gather of the matrices that have gradients"
+        everyone = shards[0].driver.scalars.gathered(own, self._group, label).tolist()
+        if any(each != everyone[0] for each in everyone):
+            ranks = dist.get_process_group_ranks(self._group)
+            counts = {rank: each[0] for rank, each in zip(ranks, everyone, strict=True)}
+            raise PeerMismatchError(
+                "Muon: the ranks of a shard group have gradients of different matrices, or another order of them; "
+                f"by rank, their numbers are {counts}, and rank {dist.get_rank()} begins with {names[0]}. Give all "
+                "ranks the same parameters, and clear gradients on all of them or on none"
+            )
+        self._plan = MatrixPlan.balanced([shard.layout for shard in shards])
+
+    def is_of(self, shards: Sequence[ETPShardedParam]) -> bool:
+        """Whether it was built for these shards."""
+        return [*map(id, shards)] == [*map(id, self._shards)]
+
+    def run(
+        self,
+        send: Callable[[int], torch.Tensor],
+        compute: Callable[[int, torch.Tensor], torch.Tensor],
+        receive: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """See :meth:`etp.matrices.GroupMatrices.on_owners`. Indices are those of the shards. Collective."""
+        self._shards[0].driver.matrices.on_owners(self._plan, self._group, send, compute, receive)
+
+
+class MatrixExchanges:
+    """The latest exchange of each process group: the same matrices have gradients in most steps."""
+
+    def __init__(self) -> None:
+        self._latest: dict[dist.ProcessGroup, MatrixExchange] = {}
+
+    def of(self, shards: Sequence[ETPShardedParam]) -> MatrixExchange:
+        """The exchange of these shards, all of one process group. Collective if the latest was of others."""
+        group = shards[0].group
+        found = self._latest.get(group)
+        if found is None or not found.is_of(shards):
+            found = self._latest[group] = MatrixExchange(shards)
+        return found
