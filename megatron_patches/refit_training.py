@@ -185,6 +185,7 @@ class Pusher:
         self._session: RefitSession | None = None
         self._telemetry: Telemetry | None = None
         self._alone = False  # whether no engine is left and users have been told
+        self._lost = set[str]()  # engines of which users have been told that they failed, and no more
         self.stopped = False
 
     def before_step(self, model: Sequence[Any], iteration: int) -> None:
@@ -291,6 +292,12 @@ class Pusher:
         for name, report in reports.items():
             if report.fate in told:
                 _print(f"refit: {told[report.fate].format(name=name, version=version, why=report.reason)}")
+            elif name in self._lost and report.fate in {Fate.SENT, Fate.SERVES}:  # it has joined between two pushes
+                _print(f"refit: {name} answers again, and takes part from version {version} on")
+            if report.fate is Fate.FAILED:
+                self._lost.add(name)
+            else:
+                self._lost.discard(name)
 
 
 def _line(report: PushReport, until_served: float | None) -> str:

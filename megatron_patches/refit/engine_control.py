@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,6 +31,7 @@ class EngineControl:
         engine: the engine.
         sources: number of trainer ranks.
         options: of the session.
+        check: raises if an engine that has answered must not take part.
 
     Attributes:
         engine: the engine.
@@ -43,8 +44,14 @@ class EngineControl:
         PartyFailedError: if the rendezvous cannot listen.
     """
 
-    def __init__(self, engine: EngineClient, sources: int, options: RefitOptions) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        engine: EngineClient,
+        sources: int,
+        options: RefitOptions,
+        check: Callable[[EngineClient], None] = lambda _: None,
+    ) -> None:
+        self.engine, self._check = engine, check
         self._sources, self._options = sources, options
         # The number of workers is not known yet, but there is one at least, without which no step ends.
         self.rendezvous = Rendezvous(
@@ -60,15 +67,33 @@ class EngineControl:
         """Whether versions overwrite the serving weights."""
         return self._options.memory is MemoryMode.IN_PLACE
 
-    def join(self, assembly: Assembly, staging_bytes: int, check: Callable[[EngineClient], None]) -> None:
+    def join(self, assembly: Assembly, staging_bytes: int) -> None:
         """Starts to make the workers join. If that fails, the step that the caller is about to take fails for all.
 
         Args:
             assembly: the caller's connection to the rendezvous.
             staging_bytes: of :class:`megatron_patches.refit.parties.terms.LinkOptions`.
-            check: raises if an engine that has answered must not take part.
         """
-        self._start(assembly, assembly.next_step, DESCRIBING, lambda: self._join(staging_bytes, check))
+        self._start(assembly, assembly.next_step, DESCRIBING, lambda: self._join(staging_bytes))
+
+    def meeting(self, staging_bytes: int) -> dict[str, Any]:
+        """What a call tells workers of where they meet the other parties, and how all of them move bytes.
+
+        Args:
+            staging_bytes: of :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+        """
+        invitation, options = self.rendezvous.invitation, self._options
+        return {
+            "host": invitation.host,
+            "port": invitation.port,
+            "timeout_s": invitation.timeout_s,
+            "lease_s": options.lease_s,
+            "sources": self._sources,
+            "transport": AUTO if options.transport is None else options.transport.value,
+            "staging_bytes": staging_bytes,
+            "memory": options.memory.value,
+            "payload": options.payload.value,
+        }
 
     def record(self, assembly: Assembly) -> None:
         """Starts to make the workers record their layouts. Requests wait for this step of joining only."""
@@ -176,31 +201,17 @@ class EngineControl:
 
         self._call = self._caller.submit(run)
 
-    def _join(self, staging_bytes: int, check: Callable[[EngineClient], None]) -> None:
-        engine, options = self.engine, self._options
+    def _join(self, staging_bytes: int) -> None:
+        engine = self.engine
         try:
             self.workers = engine.world_size()
-            check(engine)
+            self._check(engine)
         except Exception as error:
             self.unreachable = not _is_up(engine)
             self.rendezvous.give_up(describe_error(error))  # nobody waits for workers that were never asked
             raise
         self.rendezvous.expect(self._sources + self.workers)
-        invitation = self.rendezvous.invitation
-        call: Mapping[str, Any] = {
-            "call": "join",
-            "host": invitation.host,
-            "port": invitation.port,
-            "token": invitation.token,
-            "timeout_s": invitation.timeout_s,
-            "sources": self._sources,
-            "transport": AUTO if options.transport is None else options.transport.value,
-            "staging_bytes": staging_bytes,
-            "memory": options.memory.value,
-            "payload": options.payload.value,
-            "lease_s": options.lease_s,
-        }
-        engine.call(dict(call))
+        engine.call({"call": "join", "token": self.rendezvous.invitation.token, **self.meeting(staging_bytes)})
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
     def _pause(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -171,6 +172,8 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type
 def describe_error(error: BaseException) -> str:
     """One line: the system's message and the file for an OSError, otherwise the error's message."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        where = f": {error.filename}" if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{error.strerror}{where}{'; make room there' if full else ''}"
     text = " ".join(str(error).split())
     return text or type(error).__name__

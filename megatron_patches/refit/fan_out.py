@@ -27,16 +27,15 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.messages import TICK_S, Held, Standing, State
-from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
 from megatron_patches.refit.push_options import RefitOptions
-from megatron_patches.refit.subscription import Subscription, Trainer
-from megatron_patches.refit.transports.base import AUTO
+from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # then the engine waits for the trainer's next push, which might otherwise never come to it
+_ATTEMPTS = 3  # then the engine joins the trainer, whose versions might otherwise never come to it
 
 _Failed = frozenset[tuple[str, int]]
 """Names of engines, each with a version that could not be taken from it."""
@@ -50,7 +49,8 @@ class FanOut:
         trainer: this rank, as in its subscriptions.
         ranks: number of trainer ranks.
         subscribed: the trainer's subscriptions.
-        check: see :meth:`EngineControl.join`.
+        check: see :class:`EngineControl`.
+        without: called, in a thread, with an engine for which nobody has a version, or that could not take it.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class FanOut:
         ranks: int,
         subscribed: Callable[[], Collection[Subscription]],
         check: Callable[[EngineClient], None],
+        without: Callable[[EngineClient], None] = lambda _: None,
     ) -> None:
+        self._without = without
         self._options = replace(options, payload=PayloadKind.WHOLE)  # nobody knows what an engine that joins holds
         self._ranks, self._subscribed, self._check = ranks, subscribed, check
         describe = trainer.describe
@@ -161,12 +163,16 @@ class FanOut:
                 finally:
                     self._give_back(engine)
         except Exception:
-            logger.exception("refit: %s serves on what it serves, until the next push", engine.name)
+            logger.exception("refit: %s serves on what it serves, until the trainer sends to it", engine.name)
         finally:
             self._give_back(engine)
             with self._changed:
+                ends = self.is_bringing(engine) and not self._is_closed
                 if self.is_bringing(engine):
                     del self._at_work[engine.name]
+                has_none = engine.name not in self._brought
+            if ends and has_none:
+                self._without(engine)
 
     def _give_back(self, engine: EngineClient) -> None:
         """Frees the servers of a receiver."""
@@ -228,39 +234,21 @@ class FanOut:
         Raises:
             RefitError: if it did not; it then serves what it served.
         """
-        options = self._options
-        sources = 1 + sum(server.workers for server in servers)
-        control = EngineControl(engine, sources, options)
+        options, sources = self._options, 1 + sum(server.workers for server in servers)
+        control = EngineControl(engine, sources, options, self._check)
         invitation = control.rendezvous.invitation
         workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         one = Subscription(
             engine.name,
             invitation,
             replace(self._trainer, sources=("the trainer's first rank", *workers)),
-            LinkOptions(
-                transport=options.transport,
-                staging_bytes=options.staging_bytes,
-                sources=sources,
-                memory=options.memory,
-            ),
+            options.links(sources, options.staging_bytes),
             control=control,
-            check=self._check,
             after=None,
         )
         with self._changed:
             self._brought[engine.name] = one
-        call = {
-            "host": invitation.host,
-            "port": invitation.port,
-            "key": invitation.token,
-            "timeout_s": invitation.timeout_s,
-            "lease_s": options.lease_s,
-            "sources": sources,
-            "transport": AUTO if options.transport is None else options.transport.value,
-            "staging_bytes": options.staging_bytes,
-            "memory": options.memory.value,
-            "version": version,
-        }
+        call = {"version": version, "key": invitation.token, **control.meeting(options.staging_bytes)}
         try:
             first = 1
             for server in servers:

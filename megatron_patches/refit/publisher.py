@@ -67,9 +67,9 @@ class WeightPublisher:
     def attach(self, engine: str | EngineClient) -> str:
         """Attaches an engine, at any time. Call it on the first rank; on other ranks it does nothing.
 
-        An engine that is attached before the first :meth:`publish` receives that version. A later one joins during the
-        next :meth:`publish`, without delaying the others, and receives the first version after it has joined. With
-        ``options.fan_out``, it first takes the version that other engines serve from them, at once.
+        An engine that is attached before the first :meth:`publish` receives that version. A later one begins to join at
+        once, without delaying the others, and receives the first version after it has joined. With ``options.fan_out``,
+        it first takes the version that other engines serve from them, and joins during the next :meth:`publish`.
 
         Args:
             engine: URL of a vLLM server, or any :class:`megatron_patches.refit.engines.EngineClient`.
@@ -79,6 +79,7 @@ class WeightPublisher:
 
         Raises:
             ValueError: if it is no URL of a server, or is attached already.
+            PartyFailedError: if its rendezvous cannot listen.
         """
         client = HttpEngine(engine, self._options.timeout_s) if isinstance(engine, str) else engine
         if self._is_first:

@@ -12,6 +12,7 @@ from megatron_patches.refit.engines import PauseMode
 from megatron_patches.refit.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.transports.base import TransportName, named_transport
 from megatron_patches.refit.weight_format import WeightFormat
 
@@ -124,6 +125,21 @@ class RefitOptions:
         object.__setattr__(self, "payload", PayloadKind(self.payload))
         object.__setattr__(self, "weight_format", WeightFormat(self.weight_format))
         object.__setattr__(self, "on_engine_failure", OnEngineFailure(self.on_engine_failure))
+
+    def links(self, sources: int, staging_bytes: int) -> LinkOptions:
+        """How the parties of one subscription move bytes.
+
+        Args:
+            sources: number of its sources.
+            staging_bytes: its part of the staging memory.
+        """
+        return LinkOptions(
+            transport=self.transport,
+            staging_bytes=staging_bytes,
+            sources=sources,
+            memory=self.memory,
+            payload=self.payload,
+        )
 
 
 def _is_any(host: str) -> bool:

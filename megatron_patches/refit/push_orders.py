@@ -11,27 +11,46 @@ from megatron_patches.refit.parties.messages import Invitation
 from megatron_patches.refit.push_options import EngineReport
 
 
+@dataclass(frozen=True)
+class Newcomer:
+    """An engine that begins to join.
+
+    Attributes:
+        number: of its subscription, the same on all ranks.
+        name: of the engine.
+        invitation: to its rendezvous.
+        staging_bytes: staging memory of the subscription on each rank.
+    """
+
+    number: int
+    name: str
+    invitation: Invitation
+    staging_bytes: int
+
+
 @dataclass
 class PushOrders:
     """What the first rank tells all ranks at the start of a push.
 
     Attributes:
-        new: number and name of each engine that begins to join, and the invitation to its rendezvous.
+        new: engines that begin to join, or began since the last push. Ranks may have begun already.
+        next: number of the next subscription. Those with lower numbers are in use, or will never be.
+        lobby: invitation to where newcomers are announced; None for nowhere.
         ended: numbers of subscriptions to close.
         taking: numbers of those that take the version.
         fates: what became of engines since the last push, by name.
         error: why the push fails, if it does.
         engines: names of the engines to blame for that.
-        share: staging memory of each new subscription, in bytes.
     """
 
-    new: list[tuple[int, str, Invitation]] = field(default_factory=list)
+    new: list[Newcomer] = field(default_factory=list)
+    next: int = 0
+    lobby: Invitation | None = None
     ended: list[int] = field(default_factory=list)
     taking: list[int] = field(default_factory=list)
     fates: dict[str, EngineReport] = field(default_factory=dict)
     error: str | None = None
     engines: tuple[str, ...] = ()
-    share: int = 0
 
 
 @dataclass

@@ -110,13 +110,10 @@ class Rendezvous:
         self._router.curve_server = True
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
-            port = _listen(self._router, host)
-        except (OSError, zmq.ZMQError) as error:
+            port = listen(self._router, host)
+        except PartyFailedError:
             self._context.destroy(linger=0)
-            raise PartyFailedError(
-                f"cannot listen on {host} ({error.strerror or error}); host must be an address of this machine that "
-                "engines reach"
-            ) from error
+            raise
         self.invitation = Invitation(host, port, raw_key(public).hex(), timeout_s)
         self._thread = threading.Thread(target=self._serve, name="refit-rendezvous", daemon=True)
         self._thread.start()
@@ -368,13 +365,19 @@ class _Step:
         self.deadline = min(self.deadline, time.monotonic() + _AFTER_FAILURE_S)
 
 
-def _listen(server: zmq.Socket[bytes], host: str) -> int:
+def listen(server: zmq.Socket[bytes], host: str) -> int:
     """Listens on a free port of a local address, IPv4 or IPv6. Returns the port.
 
     Raises:
-        OSError: if the address is not local; or ZMQError.
+        PartyFailedError: if the address is not local.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    server.ipv6 = family is socket.AF_INET6
-    server.bind(endpoint(str(address[0]), "*"))
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        server.ipv6 = family is socket.AF_INET6
+        server.bind(endpoint(str(address[0]), "*"))
+    except (OSError, zmq.ZMQError) as error:
+        raise PartyFailedError(
+            f"cannot listen on {host} ({error.strerror or error}); host must be an address of this machine that "
+            "engines reach"
+        ) from error
     return int(server.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

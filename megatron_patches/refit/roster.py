@@ -7,6 +7,7 @@ of its time on engines that are not well.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from megatron_patches.refit.engines import EngineClient, HttpEngine, check_given_once
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.transports.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0  # between polls
 _COST_FACTOR = 10.0  # see [Note: returning]
@@ -39,7 +42,7 @@ class Roster:
     """The engines that are to be served. Its methods may be called from any thread.
 
     Args:
-        came: called with each engine that is added, or answers again after it failed, before it takes part.
+        came: called with each engine that answers again after it failed.
     """
 
     def __init__(self, came: Callable[[EngineClient], None] = lambda _: None) -> None:
@@ -66,8 +69,6 @@ class Roster:
         """
         with self._lock:
             check_given_once([*self._engines, *engines])
-            for engine in engines:
-                self._came(engine)
             self._engines += engines
 
     def remove(self, name: str) -> None:
@@ -142,7 +143,8 @@ class Roster:
             answers = [(lost, worker.submit(lost.engine.check_up)) for lost, worker in asking]
             for lost, answer in answers:
                 if answer.exception() is None:
-                    self._came(lost.engine)
                     lost.answers = True
+                    logger.info("refit: %s answers again", lost.engine.name)
+                    self._came(lost.engine)
             for _, worker in asking:
                 worker.close(0.0)

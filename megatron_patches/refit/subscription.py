@@ -7,22 +7,18 @@ fail independently of each other. Its states are those of :class:`megatron_patch
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.delta import Base
 from megatron_patches.refit.engine_control import EngineControl
-from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.parties.messages import (
     LONGEST_TIMEOUT_S,
-    Held,
     Invitation,
     Moved,
     Standing,
@@ -34,37 +30,12 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate
-from megatron_patches.refit.telemetry import Telemetry, cost_of
+from megatron_patches.refit.telemetry import cost_of
+from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.transports.worker import Worker
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What a rank's subscriptions have in common.
-
-    Attributes:
-        rank: of this process.
-        name: of this process, for messages.
-        device: device of its weights: ``cpu``, or torch's name of a GPU.
-        stream: stream of what subscriptions do on a GPU; None on a CPU.
-        describe: describes what this rank holds.
-        telemetry: is told on the first rank what each version cost.
-        sources: names of the sources there, in order; none if they are the trainer's ranks.
-    """
-
-    rank: int
-    name: str
-    device: str
-    stream: torch.cuda.Stream | None
-    describe: Callable[[], Held]
-    telemetry: Telemetry
-    sources: tuple[str, ...] = ()
 
 
 class Subscription:
@@ -76,7 +47,6 @@ class Subscription:
         trainer: this rank.
         options: how to move bytes.
         control: on the first rank, the engine; None on other ranks.
-        check: see :meth:`EngineControl.join`.
         after: an earlier subscription of the engine, which may still be committing.
 
     Attributes:
@@ -97,12 +67,11 @@ class Subscription:
         options: LinkOptions,
         *,
         control: EngineControl | None,
-        check: Callable[[EngineClient], None],
         after: Subscription | None,
     ) -> None:
         self.name = name
         self._invitation, self._trainer, self._options = invitation, trainer, options
-        self._control, self._check, self._after = control, check, after
+        self._control, self._after = control, after
         self._assembly: Assembly | None = None
         self._party: SourceParty | None = None
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
@@ -144,11 +113,6 @@ class Subscription:
             if error is not None:
                 return describe_error(error)
         return None
-
-    @property
-    def stream(self) -> torch.cuda.Stream | None:
-        """Stream on which it packs and digests; None on a CPU."""
-        return self._trainer.stream
 
     @property
     def over_nccl(self) -> bool:
@@ -282,7 +246,7 @@ class Subscription:
             self._assembly = Assembly(self._invitation, self._trainer.rank, self._trainer.name)
             self._party = SourceParty(self._assembly, self._options, self._trainer.device)
             if self._control is not None:
-                self._control.join(self._assembly, self._options.staging_bytes, self._check)
+                self._control.join(self._assembly, self._options.staging_bytes)
             self._party.prepare(self._trainer.describe, self._have_recorded)
             if self._control is not None:
                 self._control.wait()
@@ -413,32 +377,3 @@ class Subscription:
                 stack.enter_context(torch.cuda.device(stream.device))
                 stack.enter_context(torch.cuda.stream(stream))
             yield
-
-
-class Once:
-    """A value that several threads share, computed by whichever asks first. An error is raised to all."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self._compute, self._lock = compute, threading.Lock()
-        self._found: Future[Any] = Future()
-
-    def compute(self) -> BaseException | None:
-        """Computes it now, if nobody has. Returns why that failed; None if it did not."""
-        with self._lock:
-            if not self._found.done():
-                try:
-                    self._found.set_result(self._compute())
-                except Exception as error:  # noqa: BLE001 - returned, and raised to all who ask for the value
-                    self._found.set_exception(error)
-        return self._found.exception()
-
-    def __call__(self) -> Any:
-        """The value."""
-        self.compute()
-        return self._found.result()
-
-
-def longest(found: Sequence[Moved]) -> dict[str, float]:
-    """The longest time of each part of a push, over engines."""
-    parts = sorted({part for moved in found for part in moved.seconds})
-    return {part: max(moved.seconds.get(part, 0.0) for moved in found) for part in parts}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -166,10 +168,16 @@ class Telemetry:
                 self._metrics.add(cost)
             if self._file is not None:
                 try:
-                    line = dumps({"schema": SCHEMA, "time": time.time(), **asdict(cost)})
-                    self._file.write(f"{line}\n".encode())
+                    _append(self._file, dumps({"schema": SCHEMA, "time": time.time(), **asdict(cost)}))
                 except OSError as error:  # a full disk must not cost an engine its version
-                    logger.warning("refit: cannot append telemetry to %s: %s", self._file.name, error)
+                    logger.warning(
+                        "refit: version %d of %s is missing in %s, to which telemetry cannot be appended (%s); make "
+                        "room there for later versions",
+                        cost.version,
+                        cost.engine,
+                        self._file.name,
+                        error.strerror or error,
+                    )
 
     def close(self) -> None:
         """Closes the file and the endpoint."""
@@ -179,6 +187,18 @@ class Telemetry:
                 self._metrics.close()
             if self._file is not None:
                 self._file.close()
+
+
+def _append(file: FileIO, line: str) -> None:
+    """Appends a whole line, or nothing.
+
+    Raises:
+        OSError: if nothing was appended.
+    """
+    content, begin = f"{line}\n".encode(), os.fstat(file.fileno()).st_size
+    if file.write(content) < len(content):  # the disk became full within the line
+        os.ftruncate(file.fileno(), begin)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _Metrics:

@@ -153,7 +153,7 @@ def test_a_training_outlives_its_engine_and_takes_it_back_or_ends_with_a_checkpo
         assert running.output.count("no engine answers; weights are sent to nobody") == 1
         with server(tmp_path, port, "second.log") as second:
             running.wait_for(lambda: len(running.sent()) > len(before) + 1)
-            assert f"refit: {second.url} answers again, and takes part once it has joined" in running.output
+            assert f"refit: {second.url} answers again, and takes part" in running.output
             assert running.end() == [0] * RANKS
             log = (tmp_path / "second.log").read_text()
             for version in running.sent()[len(before) :]:

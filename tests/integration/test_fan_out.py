@@ -54,7 +54,7 @@ def two_start_late(session: RefitSession, clients: list[PlainEngine], push: Push
         until(lambda: bool(json.loads(session.candidates())["sources"][0]["receivers"]))
         seen["during"] = json.loads(session.candidates())
         until(lambda: all(serves(engine, 1) for engine in late))
-        until(lambda: not any(session._fan_out.is_bringing(engine) for engine in late))
+        until(lambda: not any(session._coordinator.fan_out.is_bringing(engine) for engine in late))
         seen["late"] = [engine.run("content") for engine in late]
         seen["calls"] = clients[1].run("calls")[len(calls[1]) :]
         seen["after"] = json.loads(session.candidates())
@@ -102,7 +102,7 @@ def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Pus
         clients[0].run("damage", "model.norm.weight")
         (late,) = start_late(clients, 1, started)
         session.attach(late)
-        until(lambda: not session._fan_out.is_bringing(late))
+        until(lambda: not session._coordinator.fan_out.is_bringing(late))
         found.append(late.run("content"))
         session.detach(late.name)
     session.exchange.gather(None)
@@ -116,7 +116,7 @@ def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Pus
     report = push(3, wait=True)
     took = time.monotonic() - began
     if first:
-        until(lambda: not session._fan_out.is_bringing(late))
+        until(lambda: not session._coordinator.fan_out.is_bringing(late))
         found.append(late.run("content"))
     session.exchange.gather(None)
     version = until_all_serve(push, 4, 2)

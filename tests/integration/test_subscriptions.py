@@ -379,12 +379,41 @@ def test_engines_come_and_go_at_any_time(tmp_path: Path) -> None:
     (took, fates, found, version), other = run(tmp_path, some_come_late, on_engine_failure=OnEngineFailure.DROP)
     assert max(took) < 3.0
     assert fates[0] == dict.fromkeys(NAMES[:2], Fate.SENT)
-    assert fates[1] == {NAMES[0]: Fate.SENT, NAMES[1]: Fate.FAILED}
+    assert {name: fates[1][name] for name in NAMES[:2]} == {NAMES[0]: Fate.SENT, NAMES[1]: Fate.FAILED}
     assert all(of_version[NAMES[0]] is Fate.SENT for of_version in fates[:-1])
     assert all(Fate.SENT is not of_version.get(NAMES[4]) for of_version in fates)
     assert fates[-1] == {**dict.fromkeys((NAMES[0], NAMES[4]), Fate.LEFT), **dict.fromkeys(NAMES[2:4], Fate.SENT)}
     assert found == [(version - 1, expected(version - 1)), *[(version, expected(version))] * 2]
     assert other[1] == fates
+
+
+def one_comes_between_pushes(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 2 joins while no rank is in a push, and another one is attached and detached again meanwhile."""
+    push(1, wait=True)
+    first, started = session.exchange.rank == 0, []
+    if first:
+        for number in (2, 3):
+            address = clients[0].address.replace("0.sock", f"{number}.sock")
+            started.append(plain_engine.start(address))
+            clients.append(PlainEngine(NAMES[number], address, 20.0))
+            session.attach(clients[-1])
+        session.detach(NAMES[3])
+    until(lambda: NAMES[2] in session.state() and session.state()[NAMES[2]].state is State.READY)
+    session.exchange.gather(None)
+    fates = {name: one.fate for name, one in push(2, wait=True).engines.items()}
+    found = [client.run("content") for client in clients] if first else []
+    session.exchange.gather(None)
+    for process in started:
+        process.kill()
+        process.wait()
+    return fates, found, [one.state for one in session.state().values()]
+
+
+def test_an_engine_that_joins_between_two_pushes_takes_the_second(tmp_path: Path) -> None:
+    (fates, found, states), other = run(tmp_path, one_comes_between_pushes)
+    assert fates == other[0] == {**dict.fromkeys(NAMES[:3], Fate.SERVES), NAMES[3]: Fate.LEFT}
+    assert found == [*[(2, expected(2))] * 3, (-1, {})]
+    assert states == other[2] == [State.READY] * 3
 
 
 def one_is_killed(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:

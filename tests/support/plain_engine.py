@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
@@ -319,9 +320,14 @@ class PlainEngine:
         """Likewise."""
 
 
-def start(address: str) -> subprocess.Popen[bytes]:
-    """Starts the process and waits until it answers."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.support.plain_engine", address])
+def start(address: str, inside: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Starts the process and waits until it answers.
+
+    Args:
+        address: where it listens.
+        inside: beginning of the command, such as one that enters a network namespace.
+    """
+    process = subprocess.Popen([*inside, sys.executable, "-m", "tests.support.plain_engine", address])
     deadline = time.monotonic() + _START_S
     while True:
         with suppress(RefitError):

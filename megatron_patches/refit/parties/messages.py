@@ -252,6 +252,12 @@ class Moved(msgspec.Struct, frozen=True):
     bytes_by_source: tuple[int, ...] = ()
 
 
+def longest_parts(moved: Sequence[Moved]) -> dict[str, float]:
+    """The longest time of each part, in seconds."""
+    parts = sorted({part for item in moved for part in item.seconds})
+    return {part: max(item.seconds.get(part, 0.0) for item in moved) for part in parts}
+
+
 def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
     """How all parties moved a version.
 
@@ -260,11 +266,9 @@ def moved_by_all(moved: Sequence[Moved], sources: int) -> Moved:
         sources: number of sources.
     """
     destinations = moved[sources:]
-    parts = sorted({part for item in destinations for part in item.seconds})
     looked_up = max(item.seconds.get("look_up", 0.0) for item in moved[:sources])
-    seconds = {part: max(item.seconds.get(part, 0.0) for item in destinations) for part in parts}
     return Moved(
-        seconds={"look_up": looked_up, **seconds},
+        seconds={"look_up": looked_up, **longest_parts(destinations)},
         staged_bytes=max(item.staged_bytes for item in moved),
         beside_bytes=max(item.beside_bytes for item in moved),
         backup_bytes=max(item.backup_bytes for item in moved),

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_patches.refit.adapter_names import FACTOR_A, FACTOR_B, SCALE, version_name
 from megatron_patches.refit.errors import RefitError, StaleVersionError
+from megatron_patches.refit.exchange import describe_error
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,19 @@ class StagedAdapter:
         """Writes the files, beside their final place.
 
         Raises:
-            RefitError: if the folder belongs to another user, or others may write to it.
-            OSError: if they cannot be written.
+            RefitError: if the folder belongs to another user, others may write to it, or the files cannot be written.
         """
-        _make_private(self.session)
-        _drop(self._draft)
-        self._draft.mkdir(mode=0o700)
-        write_adapter(self._draft, self.factors, self.dtype)
+        try:
+            _make_private(self.session)
+            _drop(self._draft)
+            self._draft.mkdir(mode=0o700)
+            write_adapter(self._draft, self.factors, self.dtype)
+        except (OSError, SafetensorError) as error:
+            _drop(self._draft)
+            raise RefitError(
+                f"cannot write {version_name(self.adapter, self.version)} to {self.session} ({describe_error(error)}); "
+                "make room there, or publish with another folder"
+            ) from error
 
     def build(self) -> None:
         """Does nothing: they have been written while the engine went on."""

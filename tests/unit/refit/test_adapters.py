@@ -23,6 +23,7 @@ from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.engines import HttpEngine, check_given_once
 from megatron_patches.refit.errors import ModelMismatchError, RefitError, StaleVersionError
 from megatron_patches.refit.push_options import RefitOptions
+from tests.support.full_disk import files_of
 
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
@@ -175,6 +176,26 @@ def test_a_folder_that_others_can_use_is_not_written_to(tmp_path: Path) -> None:
     with pytest.raises(RefitError, match="is not a folder that only user"):
         StagedAdapter(AdapterFiles(), session, "math", 1, factors_of(factors()), torch.float32).write()
     assert not list(session.iterdir())
+
+
+@NEEDS_VLLM
+def test_a_full_disk_leaves_nothing_of_a_version_and_all_of_the_one_before(tmp_path: Path) -> None:
+    from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
+
+    files, session = AdapterFiles(), session_folder(str(tmp_path), "0" * 64)
+    versions = [StagedAdapter(files, session, "math", n, factors_of(factors()), torch.float32) for n in (1, 2)]
+    versions[0].write()
+    versions[0].apply()
+    before = {path: path.read_bytes() for path in session.rglob("*") if path.is_file()}
+    with files_of(100), pytest.raises(RefitError) as failure:
+        versions[1].write()
+    assert f"cannot write math@2 to {session} (" in str(failure.value)
+    assert "File too large" in str(failure.value) or "os error 27" in str(failure.value)
+    assert str(failure.value).endswith("make room there, or publish with another folder")
+    assert {path: path.read_bytes() for path in session.rglob("*") if path.is_file()} == before
+    versions[1].write()
+    versions[1].apply()
+    assert sorted(path.name for path in session.iterdir()) == ["math@1", "math@2"]
 
 
 class Models:

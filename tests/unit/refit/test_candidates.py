@@ -18,8 +18,9 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.fan_out import FanOut
 from megatron_patches.refit.parties.messages import Held, Standing, State
 from megatron_patches.refit.push_options import RefitOptions
-from megatron_patches.refit.subscription import Subscription, Trainer
+from megatron_patches.refit.subscription import Subscription
 from megatron_patches.refit.telemetry import Telemetry
+from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
 
 

@@ -74,9 +74,14 @@ class Alone:
 
 
 @contextmanager
-def controlled(engine: Engine, in_place: bool, mode: PauseMode = PauseMode.WAIT) -> Iterator[EngineControl]:
+def controlled(
+    engine: Engine,
+    in_place: bool,
+    mode: PauseMode = PauseMode.WAIT,
+    check: Callable[[Any], None] = lambda _: None,
+) -> Iterator[EngineControl]:
     memory = MemoryMode.IN_PLACE if in_place else MemoryMode.BESIDE
-    control = EngineControl(engine, 1, RefitOptions(pause=mode, memory=memory, timeout_s=30.0))
+    control = EngineControl(engine, 1, RefitOptions(pause=mode, memory=memory, timeout_s=30.0), check)
     yield control
     control.close()
 
@@ -180,10 +185,10 @@ def test_no_engine_is_paused_for_a_push_in_place_once_its_workers_have_left() ->
 
 def joined(engine: Engine, check: Callable[[Any], None] = lambda _: None) -> tuple[str, float, EngineControl]:
     """Why the first step failed, after how many seconds."""
-    with controlled(engine, False) as control:
+    with controlled(engine, False, check=check) as control:
         member = Assembly(control.rendezvous.invitation, 0, "trainer rank 0")
         began = time.monotonic()
-        control.join(member, 1 << 20, check)
+        control.join(member, 1 << 20)
 
         def wait() -> int:
             while time.monotonic() - began < 40:
@@ -239,7 +244,7 @@ def test_one_rank_tells_the_names_of_the_whole_model(rank: int, monkeypatch: pyt
 @pytest.mark.parametrize(("version", "message"), [(-1, "versions begin with 0"), (3, "not later than 3, which was")])
 def test_versions_begin_with_0_and_rise(version: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = RefitSession([], [], vocab_size=1)
-    monkeypatch.setattr(session, "_described", object())
+    monkeypatch.setattr(session, "_trainer", object())
     if version > 0:
         session.version = version
     with pytest.raises(ValueError, match=message):

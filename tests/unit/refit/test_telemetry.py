@@ -18,6 +18,7 @@ import pytest
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.parties.messages import Moved, State
 from megatron_patches.refit.telemetry import Address, Telemetry, VersionCost, address_from, cost_of
+from tests.support.full_disk import files_of
 
 LASTED = {State.SENDING: 2.0, State.COMMITTING: 0.5, State.READY: 9.0}
 
@@ -126,7 +127,24 @@ def test_several_threads_write_whole_lines(tmp_path: Path) -> None:
 def test_a_full_disk_costs_no_version(caplog: pytest.LogCaptureFixture) -> None:
     with closing(Telemetry(Path("/dev/full"))) as telemetry:
         telemetry.tell(cost(7))
-    assert caplog.messages == ["refit: cannot append telemetry to /dev/full: [Errno 28] No space left on device"]
+    (message,) = caplog.messages
+    assert message == (
+        "refit: version 7 of http://a is missing in /dev/full, to which telemetry cannot be appended (No space left on "
+        "device); make room there for later versions"
+    )
+
+
+def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "costs.jsonl"
+    with closing(Telemetry(path)) as telemetry:
+        telemetry.tell(cost(7))
+        with files_of(path.stat().st_size + 100):
+            telemetry.tell(cost(8))
+        telemetry.tell(cost(9))
+    assert [json.loads(line)["version"] for line in path.read_text().splitlines()] == [7, 9]
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        f"refit: version 8 of http://a is missing in {path}"
+    ]
 
 
 @pytest.mark.parametrize(

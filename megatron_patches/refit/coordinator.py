@@ -1,0 +1,241 @@
+"""What the first trainer rank decides: which engines join, take a version and leave. All ranks carry it out.
+
+It decides from what is known at once, and waits for no engine. An engine begins to join when it is attached or answers
+again: this rank begins, and the lobby tells the others. What they have not heard, they learn in the next push.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from megatron_patches.refit.engine_control import EngineControl
+from megatron_patches.refit.engines import EngineClient
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.exchange import describe_error
+from megatron_patches.refit.fan_out import FanOut
+from megatron_patches.refit.lobby import Announcer
+from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, RefitOptions
+from megatron_patches.refit.push_orders import Newcomer, PushOrders
+from megatron_patches.refit.roster import Roster
+from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.trainer_rank import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The engines of a session, on its first rank.
+
+    Args:
+        options: of the session.
+        ranks: number of trainer ranks.
+        subscriptions: this rank's, by number; for any thread.
+        join: begins a subscription on this rank; for any thread.
+
+    Attributes:
+        roster: the engines that are to be served.
+        fan_out: lets engines that join take versions from others; None if the options do not want it.
+    """
+
+    def __init__(
+        self,
+        options: RefitOptions,
+        ranks: int,
+        subscriptions: Callable[[], Mapping[int, Subscription]],
+        join: Callable[[Newcomer], None],
+    ) -> None:
+        self._options, self._ranks, self._subscriptions, self._join = options, ranks, subscriptions, join
+        self.roster = Roster(partial(self._on_its_own, self._let_come))
+        self.fan_out: FanOut | None = None
+        self._lobby: Announcer | None = None
+        self._controls: dict[int, EngineControl] = {}
+        self._taken: dict[str, Subscription] = {}  # those in which an engine took a version from others
+        self._newcomers: list[Newcomer] = []  # those that other ranks must learn of in the next push
+        self._next = 0
+        # Orders are decided while no engine comes or goes.
+        self._lock = threading.RLock()
+        self._is_active = False
+
+    def control(self, number: int) -> EngineControl:
+        """How a subscription controls its engine."""
+        return self._controls[number]
+
+    def taken(self, name: str) -> Subscription | None:
+        """A closed subscription in which an engine took a version from others. It is returned once."""
+        return self._taken.pop(name, None)
+
+    def attach(self, engine: EngineClient) -> None:
+        """Adds an engine. It begins to join at once, unless no session has begun.
+
+        Raises:
+            ValueError: if it is attached already.
+            PartyFailedError: if its rendezvous cannot listen.
+        """
+        with self._lock:
+            self.roster.add([engine])
+            self._let_come(engine)
+
+    def detach(self, name: str) -> None:
+        """Takes an engine out, at once for fan-out and at the next push for the trainer.
+
+        Raises:
+            ValueError: if there is no engine of this name.
+        """
+        with self._lock:
+            self.roster.remove(name)
+            if self.fan_out is not None:
+                self.fan_out.release(name)
+
+    def forget(self, number: int) -> None:
+        """Forgets a subscription, which the caller ends."""
+        del self._controls[number]
+
+    def resume(self) -> None:
+        """Lets engines begin to join from now on, between pushes too. Waits, at first, until other ranks listen."""
+        if self._lobby is not None:
+            self._lobby.wait_for_all()
+        self._is_active = True
+
+    def pause(self) -> None:
+        """Ends all that engines send each other. Until :meth:`resume`, no engine begins to join between pushes."""
+        with self._lock:
+            self._is_active, self._newcomers = False, []
+            if self.fan_out is not None:
+                self._taken |= self.fan_out.close()
+
+    def close(self) -> None:
+        """Asks no engine whether it is back, and announces none."""
+        self.roster.close()
+        self.pause()
+        if self._lobby is not None:
+            self._lobby.close()
+
+    def begin(self, engines: Sequence[EngineClient] | None, trainer: Trainer) -> PushOrders:
+        """The orders that attach all engines anew.
+
+        Args:
+            engines: the engines from now on; None for those that are attached.
+            trainer: this rank, as in its subscriptions.
+
+        Raises:
+            RefitError: if there is none, and the options say that there must be.
+            ValueError: if an engine is given twice.
+        """
+        with self._lock:
+            return self._begin(engines, trainer)
+
+    def _begin(self, engines: Sequence[EngineClient] | None, trainer: Trainer) -> PushOrders:
+        if self._lobby is None and self._ranks > 1:
+            self._lobby = Announcer(self._options.host, self._ranks - 1)
+        if self._options.fan_out:
+            self.fan_out = FanOut(
+                self._options,
+                trainer,
+                self._ranks,
+                lambda: self._subscriptions().values(),
+                self.roster.check_other,
+                partial(self._on_its_own, self._join_now),
+            )
+        if engines is not None:
+            self.roster.set(engines)
+        if not self.roster.present and not self._drops:
+            raise RefitError("there is no engine to push to")
+        return self.orders()
+
+    def orders(self) -> PushOrders:
+        """Who takes part in a push.
+
+        Raises:
+            PartyFailedError: if engines failed, unless the options say to leave them out.
+        """
+        with self._lock:
+            return self._orders()
+
+    def _orders(self) -> PushOrders:
+        orders, failed = PushOrders(), dict[str, str]()
+        for engine in self.roster.take_back():
+            orders.fates[engine.name] = EngineReport(Fate.BACK)
+        present = self.roster.present
+        for number, one in self._subscriptions().items():
+            engine = self._controls[number].engine
+            reason = one.failure
+            if all(other is not engine for other in present):
+                orders.ended.append(number)
+                orders.fates[one.name] = EngineReport(Fate.LEFT)
+            elif reason is None and not one.joined.done():
+                orders.fates.setdefault(one.name, EngineReport(Fate.JOINING))
+            elif reason is None and not one.served.done():
+                orders.fates[one.name] = EngineReport(Fate.LAGS)
+                if not self._drops:
+                    failed[one.name] = (
+                        f"committing version {one.standing.version} failed: {one.name} did not say within "
+                        f"{self._options.timeout_s:.0f} s that it serves"
+                    )
+            elif reason is None:
+                orders.taking.append(number)
+            elif self._drops:
+                orders.ended.append(number)
+                orders.fates[one.name] = one.report(Fate.FAILED, reason)
+                self.roster.drop(engine, one.lasted_s)
+            else:
+                failed[one.name] = reason
+        if failed:
+            raise PartyFailedError("; ".join(failed.values()), failed)
+        self._let_join(orders, present)
+        orders.new, self._newcomers = self._newcomers, []
+        orders.next = self._next
+        orders.lobby = None if self._lobby is None else self._lobby.invitation
+        return orders
+
+    @property
+    def _drops(self) -> bool:
+        return self._options.on_engine_failure is OnEngineFailure.DROP
+
+    def _let_join(self, orders: PushOrders, present: Sequence[EngineClient]) -> None:
+        """Adds subscriptions of engines that have none, except for those that take a version from others now."""
+        for engine in present:
+            if self.fan_out is not None and not self.fan_out.claim(engine):
+                orders.fates.setdefault(engine.name, EngineReport(Fate.JOINING))
+            elif not self._is_subscribed(engine):
+                self._open(engine)
+                taken = None if self.fan_out is None else self.fan_out.release(engine.name)
+                if taken is not None:
+                    self._taken[engine.name] = taken
+
+    def _open(self, engine: EngineClient) -> Newcomer:
+        """Opens the rendezvous of an engine that begins to join."""
+        control = EngineControl(engine, self._ranks, self._options, self.roster.check_other)
+        share = self._options.staging_bytes // max(1, len(self.roster.present))
+        newcomer = Newcomer(self._next, engine.name, control.rendezvous.invitation, share)
+        self._controls[self._next] = control
+        self._newcomers.append(newcomer)
+        self._next += 1
+        return newcomer
+
+    def _let_come(self, engine: EngineClient) -> None:
+        """Lets an engine begin to join or, with fan-out, take the version that others serve, before the next push."""
+        if self.fan_out is None:
+            self._join_now(engine)
+        elif self._is_active and all(control.engine is not engine for control in list(self._controls.values())):
+            self.fan_out.bring(engine)
+
+    def _join_now(self, engine: EngineClient) -> None:
+        if self._is_active and not self._is_subscribed(engine):
+            newcomer = self._open(engine)
+            self._join(newcomer)
+            if self._lobby is not None:
+                self._lobby.tell(newcomer)
+
+    def _on_its_own(self, let: Callable[[EngineClient], None], engine: EngineClient) -> None:
+        """Does something for an engine in a thread in which nobody could catch an error."""
+        try:
+            with self._lock:
+                let(engine)
+        except RefitError as error:
+            logger.warning("refit: %s begins to join in the next push only: %s", engine.name, describe_error(error))
+
+    def _is_subscribed(self, engine: EngineClient) -> bool:
+        return engine.name in {control.engine.name for control in list(self._controls.values())}

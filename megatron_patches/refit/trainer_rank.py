@@ -1,0 +1,61 @@
+"""What the subscriptions of one trainer rank have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_patches.refit.parties.messages import Held
+from megatron_patches.refit.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One rank of the trainer.
+
+    Attributes:
+        rank: of this process.
+        name: of this process, for messages.
+        device: device of its weights: ``cpu``, or torch's name of a GPU.
+        stream: stream of what subscriptions do on a GPU; None on a CPU.
+        describe: describes what this rank holds.
+        telemetry: is told on the first rank what each version cost.
+        sources: names of the sources there, in order; none if they are the trainer's ranks.
+    """
+
+    rank: int
+    name: str
+    device: str
+    stream: torch.cuda.Stream | None
+    describe: Callable[[], Held]
+    telemetry: Telemetry
+    sources: tuple[str, ...] = ()
+
+
+class Once:
+    """A value that several threads share, computed by whichever asks first. An error is raised to all."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute, self._lock = compute, threading.Lock()
+        self._found: Future[Any] = Future()
+
+    def compute(self) -> BaseException | None:
+        """Computes it now, if nobody has. Returns why that failed; None if it did not."""
+        with self._lock:
+            if not self._found.done():
+                try:
+                    self._found.set_result(self._compute())
+                except Exception as error:  # noqa: BLE001 - returned, and raised to all who ask for the value
+                    self._found.set_exception(error)
+        return self._found.exception()
+
+    def __call__(self) -> Any:
+        """The value."""
+        self.compute()
+        return self._found.result()
