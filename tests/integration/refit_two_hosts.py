@@ -1,18 +1,17 @@
-"""Two network namespaces, joined by one cable, as two hosts: and a trainer that pushes from one of them.
+"""A rank of a trainer that pushes from one host to another.
 
-Run as ``python -m tests.integration.refit_two_hosts FOLDER RANK``, it is a rank of the trainer.
+python -m tests.integration.refit_two_hosts FOLDER RANK
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,65 +21,9 @@ from megatron_patches.refit.parties.messages import State
 from megatron_patches.refit.session import OnEngineFailure, RefitOptions, RefitSession
 from megatron_patches.refit.transports.base import TransportName
 from tests.support.plain_engine import PlainEngine, digest
+from tests.support.two_hosts import ADDRESSES
 
 RANKS = 2
-FIRST, SECOND = "10.177.3.1", "10.177.3.2"
-_IP = "/usr/sbin/ip"
-
-
-class Host(NamedTuple):
-    """A network namespace.
-
-    Attributes:
-        process: keeps it.
-        address: of its end of the cable.
-    """
-
-    process: subprocess.Popen[bytes]
-    address: str
-
-    @property
-    def inside(self) -> list[str]:
-        """Begins a command that runs there."""
-        return ["/usr/bin/nsenter", "-t", str(self.process.pid), "-n"]
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Both. Each also has an address at which nobody of the other host can reach it.
-
-    Raises:
-        OSError: if a program is missing.
-        subprocess.CalledProcessError: if this user may not make them.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def namespace(address: str) -> Host:
-            process = subprocess.Popen(["/usr/bin/unshare", "-n", "/usr/bin/sleep", "600"])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            while Path(f"/proc/{process.pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
-                if process.poll() is not None:
-                    raise subprocess.CalledProcessError(process.returncode, "unshare -n")
-                time.sleep(0.01)
-            return Host(process, address)
-
-        hosts = namespace(FIRST), namespace(SECOND)
-        cable = f"link add cable type veth peer name cable netns {hosts[1].process.pid}"
-        _run(hosts[0], cable)
-        for host in hosts:
-            for what in (
-                f"addr add {host.address}/24 dev cable",
-                f"addr add {host.address.replace('.3.', '.4.')}/24 dev lo",
-                "link set cable up",
-                "link set lo up",
-            ):
-                _run(host, what)
-        yield hosts
-
-
-def _run(host: Host, what: str) -> None:
-    subprocess.run([*host.inside, _IP, *what.split()], check=True, capture_output=True)
 
 
 def listening(process: int) -> set[tuple[str, int]]:
@@ -132,7 +75,7 @@ def push(folder: Path, rank: int) -> dict[str, Any]:
             seen["refused"] = str(error)
     options = RefitOptions(
         timeout_s=20.0,
-        host=FIRST,
+        host=ADDRESSES[0],
         transport=TransportName.TCP,
         fan_out=True,
         on_engine_failure=OnEngineFailure.DROP,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,33 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.refit_two_hosts import FIRST, RANKS, SECOND, content, listening, two_hosts
+from tests.integration.refit_two_hosts import RANKS, content, listening
 from tests.support import plain_engine
+from tests.support.two_hosts import two_hosts
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_push_between_two_hosts_needs_the_address_of_the_trainer(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    try:
-        hosts = two_hosts()
-        first, second = hosts.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this user may not make network namespaces: {error}")
+    hosts = contextlib.ExitStack()
+    first, second = hosts.enter_context(two_hosts())
     started, seen = list[subprocess.Popen[bytes]](), {host: set[tuple[str, int]]() for host in (first, second)}
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.01):
             for host in (first, second):
-                seen[host].update(listening(host.process.pid))
+                seen[host].update(listening(host.process))
 
     watching = threading.Thread(target=watch)
     try:
         for name, host in (("far", second), ("near", first)):
             started.append(plain_engine.start(str(tmp_path / f"{name}.sock"), host.inside))
-        before = {host.address: {address for address, _ in listening(host.process.pid)} for host in (first, second)}
-        assert before == {FIRST: set(), SECOND: set()}
+        before = {host.address: {address for address, _ in listening(host.process)} for host in (first, second)}
+        assert before == {first.address: set(), second.address: set()}
         watching.start()
         ranks = [
             subprocess.Popen(
@@ -53,7 +52,7 @@ def test_a_push_between_two_hosts_needs_the_address_of_the_trainer(tmp_path: Pat
         for process in started:
             process.kill()
             process.wait()
-        hosts.__exit__(None, None, None)
+        hosts.close()
     watching.join()
     told, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS))
     for refused in (told["refused"], other["refused"]):
@@ -63,4 +62,5 @@ def test_a_push_between_two_hosts_needs_the_address_of_the_trainer(tmp_path: Pat
     assert tuple(told["far"]) == tuple(told["near"]) == content(1)
     assert told["at last"] == [3, 3]
     found = {host.address: {address for address, _ in opened} for host, opened in seen.items()}
-    assert found == {FIRST: {FIRST, "127.0.0.1"}, SECOND: {SECOND}}  # gloo and the first session are at 127.0.0.1
+    # gloo and the first session are at 127.0.0.1.
+    assert found == {first.address: {first.address, "127.0.0.1"}, second.address: {second.address}}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 from benchmarks import hosts
 from benchmarks.hosts import all_to_all, hierarchical, ring
 from tests.integration.two_hosts import DTYPES
+from tests.support.two_hosts import CABLE, two_hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.multiproc, pytest.mark.cpu_only("gloo's traffic is counted")]
 
@@ -25,58 +23,21 @@ ROOT = Path(__file__).resolve().parents[2]
 HOSTS, PER_HOST = 2, 2
 MESH = HOSTS, PER_HOST
 RANKS = HOSTS * PER_HOST
-INTERFACE = "veth0"
-UNSHARED = ("unshare", "--net", "--uts")
 # Headers of packets, their acknowledgements, and what is exchanged besides weights and gradients.
 OVERHEAD = 0.01
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[list[int]]:
-    """Two namespaces with a link between them; the processes that hold them, by which they are entered."""
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "hostname") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
-    trial = subprocess.run([*UNSHARED, "true"], capture_output=True, text=True, check=False)
-    if os.geteuid() != 0 or trial.returncode != 0:
-        pytest.skip(f"needs the right to make network namespaces: {trial.stderr.strip() or 'not root'}")
-    holders: list[subprocess.Popen[str]] = []
-    try:
-        for host in range(HOSTS):
-            script = f"hostname host-{host} && ip link set lo up && echo ready && exec sleep 300"
-            command = [*UNSHARED, "sh", "-c", script]
-            holders.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        for holder in holders:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "ready\n"
-        first, second = (str(holder.pid) for holder in holders)
-        link = ["ip", "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE]
-        subprocess.run([*link, "netns", second], check=True)
-        for number, pid in enumerate((first, second), 1):
-            inside = ["nsenter", "--target", pid, "--net", "ip"]
-            subprocess.run([*inside, "address", "add", f"10.77.0.{number}/24", "dev", INTERFACE], check=True)
-            subprocess.run([*inside, "link", "set", INTERFACE, "up"], check=True)
-        yield [holder.pid for holder in holders]
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
-            if holder.stdout is not None:
-                holder.stdout.close()
 
 
 def run(folder: Path) -> list[dict[str, Any]]:
     """What each rank has written."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": path}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE, "PYTHONPATH": path}
     env.pop("NCCL_HOSTID", None)
     ranks: list[subprocess.Popen[bytes]] = []
-    with two_hosts() as holders:
+    with two_hosts() as both:
         try:
             for rank in range(RANKS):
-                inside = ["nsenter", "--target", str(holders[rank // PER_HOST]), "--net", "--uts"]
-                command = [*inside, sys.executable, "-m", "tests.integration.two_hosts"]
-                command += [str(rank), str(RANKS), str(folder), INTERFACE]
+                command = [*both[rank // PER_HOST].inside, sys.executable, "-m", "tests.integration.two_hosts"]
+                command += [str(rank), str(RANKS), str(folder), CABLE]
                 ranks.append(subprocess.Popen(command, env=env, cwd=ROOT))
             assert [rank.wait(timeout=100) for rank in ranks] == [0] * RANKS
         finally:
