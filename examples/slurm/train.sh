@@ -11,7 +11,8 @@
 set -euo pipefail
 
 gpus=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${hosts%%$'\n'*}
 
 # A failure on one host ends the job on all of them; srun passes on the launcher's status.
 srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m torch.distributed.run \

@@ -238,4 +238,9 @@ class Coordinator:
             logger.warning("refit: %s begins to join in the next push only: %s", engine.name, describe_error(error))
 
     def _is_subscribed(self, engine: EngineClient) -> bool:
-        return engine.name in {control.engine.name for control in list(self._controls.values())}
+        """Whether it has a subscription, or another client of it has one that the next push ends."""
+        present = self.roster.present
+        return any(
+            one is engine or (one.name == engine.name and all(one is not other for other in present))
+            for one in [control.engine for control in list(self._controls.values())]
+        )

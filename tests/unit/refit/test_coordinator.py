@@ -1,0 +1,66 @@
+"""Which engines begin to join, as the first rank decides: each that is attached, once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+from megatron_patches.refit.coordinator import Coordinator
+from megatron_patches.refit.session import RefitOptions
+from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.trainer_rank import Trainer
+from tests.unit.refit.test_engine_control import Engine
+
+
+class Open:
+    """A subscription whose engine serves."""
+
+    failure = None
+
+    def __init__(self, name: str) -> None:
+        self.name, self.joined, self.served = name, self, self
+
+    def done(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def coordinating(*engines: Engine) -> Iterator[tuple[Coordinator, dict[int, Open], list[str]]]:
+    """A coordinator, the subscriptions that it has ordered, and the names of the engines that have begun with it."""
+    subscribed = dict[int, Open]()
+    coordinator = Coordinator(RefitOptions(), 1, lambda: cast("dict[int, Subscription]", subscribed), lambda _: None)
+    orders = coordinator.begin(cast(Any, engines), cast(Trainer, None))
+    subscribed |= {one.number: Open(one.name) for one in orders.new}
+    try:
+        yield coordinator, subscribed, [one.name for one in orders.new]
+    finally:
+        coordinator.close()
+        for number in subscribed:
+            coordinator.control(number).close()
+
+
+def test_engines_of_one_name_all_join() -> None:
+    """A name is for messages: clients of other kinds may share one."""
+    with coordinating(Engine("same"), Engine("same"), Engine("other")) as (coordinator, subscribed, began):
+        assert began == ["same", "same", "other"]
+        again = coordinator.orders()
+        assert not again.new
+        assert again.taking == list(subscribed)
+
+
+def test_another_client_of_an_engine_joins_once_the_first_one_has_left() -> None:
+    """Both at a time would make its workers wait for each other."""
+    first, second = Engine("one"), Engine("one")
+    with coordinating(first) as (coordinator, subscribed, _):
+        coordinator.resume()
+        coordinator.detach("one")
+        coordinator.attach(second)
+        leaving = coordinator.orders()
+        assert (leaving.ended, leaving.new, leaving.taking) == ([0], [], [])
+        coordinator.control(0).close()
+        coordinator.forget(0)
+        del subscribed[0]
+        joining = coordinator.orders()
+        subscribed |= {one.number: Open(one.name) for one in joining.new}
+        assert [one.number for one in joining.new] == [1]
