@@ -24,6 +24,7 @@ from megatron_patches.refit.parties.messages import (
     Notice,
     Outcome,
     Rejection,
+    decode,
     decode_of_server,
     encode,
     endpoint,
@@ -118,7 +119,7 @@ class Assembly:
         if isinstance(answer, Failure):
             raise PartyFailedError(f"{what} failed: {'; '.join(answer.reasons)}") from mine
         try:
-            return msgspec.msgpack.decode(answer.payload, type=kind)
+            return decode(answer.payload, kind)
         except msgspec.MsgspecError as error:
             raise PartyFailedError(
                 f"{what}: {self.name} cannot read what another party answered ({error}); do all run the same version "

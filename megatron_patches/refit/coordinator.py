@@ -71,10 +71,11 @@ class Coordinator:
         """Adds an engine. It begins to join at once, unless no session has begun.
 
         Raises:
-            ValueError: if it is attached already.
+            ValueError: if it is attached already, or has the name of another engine while engines know each other.
             PartyFailedError: if its rendezvous cannot listen.
         """
         with self._lock:
+            self._check_names([*self.roster.present, engine])
             self.roster.add([engine])
             self._let_come(engine)
 
@@ -122,12 +123,13 @@ class Coordinator:
 
         Raises:
             RefitError: if there is none, and the options say that there must be.
-            ValueError: if an engine is given twice.
+            ValueError: if an engine is given twice, or has the name of another one while engines know each other.
         """
         with self._lock:
             return self._begin(engines, trainer)
 
     def _begin(self, engines: Sequence[EngineClient] | None, trainer: Trainer) -> PushOrders:
+        self._check_names(self.roster.present if engines is None else engines)
         if self._lobby is None and self._ranks > 1:
             self._lobby = Announcer(self._options.host, self._ranks - 1)
         if self._options.fan_out:
@@ -193,6 +195,15 @@ class Coordinator:
     @property
     def _drops(self) -> bool:
         return self._options.on_engine_failure is OnEngineFailure.DROP
+
+    def _check_names(self, engines: Sequence[EngineClient]) -> None:
+        """Refuses a name that two engines have, with fan-out: it is what an engine that sends or takes is known by."""
+        names = [engine.name for engine in engines]
+        shared = next((name for name in names if names.count(name) > 1), None)
+        if self._options.fan_out and shared is not None:
+            raise ValueError(
+                f"{names.count(shared)} engines are named {shared!r}, and fan_out is on; give each a name of its own"
+            )
 
     def _let_join(self, orders: PushOrders, present: Sequence[EngineClient]) -> None:
         """Adds subscriptions of engines that have none, except for those that take a version from others now."""

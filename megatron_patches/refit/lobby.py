@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.z85 import decode as raw_key
 
 from megatron_patches.refit.errors import PartyFailedError
-from megatron_patches.refit.parties.messages import TICK_S, Invitation, endpoint
+from megatron_patches.refit.parties.messages import TICK_S, Invitation, decode, endpoint
 from megatron_patches.refit.push_orders import Newcomer
 from megatron_patches.refit.rendezvous import listen
 
@@ -121,6 +121,6 @@ class Listener:
             subscriber.connect(endpoint(str(address[0]), self._invitation.port))
             while not self._is_closed.is_set():
                 if subscriber.poll(round(TICK_S * 1000)):
-                    self._heard(msgspec.msgpack.decode(subscriber.recv(), type=Newcomer))
+                    self._heard(decode(subscriber.recv(), Newcomer))
         finally:
             context.destroy(linger=0)

@@ -352,6 +352,22 @@ decode_of_party = msgspec.msgpack.Decoder(Join | Outcome | Notice).decode
 decode_of_server = msgspec.msgpack.Decoder(Answer | Failure | Alert | Notice | Rejection | Beat).decode
 encode = msgspec.msgpack.encode
 
+_PREPARING = threading.Lock()
+
+
+def decode[T](payload: bytes, kind: type[T]) -> T:
+    """Decodes a part of a step, or an answer.
+
+    msgspec prepares a type when it is first used, and crashes the process if another thread uses it meanwhile. Several
+    engines join at once, so types are prepared by one thread at a time.
+
+    Raises:
+        msgspec.MsgspecError: if it is none of this kind.
+    """
+    with _PREPARING:
+        decoder = msgspec.msgpack.Decoder(kind)
+    return decoder.decode(payload)
+
 
 @dataclass(frozen=True)
 class Invitation:

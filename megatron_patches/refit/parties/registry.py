@@ -33,6 +33,7 @@ from megatron_patches.refit.parties.messages import (
     Registered,
     Registration,
     Wanted,
+    decode,
     moved_by_all,
 )
 from megatron_patches.refit.planning.layouts import Holder, Layout, check_layout, check_region
@@ -82,7 +83,7 @@ class Registry:
 
     def _describe(self, payloads: list[bytes]) -> list[bytes]:
         """Keeps the sources' layouts. Returns the model, for every party."""
-        parts = [msgspec.msgpack.decode(payload, type=Registration) for payload in payloads]
+        parts = [decode(payload, Registration) for payload in payloads]
         held = [part.held for part in parts if part.held is not None]
         holders = [Holder(one.rank, one.host, one.layout) for one in held]
         for holder in holders:
@@ -103,14 +104,14 @@ class Registry:
         return answers
 
     def _overlap(self, payload: bytes) -> Overlap:
-        wanted = msgspec.msgpack.decode(payload, type=Wanted)
+        wanted = decode(payload, Wanted)
         for region in wanted.regions:
             check_region(region)
         return Overlap(*self._index.overlapping(wanted.regions))
 
     def _orders(self, payloads: list[bytes]) -> list[bytes]:
         """For each source, the requests to it; for every party, the digest and the bytes of all plans together."""
-        asked = [msgspec.msgpack.decode(payload, type=Asked[msgspec.Raw]) for payload in payloads]
+        asked = [decode(payload, Asked[msgspec.Raw]) for payload in payloads]
         content = hashlib.sha256("".join(part.digest for part in asked).encode()).hexdigest()
         nbytes = sum(sum(part.nbytes.values()) for part in asked)
         orders = [Orders[msgspec.Raw]([], content, nbytes) for _ in payloads]
@@ -127,20 +128,18 @@ class Registry:
     def _transport(self, payloads: list[bytes]) -> list[bytes]:
         """The transport that reaches all parties that link with another, for every party."""
         linked = {payload for party, payload in enumerate(payloads) if self._peers.get(party)}
-        sites = {msgspec.msgpack.decode(payload, type=Site) for payload in linked or set(payloads)}
+        sites = {decode(payload, Site) for payload in linked or set(payloads)}
         return [_encode(choose(sites))] * len(payloads)
 
     def _introduce(self, payloads: list[bytes]) -> list[bytes]:
         """For each party, the offers of those with which it links, and those for everybody, by party."""
-        for_all = {
-            party for party, payload in enumerate(payloads) if msgspec.msgpack.decode(payload, type=Offer).to_all
-        }
+        for_all = {party for party, payload in enumerate(payloads) if decode(payload, Offer).to_all}
         known = [sorted(self._peers[party] | for_all) for party in range(len(payloads))]
         return [_encode({peer: msgspec.Raw(payloads[peer]) for peer in peers}) for peers in known]
 
     def _moved(self, payloads: list[bytes]) -> list[bytes]:
         """How all parties together moved a version, for every party."""
-        moved = [msgspec.msgpack.decode(payload, type=Moved) for payload in payloads]
+        moved = [decode(payload, Moved) for payload in payloads]
         return [_encode(moved_by_all(moved, self._sources))] * len(payloads)
 
 

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
+import pytest
+
 from megatron_patches.refit.coordinator import Coordinator
 from megatron_patches.refit.session import RefitOptions
 from megatron_patches.refit.subscription import Subscription
@@ -47,6 +49,17 @@ def test_engines_of_one_name_all_join() -> None:
         again = coordinator.orders()
         assert not again.new
         assert again.taking == list(subscribed)
+
+
+def test_engines_that_send_to_each_other_need_names_of_their_own() -> None:
+    coordinator = Coordinator(RefitOptions(fan_out=True), 1, dict, lambda _: None)
+    coordinator.attach(cast(Any, Engine("same")))
+    with pytest.raises(ValueError, match="2 engines are named 'same', and fan_out is on"):
+        coordinator.attach(cast(Any, Engine("same")))
+    with pytest.raises(ValueError, match="2 engines are named 'other', and fan_out is on"):
+        coordinator.begin(cast(Any, [Engine("other"), Engine("other")]), cast(Trainer, None))
+    assert [engine.name for engine in coordinator.roster.present] == ["same"]
+    coordinator.close()
 
 
 def test_another_client_of_an_engine_joins_once_the_first_one_has_left() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -464,3 +466,32 @@ def test_leaving_in_another_thread_ends_what_a_party_waits_for_and_its_links() -
         assert time.monotonic() - started < 30
         assert all(isinstance(answer, PartyFailedError) for answer in answers[len(case.sources) :])
         assert not any(party.linked or party.staging.leased_bytes for party in parties.destinations)
+
+
+FIRST_USE = """
+import sys, threading
+from megatron_patches.refit.parties.messages import ModelAnswer, decode, encode
+
+sys.setswitchinterval(1e-6)
+payload, found, together = encode(ModelAnswer({}, [], False)), [], threading.Barrier(16)
+
+
+def read():
+    together.wait()
+    found.append(decode(payload, ModelAnswer))
+
+
+threads = [threading.Thread(target=read) for _ in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert [encode(one) for one in found] == [payload] * 16
+"""
+
+
+def test_threads_may_read_a_message_of_a_new_kind_at_once() -> None:
+    """As several engines do that join together. msgspec alone crashes three processes of four."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
