@@ -39,14 +39,14 @@ class Named(VllmConnection):
 def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> list[Any]:
     """What a late engine holds: after it took model 2 from the first one, after model 1, and after a push of model 2.
 
-    With the state in which it was when it had taken model 1; None if it took nothing.
+    With the state and version that the session gave for it before it answered as model 1.
     """
     del rank, world_size
     chunks = start(case)
     first, late = (Named(name, address) for name, address in zip(("first", "late"), addresses, strict=True))
     options = RefitOptions(staging_bytes=STAGING, timeout_s=150.0, fan_out=True)
     pushing = RefitSession(chunks, [first], vocab_size=int(str(case.config["vocab_size"])), options=options)
-    asking, found, standing = VllmConnection(addresses[1]), list[Any](), None
+    asking, found = VllmConnection(addresses[1]), list[Any]()
     with contextlib.closing(pushing):
         pushing.prepare()
         for version, seed in ((1, 2), (2, 1)):
@@ -55,7 +55,8 @@ def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> l
             fill(case, chunks, 3)  # the trainer no longer has what the engine serves
             pushing.attach(late)
             until(lambda: not pushing._coordinator.fan_out.is_bringing(late))
-            standing = pushing.state().get("late")
+            until(lambda: "late" in pushing.state())  # if nobody could send to it, it joins the trainer a moment later
+            standing = pushing.state()["late"]
             found.append((asking.parameters(), asking.log_probabilities(PROMPTS)))
             if seed == 2:
                 pushing.detach("late")
@@ -64,7 +65,7 @@ def late_body(rank: int, world_size: int, case: Case, addresses: list[str]) -> l
         until(lambda: pushing.state()["late"].state is State.READY)
         pushing.push(4)
         found.append((asking.parameters(), asking.log_probabilities(PROMPTS)))
-    return [None if standing is None else (standing.state, standing.version), *found]
+    return [(standing.state, standing.version), *found]
 
 
 def until(what: Callable[[], bool]) -> None:
