@@ -93,6 +93,7 @@ class Case:
         grouped_experts: on GPUs, whether experts are one grouped GEMM.
         cpu_only: why the case is not for GPUs; empty if it is.
         gpu_only: why the case is not for CPUs; empty if it is.
+        on_gpus: further flags of both runs on GPUs.
         needs: a package without which Megatron cannot run the case; empty for none.
         slow: whether `make test` leaves it out: other cases cover most of it.
     """
@@ -111,6 +112,7 @@ class Case:
     grouped_experts: bool = True
     cpu_only: str = ""
     gpu_only: str = ""
+    on_gpus: str = ""
     needs: str = ""
     slow: bool = False
 
@@ -135,7 +137,7 @@ class Case:
     def _shared(self) -> tuple[str, ...]:
         freeze = ("--freeze", self.freeze) if self.freeze else ()
         grouped = "--moe-grouped-gemm" if MOE in self.common and self.grouped_experts else ""
-        devices = f"{GPU} {grouped}" if on_gpus() else ""
+        devices = f"{GPU} {grouped} {self.on_gpus}" if on_gpus() else ""
         return (*f"{self.model} {SCHEDULE} {self.common} {devices}".split(), *freeze)
 
     @property
@@ -213,7 +215,6 @@ CASES = (
         4,
         "--etp-size 2",
         common=f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
-        cpu_only="not run on GPUs yet",
     ),
     Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2", slow=True),
     # Stages but the first start the reduction over replicas from outside; the others count gradients.
@@ -403,6 +404,38 @@ CASES = (
             ("tp2", 4, "--etp-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"),
             ("stages", 4, "--etp-size 2", "--pipeline-model-parallel-size 2"),
         )
+    ),
+    # Two streams of compute read and free the buffers of weights and gradients.
+    Case(
+        "moe_shared_experts_overlapped",
+        2,
+        "--etp-size 2 --expert-etp-size 2",
+        common=f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+        gpu_only="Megatron overlaps shared experts by a CUDA stream",
+    ),
+    Case(
+        "moe_exchange_overlapped",
+        4,
+        "--etp-size 2 --expert-etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+        gpu_only="Megatron overlaps the exchange of tokens by a CUDA stream",
+    ),
+    Case(
+        "cp2_etp2",
+        4,
+        "--etp-size 2",
+        common="--context-parallel-size 2",
+        gpu_only="Transformer Engine's attention has context parallelism, and it needs a GPU",
+        on_gpus="--attention-backend fused",
+    ),
+    Case(
+        "etp2_precision_aware_exact",
+        2,
+        "--etp-size 2",
+        common=f"{ONE_MICROBATCH} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        tolerance=0.0,
+        gpu_only="Transformer Engine's Adam, and it needs a GPU",
     ),
     Case(
         "dp2_etp2_fused_accumulation",
