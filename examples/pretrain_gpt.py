@@ -40,16 +40,20 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def forward_step(
-    data_iterator: Iterator[Batch] | None, model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Batch]]]:
-    """Run one microbatch through this rank's model chunk; Megatron's schedule calls the returned loss function."""
+    data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Batch]]]:
+    """Run one microbatch through this rank's model chunk; Megatron's schedule calls the returned loss function.
+
+    With ``--overlap-moe-expert-parallel-comm`` the schedule asks for a plan instead, which it runs itself.
+    """
+    run = model.build_schedule_plan if return_schedule_plan else model
     if not is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
         # The model takes its input from the previous stage and reads neither tokens nor labels.
-        return model(None, None, None), partial(loss_function, torch.empty(0))
+        return run(None, None, None), partial(loss_function, torch.empty(0))
     if data_iterator is None:
         raise RuntimeError("this pipeline stage needs data and has none; is the data set too small?")
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
-    losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+    losses = run(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return losses, partial(loss_function, batch["loss_mask"])
 
 

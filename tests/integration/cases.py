@@ -215,6 +215,7 @@ CASES = (
         4,
         "--etp-size 2",
         common=f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
+        on_gpus="--no-rope-fusion",
     ),
     Case("tp2_etp2_biases", 4, "--etp-size 2", model=GPT2, common="--tensor-model-parallel-size 2", slow=True),
     # Stages but the first start the reduction over replicas from outside; the others count gradients.
