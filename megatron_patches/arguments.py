@@ -90,7 +90,7 @@ def _add_gathering(group: argparse._ArgumentGroup) -> None:
         default=defaults.transport.value,
         help="What moves the shards: c10d is torch.distributed (NCCL, gloo), copy_engine is peer copies inside one "
         "NVLink domain, hierarchical takes two steps over several hosts, between and within them, auto is the fastest "
-        "measured one that every rank of a group can use. Default: %(default)s.",
+        "one that every rank of a group can use. Default: %(default)s.",
     )
     group.add_argument(
         "--etp-prefetch-depth",

@@ -161,10 +161,13 @@ def _beside(model: Model, layout: Layout, training: Training, machine: Machine) 
         if reach <= machine.ranks_per_host:
             moving = (gathered + reduced) * _others(over) / machine.within_host
             cost = machine.copy_engine_cost if training.transport == "copy_engine" else machine.c10d_cost
-        else:  # over NCCL; see benchmarks/hosts.py
+        else:  # see benchmarks/hosts.py
             per_host = max(1, over * machine.ranks_per_host // reach)
-            rings = gathered * _others(over) / per_host
-            moving = (rings + reduced * (over - per_host) / over) / machine.between_hosts
+            if training.transport == "c10d" or per_host == 1:
+                received = gathered * _others(over) / per_host + reduced * (over - per_host) / over
+            else:  # auto selects hierarchical, whose sums are in fp32
+                received = (gathered + 2 * reduced) * (over - per_host) / over / per_host
+            moving = received / machine.between_hosts
             cost = machine.c10d_cost
         seconds, added = seconds + moving, added + cost * moving
     keys = 2 * shape.kv_heads * shape.head_elements() // layout.tp

@@ -21,6 +21,7 @@ from etp.collectives.copy_engine import CopyEngineTransport
 from etp.runtime import EtpRuntime
 from etp.stack import Stack as TensorStack
 from tests.gpu.bodies_engine import SIDE, VOCABULARY, Net, one_expert_twins, rows, train_twins
+from tests.multiproc.bodies_hierarchical import on_host
 from tests.support.launch import device
 
 WARM_UP = 3
@@ -365,6 +366,35 @@ def parts_equal_eager(rank: int, world_size: int, transport: str, maker: str, dt
             _optimize(model)
     assert set(calls.values()) == {20 * microbatches}, calls
     return losses
+
+
+def whole_step_over_hosts_equals_c10d(rank: int, world_size: int) -> list[str]:
+    """Graphs of a group that spans hosts have ``c10d``'s bits; eager passes between them go in two steps.
+
+    Returns:
+        the transports of both models.
+    """
+    torch.manual_seed(0)
+    whole = Net(False, tied=True).to(device())
+    models = [whole, copy.deepcopy(whole)]
+    with on_host(rank // (world_size // 2)):
+        runtimes = [
+            etp.shard_module(model, _world(), config=_config(transport))
+            for model, transport in zip(models, ("c10d", "auto"), strict=True)
+        ]
+        eager, graphed = (WholeStep(*pair, finish=False) for pair in zip(models, runtimes, strict=True))
+        graphed.capture()
+        for step in range(10):
+            poison_captured(runtimes[1])
+            losses = eager.step(rank, step), graphed.step(rank, step)
+            assert torch.equal(*losses), ("loss", step, losses)
+            _same(models[1], models[0], f"step {step}", grads=True)
+            with torch.no_grad():
+                outputs = [_loss(model, _tokens(rank, step, 2)) for model in models]
+            assert torch.equal(*outputs), ("evaluation", step, outputs)
+            for model in models:
+                _optimize(model)
+    return [type(transport).__name__ for runtime in runtimes for transport in runtime.routes.transports.values()]
 
 
 class _Sequence:

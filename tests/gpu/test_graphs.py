@@ -63,6 +63,12 @@ def test_graphed_callables_equal_eager(world_size: int, transport: str, maker: s
         assert all(math.isfinite(loss) for loss in losses)
 
 
+@needs_gpus(4, shared=False)
+def test_a_whole_step_over_hosts_replayed_equals_c10d() -> None:
+    for transports in run_on_gpus(bodies.whole_step_over_hosts_equals_c10d, 4, timeout_s=120.0):
+        assert transports == ["C10dTransport", "HierarchicalTransport"]
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_transports_agree_in_graphs(world_size: int) -> None:
     counts = run_on_gpus(bodies.transports_agree_in_graphs, world_size, timeout_s=120.0)

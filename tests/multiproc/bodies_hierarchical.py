@@ -7,19 +7,17 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import etp
-from etp import collectives
 from etp.collectives import select_transport
 from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.hierarchical import HOST_VARIABLE, HierarchicalTransport
-from etp.config import EtpConfig, TransportName
+from etp.config import EtpConfig
 from etp.stack import Stack
 from etp.streams import Lane
 from tests.multiproc import bodies_stacked
@@ -190,15 +188,10 @@ def selected(rank: int, world_size: int) -> dict[str, str]:
         "one rank each": (0, 1, 2, 3),
         "two ranks each": (0, 0, 1, 1),
     }
-    measured = {
-        "hierarchical": collectives._IN_TWO_STEPS,
-        "auto": collectives._IN_TWO_STEPS,
-        "auto, once it is measured": collectives._IN_TWO_STEPS | {TransportName.AUTO},
-    }
     for name, numbers in hosts.items():
-        for transport, in_two_steps in measured.items():
-            config = EtpConfig(transport=transport.split(",")[0], timeout_s=30.0)  # type: ignore[arg-type]
-            with on_host(numbers[rank]), mock.patch.object(collectives, "_IN_TWO_STEPS", in_two_steps):
+        for transport in ("hierarchical", "auto"):
+            config = EtpConfig(transport=transport, timeout_s=30.0)  # type: ignore[arg-type]
+            with on_host(numbers[rank]):
                 try:
                     answer = type(select_transport(config, world, device())).__name__
                 except ValueError as error:

@@ -12,9 +12,6 @@ from etp.collectives.reach import obstacle_to_peer_copies
 from etp.collectives.sibling import new_group
 from etp.config import EtpConfig, TransportName
 
-# No GPUs of several hosts have run it yet. With AUTO among these, it serves every group that spans hosts, if it can.
-_IN_TWO_STEPS = frozenset({TransportName.HIERARCHICAL})
-
 
 def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The transport for one shard group on one kind of device. Collective over the group.
@@ -22,7 +19,7 @@ def select_transport(config: EtpConfig, group: dist.ProcessGroup, device: torch.
     Raises:
         ValueError: if the configuration selects a transport that cannot serve this group.
     """
-    if config.transport in _IN_TWO_STEPS:
+    if config.transport in {TransportName.AUTO, TransportName.HIERARCHICAL}:
         hosts = hosts_of(group)
         # There is only one step on one host, or with one rank on each.
         if 1 < len(set(hosts)) < len(hosts):

@@ -10,6 +10,10 @@ Each step is a collective of another transport: ``c10d`` between hosts; within a
 The rows of one host are one block of the weight, because ranks are numbered host by host. So to the step within the
 host, a weight is a stack of H weights, one for each host, and no step knows of the other.
 
+A CUDA graph has the collectives of ``c10d`` over the whole group instead, with its order of sums: the flags of staged
+shards order the gathers of one stream, not those of a graph beside them (see [Note: capture] in
+``etp/collectives/copy_engine.py``).
+
 With fp32 accumulation, the sums within hosts travel in fp32, so that the result is rounded once. It is the sum over
 each host's ranks in rank order, summed in the order of the hosts.
 """
@@ -29,7 +33,6 @@ from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.sibling import obstacle_to_new_group
 from etp.collectives.works import reported
-from etp.errors import EtpStateError
 from etp.stack import Stack
 from etp.streams import InFlight
 
@@ -77,7 +80,7 @@ def obstacle_to_two_steps(group: dist.ProcessGroup, hosts: Sequence[str]) -> str
 
 
 class HierarchicalTransport(C10dTransport):
-    """See the module's docstring. What is not gathered or reduced goes over the whole group.
+    """See the module's docstring. What is not gathered or reduced goes over the whole group, as in a graph.
 
     Args:
         group: the shard group, whose ranks are numbered host by host.
@@ -103,9 +106,12 @@ class HierarchicalTransport(C10dTransport):
         super().__init__(group, fp32_accumulation=fp32_accumulation, timeout_s=timeout_s, device=device)
         self._within, self._between = within, between
         self._hosts = hosts
+        self._capturing = False
 
     def all_gather(self, outputs: Stack, shards: Stack, label: str) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
+        if self._capturing:
+            return super().all_gather(outputs, shards, label)
         self.record(label)
         blocks = self._by_host(outputs)
         staged = self._within.stage(blocks)
@@ -115,6 +121,8 @@ class HierarchicalTransport(C10dTransport):
 
     def reduce_scatter(self, wgrads: Stack, sinks: Stack, divisor: int, label: str, *, accumulate: bool) -> InFlight:
         """See :class:`etp.collectives.base.Transport`. On a CPU, the call blocks until the first step is done."""
+        if self._capturing:
+            return super().reduce_scatter(wgrads, sinks, divisor, label, accumulate=accumulate)
         self.record(label)
         blocks = self._by_host(wgrads)
         sums = self._sums(wgrads, sinks)
@@ -125,18 +133,9 @@ class HierarchicalTransport(C10dTransport):
         return _SecondStep(self, second, label)
 
     def change_mode(self, *, capturing: bool) -> None:
-        """See :class:`etp.collectives.base.Transport`.
-
-        Raises:
-            EtpStateError: when a capture begins.
-        """
-        if capturing:
-            # See [Note: capture] in etp/collectives/copy_engine.py.
-            raise EtpStateError(
-                f"transport 'hierarchical' {self._who} cannot be captured into a CUDA graph; use 'c10d', or train "
-                "without CUDA graphs"
-            )
+        """See :class:`etp.collectives.base.Transport`."""
         super().change_mode(capturing=capturing)
+        self._capturing = capturing
 
     def nbytes(self) -> dict[str, int]:
         """See :class:`etp.collectives.base.Transport`."""
