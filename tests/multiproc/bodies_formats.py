@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,9 @@ class Layer(nn.Linear):
         return x @ full.t()[:, :COLUMNS]
 
 
-def gathered_in_a_format(rank: int, world_size: int, depth: int, reuse: bool) -> tuple[list[bool], int, int]:
+def gathered_in_a_format(
+    rank: int, world_size: int, depth: int, reuse: bool, transport: str = "c10d"
+) -> tuple[list[bool], int, int]:
     """Passes with new weights each time; the middle layer is gathered as it is stored in every other pass.
 
     Returns:
@@ -86,7 +88,8 @@ def gathered_in_a_format(rank: int, world_size: int, depth: int, reuse: bool) ->
     """
     torch.manual_seed(5)
     model = nn.Sequential(*(Layer(COLUMNS, ROWS, bias=False) for _ in range(LAYERS))).to(device())
-    config = etp.EtpConfig(pad_for_alignment=4, prefetch_depth=depth, reuse_across_forwards=reuse, transport="c10d")
+    options: dict[str, Any] = {"prefetch_depth": depth, "reuse_across_forwards": reuse, "transport": transport}
+    config = etp.EtpConfig(pad_for_alignment=4, **options)
     runtime = etp.shard_module(model, dist.group.WORLD, config=config)
     right, expected = [], 0
     for step in range(6):

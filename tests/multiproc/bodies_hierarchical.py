@@ -20,7 +20,7 @@ from etp.collectives.hierarchical import HOST_VARIABLE, HierarchicalTransport
 from etp.config import EtpConfig
 from etp.stack import Stack
 from etp.streams import Lane
-from tests.multiproc import bodies_stacked
+from tests.multiproc import bodies_formats, bodies_stacked
 from tests.multiproc.models import VOCAB, Tiny
 from tests.multiproc.oracle import Twins, poisoned
 from tests.support.launch import device
@@ -141,6 +141,12 @@ def trains(rank: int, world_size: int, per_host: int, of: str) -> list[str]:
                 optimizer.step()
             twins.compare_weights(f"step {step}")
     return [type(transport).__name__ for transport in twins.runtime.routes.transports.values()]
+
+
+def gathered_in_a_format(rank: int, world_size: int) -> list[bool]:
+    """Whether weights in a format are those of the format, over two hosts."""
+    with on_host(rank * 2 // world_size):
+        return bodies_formats.gathered_in_a_format(rank, world_size, 1, True, "hierarchical")[0]
 
 
 def orders_differ_within_hosts(rank: int, world_size: int) -> str:

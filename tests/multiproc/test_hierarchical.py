@@ -36,6 +36,11 @@ def test_training_equals_that_of_the_unsharded_model(of: str) -> None:
     assert transports == [["HierarchicalTransport"]] * 4
 
 
+@pytest.mark.cpu_only("the format is one of CPU tensors")
+def test_weights_in_a_format_are_gathered_in_two_steps() -> None:
+    assert run_distributed(bodies.gathered_in_a_format, 4) == [[True] * 6] * 4
+
+
 @pytest.mark.cpu_only("on GPUs copies within a host wait for those of the peer's other layer until the time-out")
 def test_ranks_of_one_host_that_use_other_layers_are_told_on_all_hosts() -> None:
     for raised in run_distributed(bodies.orders_differ_within_hosts, 4):
