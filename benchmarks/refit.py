@@ -7,6 +7,8 @@ configuration, their weights are random. Neither Megatron nor vLLM is needed. In
 sends between pairs of ranks), then the usual way (every tensor gathered on the trainer, broadcast whole, and cut by
 each worker), then each transport. Every version is checked, element by element, once after the repetitions.
 
+With ``--weight-format fp8_block`` each push quantizes the linear layers first, and takes half the bytes.
+
 Columns: ``plan`` seconds to exchange manifests, plan and prove, once; ``link`` seconds of the first push beyond the
 others, once; medians over ``--repeats`` of ``push`` (until all workers have verified), of its parts on the slowest
 worker ``move`` (pack, wire, unpack) and ``verify``, of ``commit`` (into the memory that serves) and ``pause`` (how
@@ -32,6 +34,7 @@ from benchmarks.spawned import free_port, run_ranks
 from megatron_patches.refit.cluster import engine_mesh, trainer_mesh
 from megatron_patches.refit.source.config_traits import family_from_config, read_config
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.weight_format import WeightFormat
 
 QWEN3_8B: Mapping[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -85,7 +88,7 @@ MODELS = {
     "qwen3-8b": (QWEN3_8B, "etp=2"),
     "qwen3-moe": (QWEN3_MOE, "ep=2,dp=2"),
     "tiny": (TINY, "etp=2"),
-    "tiny-moe": (TINY_MOE, "ep=2"),
+    "tiny-moe": (TINY_MOE, "ep=2,dp=2"),
 }
 TRANSPORTS = {"cuda": ("c10d", "cuda_ipc", "nixl", "shm"), "cpu": ("shm", "tcp", "nixl")}
 
@@ -116,6 +119,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=[name.value for name in TransportName],
         help="default: all that the device has",
     )
+    parser.add_argument(
+        "--weight-format",
+        choices=[name.value for name in WeightFormat],
+        default=WeightFormat.TRAINED.value,
+        help="in a quantized format, gather and broadcast are left out",
+    )
     parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--staging-mib", type=positive, default=256)
     parser.add_argument("--timeout", type=positive_seconds, default=300.0, help="seconds that one run may stand still")
@@ -145,6 +154,7 @@ def make_task(options: argparse.Namespace) -> Task:
         engine=options.engine,
         device=options.device,
         transports=tuple(TRANSPORTS[options.device] if options.transports is None else options.transports),
+        weight_format=options.weight_format,
         repeats=options.repeats,
         staging_bytes=options.staging_mib << 20,
         timeout_s=options.timeout,

@@ -20,23 +20,30 @@ import torch.distributed as dist
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.boxes import Box, TensorSpec
 from megatron_patches.refit.cluster import Cluster, Hosts, describe_cluster, engine_mesh, trainer_mesh
+from megatron_patches.refit.dtypes import itemsize
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.exchange import GroupExchange, SingleProcess
 from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
-from megatron_patches.refit.plan import make_plan
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.rendezvous import Rendezvous
+from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.offline import TrainerOptions
+from megatron_patches.refit.source.weight_source import WeightSource
 from megatron_patches.refit.transports.base import TransportName
+from megatron_patches.refit.weight_format import BLOCK, QUANTIZED, WeightFormat, blocks_of, quantized_weights, scales_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _FLOOR_BYTES = 256 << 20
+# Of E4M3: half a step of a normal number, relative, and of a subnormal one, in scales.
+_HALF_STEP, _SUBNORMAL_HALF_STEP = 2.0**-4, 2.0**-10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,7 @@ class Task:
     engine: str
     device: str
     transports: tuple[str, ...]
+    weight_format: str
     repeats: int
     staging_bytes: int
     timeout_s: float
@@ -89,6 +97,39 @@ def run_rank(rank: int, task: Task, results: Connection) -> None:
     dist.destroy_process_group()
 
 
+class Weights:
+    """A trainer rank's memory; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
+
+    Args:
+        shapes: of all tensors of the model.
+        manifest: what lies where in the memory.
+        memory: flat tensors, by storage.
+        device: of the memory.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        manifest: Manifest,
+        memory: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._held, self._memory = Held({}, dict(shapes), manifest), memory
+
+    def describe(self, rank: int) -> Held:
+        """What is in the memory."""
+        del rank
+        return self._held
+
+    def settle(self) -> None:
+        """Nothing: no gather is under way."""
+
+    def look_up(self) -> Memory:
+        """The memory."""
+        return as_memory(self._memory)
+
+
 class Bench:
     """One rank.
 
@@ -120,10 +161,13 @@ class Bench:
         )
         sides = [*self.cluster.sources, *self.cluster.destinations]
         self.manifest: Manifest = sides[rank]
-        received: dict[int, int] = {}
-        for item in make_plan(*vars(self.cluster).values()).transfers:
-            received[item.destination] = received.get(item.destination, 0) + item.nbytes
-        self.most_received = max(received.values())
+        self.quantized = frozenset[str]()
+        weight_format = WeightFormat(task.weight_format)
+        if weight_format.is_quantized:
+            self.quantized = frozenset(quantized_weights(self.shapes))
+            if not self.is_source:
+                self.manifest = _quantized(self.shapes, self.manifest)
+        self.most_received = max(self._gather(0 if self.is_source else _nbytes(self.manifest)))
         self.placements: dict[str, list[Placement]] = defaultdict(list)
         for placement in self.manifest.placements:
             self.placements[placement.box.tensor].append(placement)
@@ -135,6 +179,14 @@ class Bench:
         if self.is_source:
             for content, values in self._boxes(self.weights):
                 values.copy_(content)
+        trainers = dist.new_group(list(range(self.sources)))
+        self.source: WeightSource | None = None
+        if self.is_source:
+            dtypes = {storage.name: getattr(torch, storage.dtype) for storage in self.manifest.storages}
+            memory = {name: tensor.view(dtypes[name]) for name, tensor in self.weights.items()}
+            self.source = Weights(self.shapes, self.manifest, memory, self.device)
+            if weight_format.is_quantized:
+                self.source = Fp8BlockSource(self.source, weight_format, GroupExchange(trainers))
 
     @property
     def is_source(self) -> bool:
@@ -160,7 +212,8 @@ class Bench:
 
     def measure_ways(self) -> Iterator[Outcome]:
         """The usual way, then each transport."""
-        yield self._measure_broadcasts()
+        if not self.quantized:
+            yield self._measure_broadcasts()
         for name in self.task.transports:
             yield self._measure_transport(TransportName(name))
 
@@ -213,9 +266,10 @@ class Bench:
             assembly = Assembly(invitation, self.rank, f"rank {self.rank}")
             options = LinkOptions(transport=name, staging_bytes=self.task.staging_bytes, sources=self.sources)
             started = time.perf_counter()
-            if self.is_source:
+            source = self.source
+            if source is not None:
                 party = SourceParty(assembly, options, str(self.device))
-                party.prepare(lambda: Held({}, self.shapes, self.manifest))
+                party.prepare(lambda: source.describe(self.rank))
             else:
                 party = DestinationParty(assembly, options, str(self.device))
                 party.prepare(lambda _: self.manifest)
@@ -241,9 +295,10 @@ class Bench:
     def _push(self, party: SourceParty | DestinationParty, assembly: Assembly, version: int, found: Outcome) -> None:
         staged: dict[str, torch.Tensor] = {}
         with self._all_at_once() as taken:
-            if isinstance(party, SourceParty):
-                party.push(version, lambda: as_memory(self.weights))
-            else:
+            if isinstance(party, SourceParty) and self.source is not None:
+                self.source.settle()
+                party.push(version, self.source.look_up)
+            elif isinstance(party, DestinationParty):
                 staged = self._storages()
                 party.receive(version, assembly.next_step, version > 1, lambda: as_memory(staged))
             self._finish()
@@ -264,6 +319,7 @@ class Bench:
         wrong = 0
         if not self.is_source:
             wrong = sum(not torch.equal(content, values) for content, values in self._boxes(memory))
+            wrong += sum(not self._is_quantized_right(spec, memory) for spec in self.cluster.tensors)
             for tensor in memory.values():
                 tensor.zero_()
         if any(self._gather(wrong)):
@@ -321,7 +377,7 @@ class Bench:
     def _boxes(self, memory: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What each of this rank's boxes is to hold, and where it lies."""
         for spec in self.cluster.tensors:
-            if self.placements[spec.name]:
+            if self.placements[spec.name] and (self.is_source or spec.name not in self.quantized):
                 content = self._content(spec)
                 for placement in self.placements[spec.name]:
                     yield content[region(placement.box)], placement.view.tensor(memory[placement.view.storage])
@@ -330,8 +386,41 @@ class Bench:
         """The same random bits on every rank."""
         generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(spec.name.encode()))
         dtype = _INTEGERS[spec.nbytes // spec.numel]
+        if spec.name in self.quantized:  # any bits might be infinite, or no number
+            values = torch.randn(spec.shape, device=self.device, generator=generator)
+            return values.to(getattr(torch, spec.dtype)).view(dtype)
         limits = torch.iinfo(dtype)
         return torch.randint(limits.min, limits.max, spec.shape, dtype=dtype, device=self.device, generator=generator)
+
+    def _is_quantized_right(self, spec: TensorSpec, memory: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a quantized weight is within half a step of E4M3 of what the trainer has."""
+        if spec.name not in self.quantized or not self.placements[spec.name]:
+            return True
+        scales = torch.full(blocks_of(spec.shape), math.nan, device=self.device)
+        for one in self.placements[scales_of(spec.name)]:
+            scales[region(one.box)] = one.view.tensor(memory[one.view.storage].view(torch.float32))
+        wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        content = self._content(spec).view(getattr(torch, spec.dtype)).float()
+        for one in self.placements[spec.name]:
+            found = one.view.tensor(memory[one.view.storage].view(getattr(torch, QUANTIZED))).float()
+            expected, scale = content[region(one.box)], wide[region(one.box)]
+            bound = torch.maximum(expected.abs() * _HALF_STEP, scale * _SUBNORMAL_HALF_STEP)
+            if not ((found * scale - expected).abs() <= bound).all():
+                return False
+        return True
+
+
+def _quantized(shapes: Mapping[str, tuple[int, ...]], manifest: Manifest) -> Manifest:
+    """What a worker in block FP8 wants, whose weights are cut at multiples of a block."""
+    nowhere = torch.device("meta")
+    return BlockQuantizer(shapes, manifest, power_of_two=True, device=nowhere, exchange=SingleProcess()).manifest
+
+
+def _nbytes(manifest: Manifest) -> int:
+    """Bytes of all boxes."""
+    return sum(
+        math.prod(one.box.shape) * itemsize(manifest.storage[one.view.storage].dtype) for one in manifest.placements
+    )
 
 
 def region(box: Box) -> tuple[slice, ...]:

@@ -31,6 +31,18 @@ def test_every_way_is_measured_and_checked(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_block_fp8_is_measured_and_checked(tmp_path: Path, model: str) -> None:
+    file = tmp_path / "found.json"
+    command = ["--model", model, "--device", "cpu", "--repeats", "1", "--transports", "tcp"]
+    assert main([*command, "--weight-format", "fp8_block", "--to", "tp=1", "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())["outcomes"]
+    assert found["way"] == "tcp"
+    assert found["gb_per_s"] > 0
+
+
+@pytest.mark.slow
 def test_a_way_that_fails_says_why_and_the_next_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--model", "tiny", "--device", "cpu", "--repeats", "1", "--transports", "cuda_ipc", "tcp"]
     assert main(command) == 1
