@@ -11,6 +11,7 @@ from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import PartyFailedError, UnsupportedEngineError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.kv_scales import is_kv_scale
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -27,6 +28,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     wanted_parameters,
 )
 from megatron_patches.refit.vllm.in_place import InPlace
+from megatron_patches.refit.vllm.kv_scales import with_scales
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
@@ -167,8 +169,8 @@ def describe_layout(
         payload: what versions travel as.
 
     Raises:
-        UnsupportedEngineError: if new weights would not reach everything that serves, or deltas are for a GPU.
-        ModelMismatchError: if the two models differ.
+        UnsupportedEngineError: if what is new would not reach everything that serves, or deltas are for a GPU.
+        ModelMismatchError: if the two models, or their attention layers, differ.
         UnsupportedModelError: if a loader does something that cannot be recorded.
         UnmappedParameterError: if the loader leaves a parameter out.
     """
@@ -182,15 +184,17 @@ def describe_layout(
     check_awake()
     if model.config:  # a program may publish a model of which it knows no configuration
         check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
-    check_scales(model.tensors)
+    weights = [spec for spec in model.tensors if not is_kv_scale(spec.name)]
+    check_scales(weights)
     with loader_form(serving.model) as tensors:
-        recording = record_in_one_format(serving.model.load_weights, tensors, model.tensors)
+        recording = record_in_one_format(serving.model.load_weights, tensors, weights)
         parameters = wanted_parameters(serving.model)
     check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
-    by_name = {spec.name: spec for spec in model.tensors}
+    by_name = {spec.name: spec for spec in weights}
     manifest = recorded_manifest(
         rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
     )
+    manifest = with_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving.device, worker=rank, name=_name_of(rank))

@@ -37,6 +37,9 @@ Tensors = dict[str, torch.Tensor]
 PROCESSED = "_already_called_process_weights_after_loading"
 """Attribute that some of vLLM's methods set on a layer so that they process it only once."""
 
+CACHE_SCALES = frozenset({"_q_scale", "_k_scale", "_v_scale", "_prob_scale"})
+"""Buffers of attention layers that vLLM computes with, whatever it loads the scales of a KV cache into."""
+
 _RELOADING = "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo"
 _NAMES = (
     *(f"{_RELOADING}.{name}" for name in ("restore_metadata", "restore_device", "kernel_tensors", "reset")),
