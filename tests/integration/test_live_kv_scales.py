@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from megatron_patches.refit import Fate, KVScales, OnEngineFailure, RefitOptions, WeightPublisher
+from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import PartyFailedError
 from megatron_patches.refit.memory_mode import MemoryMode
+from megatron_patches.refit.parties.messages import State
 from tests.integration.live_refit import LONG_PROMPT, PROMPTS, STAGING
 from tests.integration.tiny_models import LLAMA
 from tests.support.completion import Completion
@@ -28,7 +31,7 @@ pytestmark = [
 ]
 
 LAYERS = 4
-LONG_TEXTS = {"max_model_len": 128, "hf_overrides": {"max_position_embeddings": 128}}
+LONG_TEXTS: dict[str, Any] = {"max_model_len": 128, "hf_overrides": {"max_position_embeddings": 128}}
 OPTIONS: dict[str, Any] = {"timeout_s": 60.0, "staging_bytes": STAGING, "on_engine_failure": OnEngineFailure.RAISE}
 
 
@@ -111,12 +114,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield one.connect(), other.connect()
 
 
-@pytest.mark.parametrize("memory", MemoryMode)
-def test_scales_serve_with_their_version(memory: MemoryMode, engines: Sequence[VllmConnection]) -> None:
+@pytest.mark.parametrize(
+    ("memory", "payload"), [(MemoryMode.BESIDE, PayloadKind.WHOLE), (MemoryMode.IN_PLACE, PayloadKind.DELTA)]
+)
+def test_scales_serve_with_their_version(
+    memory: MemoryMode, payload: PayloadKind, engines: Sequence[VllmConnection]
+) -> None:
     pushed, fresh = engines
     model = random_model()
     with_ones = answers(fresh)
-    with WeightPublisher(model, options=RefitOptions(memory=memory, **OPTIONS)) as publisher:
+    with WeightPublisher(model, options=RefitOptions(memory=memory, payload=payload, **OPTIONS)) as publisher:
         publisher.attach(pushed)
 
         def publish(version: int, seed: int, given: Any) -> None:
@@ -164,3 +171,22 @@ def test_scales_serve_with_their_version(memory: MemoryMode, engines: Sequence[V
         assert (held(pushed), answers(pushed)) == (expected(6), wanted)
     fresh.run("set_kv_scales", [(1.0, 1.0, 1.0)] * LAYERS)
     fresh.resume(reset_cache=True)
+
+
+def test_an_engine_that_takes_a_version_from_another_takes_its_scales(
+    engines: Sequence[VllmConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed, late = engines
+    monkeypatch.setattr(late, "name", "the late engine", raising=False)
+    model = random_model()
+    fill(model, 1)
+    with WeightPublisher(model, options=RefitOptions(fan_out=True, **OPTIONS)) as publisher:
+        publisher.attach(pushed)
+        publisher.publish(1, kv_scales=by_number(8)).result(60.0)
+        publisher.attach(late)
+        deadline = time.monotonic() + 60.0
+        while late.name not in publisher.state() or publisher.state()[late.name].state is not State.READY:
+            assert time.monotonic() < deadline, publisher.state()
+            time.sleep(0.05)
+    assert held(late) == held(pushed) == expected(8)
+    assert answers(late) == answers(pushed)
