@@ -36,6 +36,7 @@ from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
+from megatron_patches.refit.vllm.unwrapped import unwrapped
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, ServingModel, WorkerSession
 
 
@@ -88,7 +89,8 @@ class Joining:
         except TimeoutError as error:
             raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
         try:
-            layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
+            with unwrapped(self._serving.model):
+                layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
             if self._memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
         except Exception as error:  # noqa: BLE001 - raised in the step of all parties

@@ -52,6 +52,7 @@ _NAMES = (
     "vllm.config:ParallelConfig.data_parallel_index",
     "vllm.config:ParallelConfig.enable_eplb",
     "vllm.config:VllmConfig.lora_config",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA",
     "vllm.config:VllmConfig.quant_config",
     "vllm.device_allocator:AllocationData.is_asleep",
     "vllm.device_allocator:AllocationData.tag",
@@ -96,8 +97,6 @@ class Release:
                 "without --quantization, from a configuration without quantization_config or from what `refit export "
                 "--weight-format fp8_block` writes"
             )
-        if config.lora_config is not None:
-            yield "adapters wrap the layers that hold them (--enable-lora); publish adapters, or start it without"
         if config.parallel_config.enable_eplb:
             yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"
         offload = config.offload_config
