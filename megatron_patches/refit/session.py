@@ -234,7 +234,8 @@ class RefitSession:
             wait: whether to wait until all engines have committed the version. If False, they commit in the background.
             kv_scales: on the first rank, scales of the engines' KV caches in FP8, by attention layer, which serve with
                 the version or not at all. None for those given last; if none were, engines keep their own. The first
-                time, and when other layers have scales than before, this prepares again.
+                time, and when other layers have scales than before, this prepares again; if that fails, call
+                :meth:`prepare`.
 
         Returns:
             The report. With :attr:`OnEngineFailure.DROP` it says which engines failed, came back or lag.

@@ -59,8 +59,9 @@ def with_scales(manifest: Manifest, model: nn.Module, config: VllmConfig, tensor
 
 
 def follow_scales(model: nn.Module) -> None:
-    """Makes the numbers that some backends read instead of the buffers follow them."""
-    layers = [layer for layer in model.modules() if _has_scales(layer)]
+    """Makes the numbers that some backends read instead of the buffers follow them, where scales may be replaced."""
+    layers: list[Any] = [layer for layer in model.modules() if _has_scales(layer)]
+    layers = [layer for layer in layers if layer.attn_backend.get_name() in _BACKENDS]
     buffers = [(layer, kind, getattr(layer, kind)) for layer in layers for kind in ("_q_scale", "_k_scale", "_v_scale")]
     if not buffers:
         return
@@ -98,9 +99,8 @@ def _places(model: nn.Module, config: VllmConfig, names: Sequence[str]) -> dict[
         _check_layer(path, layer)
         found |= {name: join(path, f"_{kind}") for kind, name in given[mine[0]].items()}
     if unknown:
-        raise ModelMismatchError(
-            f"kv_scales: the engine has no attention layer {min(unknown)}; it has {', '.join(attention)}"
-        )
+        there = f"it has {next(iter(attention))} to {next(reversed(attention))}" if attention else "it has none"
+        raise ModelMismatchError(f"kv_scales: the engine has no attention layer {min(unknown)}; {there}")
     return found
 
 

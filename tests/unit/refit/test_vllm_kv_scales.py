@@ -127,7 +127,7 @@ def test_layers_of_other_workers_and_caches_in_other_types_get_none() -> None:
     [
         ((0,), "the trainer gives no scales for model.layers.1.self_attn.attn, whose KV cache is in fp8"),
         ((0, 1, "model.layers.1.self_attn"), "gives scales as 1 and model.layers.1.self_attn for"),
-        ((0, 1, 2), "the engine has no attention layer 2; it has model.layers.0.self_attn.attn, model.layers.1"),
+        ((0, 1, 2), "the engine has no attention layer 2; it has model.layers.0.self_attn.attn to model.layers.1"),
         ((0, 1, "model.layers.1.mixer"), "the engine has no attention layer model.layers.1.mixer"),
     ],
 )
