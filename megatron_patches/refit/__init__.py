@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_patches.refit.adapters import AdapterPublisher
+    from megatron_patches.refit.kv_scales import KVScales
     from megatron_patches.refit.publisher import PublishHandle, WeightPublisher
     from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
 
@@ -24,6 +25,7 @@ __all__ = [
     "AdapterPublisher",
     "EngineReport",
     "Fate",
+    "KVScales",
     "OnEngineFailure",
     "PublishHandle",
     "PushReport",
@@ -37,6 +39,11 @@ if not TYPE_CHECKING:  # a type checker takes the names from above, and knows th
         """Imports what is exported when it is first used."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        homes = {"AdapterPublisher": "adapters", "PublishHandle": "publisher", "WeightPublisher": "publisher"}
+        homes = {
+            "AdapterPublisher": "adapters",
+            "KVScales": "kv_scales",
+            "PublishHandle": "publisher",
+            "WeightPublisher": "publisher",
+        }
         home = homes.get(name, "push_options")
         return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -15,6 +15,7 @@ from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.engines import EngineClient, HttpEngine
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.exchange import together
+from megatron_patches.refit.kv_scales import KVScalesOfLayers
 from megatron_patches.refit.publisher import PublishHandle, WeightPublisher
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.source.adapter import AdapterSource
@@ -86,13 +87,16 @@ class AdapterPublisher(WeightPublisher):
         client = HttpEngine(engine, self._options.timeout_s) if isinstance(engine, str) else engine
         return super().attach(AdapterEngine(client, self._name, self._keep, self._folder))
 
-    def publish(self, version: int) -> PublishHandle:
+    def publish(self, version: int, *, kv_scales: KVScalesOfLayers | None = None) -> PublishHandle:
         """As :meth:`WeightPublisher.publish`, for the adapter: the base weights may change at any time.
 
         Raises:
+            ValueError: likewise; or if scales are given, which belong to the base weights.
             RefitError: likewise; or on every rank, before anything is sent, if the adapter cannot be published as it is
                 now on some rank: its scale is not a finite number, for example.
         """
+        if kv_scales is not None:
+            raise ValueError("kv_scales is given; scales of a KV cache are published with weights")
         together(self._session.exchange, f"publishing {self.name_of(version)}", self._adapter.check, RefitError)
         return super().publish(version)
 

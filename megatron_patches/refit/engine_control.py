@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_patches.refit.adapter_engine import AdapterEngine
 from megatron_patches.refit.assembly import Assembly
-from megatron_patches.refit.engines import EngineClient, PauseMode
+from megatron_patches.refit.engines import EngineClient, PauseMode, Sleeper, SleepMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -60,6 +60,7 @@ class EngineControl:
         self._caller = Worker(f"refit-calls-{engine.name}")
         self._call: Future[None] | None = None
         self._paused_at: float | None = None
+        self._asleep: Sleeper | None = None  # if it sleeps with its weights awake; see [Note: sleeping] in engines.py
         self.workers, self.unreachable, self.paused_s = 0, False, 0.0
 
     @property
@@ -97,7 +98,12 @@ class EngineControl:
 
     def record(self, assembly: Assembly) -> None:
         """Starts to make the workers record their layouts. Requests wait for this step of joining only."""
-        self._start(assembly, assembly.next_step, RECORDING, lambda: self.engine.call({"call": "record"}))
+
+        def work() -> None:
+            self._wake_weights()
+            self.engine.call({"call": "record"})
+
+        self._start(assembly, assembly.next_step, RECORDING, work)
 
     def receive(self, assembly: Assembly, version: int, step: int, *, linked: bool) -> None:
         """Makes the workers receive a version, after pausing the engine if it would overwrite what serves.
@@ -112,6 +118,7 @@ class EngineControl:
             RefitError: if workers have left, so that another trainer may use the engine, or it cannot be paused.
         """
         self.paused_s = 0.0
+        self._wake_weights()
         if self.in_place:
             gone = assembly.gone()
             if gone:
@@ -119,6 +126,11 @@ class EngineControl:
             self._pause()
         call = {"call": "receive", "version": version, "step": step, "linked": linked}
         self._start(assembly, step, f"sending version {version}", lambda: self.engine.call(call))
+
+    @property
+    def left_asleep(self) -> str:
+        """What to add to the reason why a version failed, if the engine's weights were woken for it; else empty."""
+        return "" if self._asleep is None else f"; {self.engine.name} sleeps on, with its weights awake: push again"
 
     @property
     def failure(self) -> str | None:
@@ -161,6 +173,7 @@ class EngineControl:
             raise
         self._resume(reset_cache=False)
         confirm()
+        self._put_back(version)
         if isinstance(self.engine, AdapterEngine):  # only now: vLLM must not look for files that are not there
             self.engine.add(version)
 
@@ -214,8 +227,43 @@ class EngineControl:
         engine.call({"call": "join", "token": self.rendezvous.invitation.token, **self.meeting(staging_bytes)})
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
+    def _wake_weights(self) -> None:
+        """Wakes the weights of an engine that sleeps, as far as the options allow that."""
+        engine, mode = self.engine, self._options.sleeping
+        if mode is SleepMode.REFUSE or isinstance(engine, AdapterEngine):
+            return
+        if not isinstance(engine, Sleeper):
+            raise RefitError(
+                f"sleeping is {mode.value}; {engine.name} is a {type(engine).__name__}, which cannot sleep"
+            )
+        self._asleep = None
+        if engine.is_sleeping():
+            engine.wake_up("weights")
+            self._asleep = engine if engine.is_sleeping() else None  # otherwise it was only paused
+
+    def _put_back(self, version: int) -> None:
+        """Wakes the KV cache of an engine that has committed a version, or puts the engine back to sleep.
+
+        Raises:
+            RefitError: if that fails.
+        """
+        engine, self._asleep = self._asleep, None
+        if engine is None:
+            return
+        try:
+            engine.wake_up("kv_cache")
+            if self._options.sleeping is SleepMode.RESTORE:
+                engine.sleep()
+        except Exception as error:
+            raise RefitError(
+                f"{self.engine.name} has committed version {version}, but could not be woken, or put back to sleep: "
+                f"{describe_error(error)}"
+            ) from error
+
     def _pause(self) -> None:
-        if self._paused_at is None and not isinstance(self.engine, AdapterEngine):
+        if self._asleep is not None and not self._asleep.is_sleeping():
+            self._asleep = None  # somebody has woken it since
+        if self._paused_at is None and self._asleep is None and not isinstance(self.engine, AdapterEngine):
             began = time.perf_counter()
             try:
                 self.engine.pause(self._options.pause)

@@ -1,5 +1,11 @@
 """How the trainer calls an inference engine, so that its workers take part in a refit.
 
+[Note: sleeping] An engine in vLLM's sleep mode has released the memory of weights and KV cache; at level 1 it keeps the
+weights in host memory, at level 2 nowhere. It answers no request until both are awake again. So it is not paused for a
+version: the weights are woken for it, and the KV cache once the workers serve it. If that fails, the cache stays
+asleep, as the weights may be of no version. vLLM 0.26.0 puts only an engine to sleep that is wholly awake, and waking
+everything would map twice what is awake already.
+
 [Note: pausing] vLLM's route ``/pause`` takes 20 ms longer than the engine needs to come to rest, and makes the workers
 empty encoder caches, which no refittable model has. ``/sleep`` at level 0 pauses the scheduler in the same way without
 either, and keeps the prefix cache, which is emptied while the workers commit. ``/pause`` is used only for ``keep``: in
@@ -15,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron_patches.refit import lease
 from megatron_patches.refit.adapter_names import version_name
@@ -47,6 +53,17 @@ class PauseMode(StrEnum):
     """They continue on the new weights; vLLM first recomputes their KV cache."""
 
 
+class SleepMode(StrEnum):
+    """What a push does with an engine that sleeps at level 1 or 2, as vLLM calls it; see [Note: sleeping]."""
+
+    REFUSE = "refuse"
+    """The push to it fails. It serves nothing until its owner wakes it."""
+    WAKE = "wake"
+    """Wakes its weights, and its KV cache once it serves the version."""
+    RESTORE = "restore"
+    """The same, and then puts it to sleep at level 1, which keeps the version in host memory."""
+
+
 class EngineClient(Protocol):
     """One engine. Calls block until all of its workers have done their part, and raise on timeout.
 
@@ -76,6 +93,20 @@ class EngineClient(Protocol):
 
     def resume(self, *, reset_cache: bool) -> None:
         """Ends a pause. With ``reset_cache``, empties the prefix caches first; if that fails, the pause goes on."""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can sleep; with the methods of :class:`EngineClient`. See [Note: sleeping]."""
+
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps or is paused."""
+
+    def wake_up(self, tag: str) -> None:
+        """Wakes its ``weights`` or its ``kv_cache``. Once both are awake, requests go on."""
+
+    def sleep(self) -> None:
+        """Puts it to sleep at level 1. Requests under way go on when it wakes up."""
 
 
 class Joined:
@@ -178,6 +209,18 @@ class HttpEngine:
             self._lease.drop()
             raise
         self._lease.give_back()
+
+    def is_sleeping(self) -> bool:
+        """See :class:`Sleeper`."""
+        return bool(self._http.call("GET", "is_sleeping").get("is_sleeping"))
+
+    def wake_up(self, tag: str) -> None:
+        """See :class:`Sleeper`."""
+        self._http.call("POST", f"wake_up?tags={tag}")
+
+    def sleep(self) -> None:
+        """See :class:`Sleeper`."""
+        self._http.call("POST", f"sleep?level=1&mode={PauseMode.KEEP.value}")
 
     def add_adapter(self, adapter: str, version: int, folder: Path, keep: int) -> list[int]:
         """See :class:`megatron_patches.refit.adapter_engine.AdapterServer`."""
@@ -329,6 +372,18 @@ class LocalEngine:
         """See :class:`EngineClient`."""
         if reset_cache:
             self._empty_caches()
+
+    def is_sleeping(self) -> bool:
+        """See :class:`Sleeper`."""
+        return bool(self._llm.llm_engine.is_sleeping())
+
+    def wake_up(self, tag: str) -> None:
+        """See :class:`Sleeper`."""
+        self._llm.wake_up([tag])
+
+    def sleep(self) -> None:
+        """See :class:`Sleeper`."""
+        self._llm.sleep(1, mode=PauseMode.KEEP.value)
 
     def _empty_caches(self) -> None:
         """Empties the prefix caches, including those of KV connectors.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatron_patches.refit.engines import EngineClient, HttpEngine
 from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.kv_scales import KVScalesOfLayers
 from megatron_patches.refit.parties.messages import Standing
 from megatron_patches.refit.push_options import EngineReport, OnEngineFailure, PushReport, RefitOptions
 from megatron_patches.refit.session import RefitSession
@@ -98,7 +99,7 @@ class WeightPublisher:
         if self._is_first:
             self._session.detach(name)
 
-    def publish(self, version: int) -> PublishHandle:
+    def publish(self, version: int, *, kv_scales: KVScalesOfLayers | None = None) -> PublishHandle:
         """Sends the current weights to all engines that have joined. Collective.
 
         The weights may change when it returns: each engine has then received and verified every byte of its own, or has
@@ -107,11 +108,13 @@ class WeightPublisher:
 
         Args:
             version: number of the weights, at least 0 and greater than any published before.
+            kv_scales: on the first rank, scales of the engines' KV caches in FP8; see :meth:`RefitSession.push`.
 
         Raises:
-            PartyFailedError: on every rank. At the first call, if an engine serves another model, or none can be
-                reached. With :attr:`OnEngineFailure.RAISE`, at any call, if an engine fails or did not commit the
-                version before; the next call connects to all of them again. Old weights keep serving.
+            PartyFailedError: on every rank. At the first call, or when other layers have scales than before, if an
+                engine serves another model or cannot take the scales, or none can be reached. If a scale is not
+                positive and finite. With :attr:`OnEngineFailure.RAISE`, at any call, if an engine fails or did not
+                commit the version before; the next call connects to all of them again. Old weights keep serving.
             ValueError: if ``version`` is negative or not later than the last one.
             RefitError: if the publisher was closed.
         """
@@ -119,9 +122,9 @@ class WeightPublisher:
             raise RefitError("the publisher was closed; make another one")
         try:
             if not self._is_prepared:
-                self._session.prepare()
+                self._session.prepare(kv_scales=kv_scales)
                 self._is_prepared = True
-            report = self._session.push(version, wait=False)
+            report = self._session.push(version, wait=False, kv_scales=kv_scales)
         except PartyFailedError:
             self._is_prepared = False
             raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_patches.refit.credentials import Credentials
 from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.engines import PauseMode, SleepMode
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.session import RefitOptions
 from megatron_patches.refit.transports.base import AUTO, TransportName, named_transport
@@ -50,6 +50,13 @@ def add_flags(parser: argparse._ActionsContainer, prefix: str = "") -> None:
         default=defaults.memory.value,
         help="where engines receive new weights: beside those that serve, which takes memory for a second copy, or "
         "in_place, which pauses the engines from before the first byte; %(default)s by default",
+    )
+    parser.add_argument(
+        f"--{prefix}sleeping",
+        choices=[mode.value for mode in SleepMode],
+        default=defaults.sleeping.value,
+        help="what a push does with an engine that sleeps at level 1 or 2: refuse it, wake it, or wake it and restore "
+        "its sleep, at level 1; %(default)s by default",
     )
     parser.add_argument(
         f"--{prefix}payload",
@@ -129,6 +136,7 @@ def options_from(
         "timeout_s": (timeout_flag, timeout_s),
         "pause": ("pause", PauseMode(given["pause"])),
         "memory": ("memory", MemoryMode(given["memory"])),
+        "sleeping": ("sleeping", SleepMode(given["sleeping"])),
         "payload": ("payload", PayloadKind(given["payload"])),
         "weight_format": ("weight-format", WeightFormat(given["weight_format"])),
         "host": ("host", given["host"]),

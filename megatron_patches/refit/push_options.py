@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.engines import PauseMode, SleepMode
 from megatron_patches.refit.lease import DEFAULT_LEASE_S, LEAST_LEASE_S
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
@@ -62,6 +62,7 @@ class RefitOptions:
         pause: what happens to requests in flight when the engines pause, which they do for the commit or, in place, for
             the whole push.
         memory: where workers receive new weights: beside the serving ones, or in their memory.
+        sleeping: what a push does with an engine that sleeps. To wake it, ``memory`` must be beside.
         payload: what a version travels as: whole, or what changed since the version that an engine serves. For the
             latter, every rank keeps a copy of its weights of the last version. Only for weights in host memory.
         weight_format: the format of the weights that engines receive; the same as that of the engines' own checkpoints.
@@ -83,6 +84,7 @@ class RefitOptions:
     timeout_s: float = 300.0
     pause: PauseMode = PauseMode.WAIT
     memory: MemoryMode = MemoryMode.BESIDE
+    sleeping: SleepMode = SleepMode.REFUSE
     payload: PayloadKind = PayloadKind.WHOLE
     weight_format: WeightFormat = WeightFormat.TRAINED
     host: str = "127.0.0.1"
@@ -122,6 +124,12 @@ class RefitOptions:
             )
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))
+        object.__setattr__(self, "sleeping", SleepMode(self.sleeping))
+        if self.memory is MemoryMode.IN_PLACE and self.sleeping is not SleepMode.REFUSE:
+            raise ValueError(
+                f"memory is in_place and sleeping is {self.sleeping}: an engine that sleeps may have no weights to put "
+                "back if a version does not arrive; choose memory beside"
+            )
         object.__setattr__(self, "payload", PayloadKind(self.payload))
         object.__setattr__(self, "weight_format", WeightFormat(self.weight_format))
         object.__setattr__(self, "on_engine_failure", OnEngineFailure(self.on_engine_failure))

@@ -37,6 +37,7 @@ class PushOrders:
         next: number of the next subscription. Those with lower numbers are in use, or will never be.
         lobby: invitation to where newcomers are announced; None for nowhere.
         ended: numbers of subscriptions to close.
+        anew: whether all ranks must prepare again before this push, as it has other tensors than the one before.
         taking: numbers of those that take the version.
         fates: what became of engines since the last push, by name.
         error: why the push fails, if it does.
@@ -47,6 +48,7 @@ class PushOrders:
     next: int = 0
     lobby: Invitation | None = None
     ended: list[int] = field(default_factory=list)
+    anew: bool = False
     taking: list[int] = field(default_factory=list)
     fates: dict[str, EngineReport] = field(default_factory=dict)
     error: str | None = None

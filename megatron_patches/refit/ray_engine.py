@@ -73,6 +73,18 @@ class RayEngine:
         """Likewise."""
         self._call("resume", reset_cache=reset_cache)
 
+    def is_sleeping(self) -> bool:
+        """See :class:`megatron_patches.refit.engines.Sleeper`."""
+        return bool(self._call("is_sleeping"))
+
+    def wake_up(self, tag: str) -> None:
+        """Likewise."""
+        self._call("wake_up", tag)
+
+    def sleep(self) -> None:
+        """Likewise."""
+        self._call("sleep")
+
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
         """Calls the actor.
 

@@ -23,9 +23,11 @@ from megatron_patches.refit.delta import PayloadKind, Snapshot
 from megatron_patches.refit.engines import EngineClient
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
+from megatron_patches.refit.kv_scales import KVScalesOfLayers, scale_values
 from megatron_patches.refit.parties.messages import Held, Standing, longest_parts
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
-from megatron_patches.refit.push_orders import PartOutcome, outcome_of
+from megatron_patches.refit.push_orders import PartOutcome, PushOrders, outcome_of
+from megatron_patches.refit.source.kv_scale_source import KVScaleSource
 from megatron_patches.refit.source.weight_source import WeightSource, source_of
 from megatron_patches.refit.subscription import Subscription
 from megatron_patches.refit.subscriptions import Subscriptions, await_all, commits_of, failures
@@ -80,12 +82,12 @@ class RefitSession:
         telemetry: Telemetry | None = None,
     ) -> None:
         self._telemetry = telemetry or Telemetry()
-        self._source = source_of(model, vocab_size, config, tp_group)
+        source = source_of(model, vocab_size, config, tp_group)
         self._options = options or RefitOptions()
         self._sends_deltas = self._options.payload is PayloadKind.DELTA
-        if self._sends_deltas and self._source.device.type != "cpu":
+        if self._sends_deltas and source.device.type != "cpu":
             raise ValueError(
-                f"payload is delta and the weights are on {self._source.device}; changes are found in host memory "
+                f"payload is delta and the weights are on {source.device}; changes are found in host memory "
                 "only: send weights on GPUs with payload whole"
             )
         self._snapshot = Snapshot()
@@ -93,7 +95,8 @@ class RefitSession:
         if self._options.weight_format.is_quantized:
             from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 
-            self._source = Fp8BlockSource(self._source, self._options.weight_format, self.exchange)
+            source = Fp8BlockSource(source, self._options.weight_format, self.exchange)
+        self._source = KVScaleSource(source)
         self._subscriptions = Subscriptions(self.exchange, self._options)
         self._coordinator = self._subscriptions.coordinator
         self._given: Sequence[EngineClient] | None = engines or None
@@ -106,11 +109,14 @@ class RefitSession:
     def _drops(self) -> bool:
         return self._options.on_engine_failure is OnEngineFailure.DROP
 
-    def prepare(self, engines: Sequence[EngineClient] | None = None) -> str:
+    def prepare(
+        self, engines: Sequence[EngineClient] | None = None, *, kv_scales: KVScalesOfLayers | None = None
+    ) -> str:
         """Connects to the engines and agrees with each on a plan. Call it again after a rank or the model has changed.
 
         Args:
             engines: on the first rank, the engines to push to from now on; None keeps the current ones.
+            kv_scales: on the first rank, scales as of :meth:`push`, which then need not prepare again for them.
 
         Returns:
             Digest of the plans.
@@ -121,14 +127,27 @@ class RefitSession:
                 out, unless none can.
         """
         with self._alone():
-            return self._prepare(engines)
+            return self._prepare(engines, kv_scales)
 
-    def _prepare(self, engines: Sequence[EngineClient] | None) -> str:
+    def _prepare(self, engines: Sequence[EngineClient] | None, kv_scales: KVScalesOfLayers | None) -> str:
+        before = self._source.values
+        try:
+            return self._begin(engines, kv_scales)
+        except PartyFailedError:
+            self._source.values = before
+            raise
+
+    def _begin(self, engines: Sequence[EngineClient] | None, kv_scales: KVScalesOfLayers | None) -> str:
         self._subscriptions.end_all()
         described = Once(self._describe)
         self._trainer = trainer = self._this_rank(described)
         engines, self._given = engines if engines is not None else self._given, None
-        self._subscriptions.agree(lambda coordinator: coordinator.begin(engines, trainer), trainer)
+
+        def begin(coordinator: Coordinator) -> PushOrders:
+            self._take_scales(kv_scales)
+            return coordinator.begin(engines, trainer)
+
+        self._subscriptions.agree(begin, trainer)
         began = time.monotonic()
         unknown = described.compute()  # now, because an engine may join while the weights change
         if not self._subscriptions.open:
@@ -205,7 +224,7 @@ class RefitSession:
         fan_out = None if self._coordinator is None else self._coordinator.fan_out
         return own if fan_out is None else {**fan_out.state(), **own}
 
-    def push(self, version: int, *, wait: bool = True) -> PushReport:
+    def push(self, version: int, *, wait: bool = True, kv_scales: KVScalesOfLayers | None = None) -> PushReport:
         """Sends the current weights and makes the engines serve them as ``version``.
 
         The weights may change again once it returns. Each engine receives and commits on its own.
@@ -213,6 +232,10 @@ class RefitSession:
         Args:
             version: number of the weights, at least 0 and greater than any that this session has pushed.
             wait: whether to wait until all engines have committed the version. If False, they commit in the background.
+            kv_scales: on the first rank, scales of the engines' KV caches in FP8, by attention layer, which serve with
+                the version or not at all. None for those given last; if none were, engines keep their own. The first
+                time, and when other layers have scales than before, this prepares again; if that fails, call
+                :meth:`prepare`.
 
         Returns:
             The report. With :attr:`OnEngineFailure.DROP` it says which engines failed, came back or lag.
@@ -224,16 +247,16 @@ class RefitSession:
             ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
-            return self._push(version, wait=wait)
+            return self._push(version, wait, kv_scales)
 
-    def _push(self, version: int, *, wait: bool) -> PushReport:
+    def _push(self, version: int, wait: bool, kv_scales: KVScalesOfLayers | None) -> PushReport:
         if self._trainer is None:
             raise RefitError("prepare() has not succeeded")
         self._check_version(version)
         waited_for = {number: one for number, one in self._subscriptions.open.items() if not one.lags}
         await_all(commits_of(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
         try:
-            orders = self._subscriptions.agree(Coordinator.orders, self._trainer)
+            orders = self._orders(self._trainer, kv_scales)
         finally:
             self._subscriptions.forget_failures()
         for one in self._subscriptions.open.values():
@@ -269,6 +292,35 @@ class RefitSession:
             seconds=seconds | longest_parts(moved),
             engines=self.reports,
         )
+
+    def _orders(self, trainer: Trainer, kv_scales: KVScalesOfLayers | None) -> PushOrders:
+        """Who takes part in a push, and on the first rank, with which scales."""
+        before = self._source.values
+
+        def decide(coordinator: Coordinator) -> PushOrders:
+            anew = self._take_scales(kv_scales)
+            return replace(coordinator.orders(), anew=anew)
+
+        try:
+            orders = self._subscriptions.agree(decide, trainer)
+            if not orders.anew:
+                return orders
+            self._begin(None, None)
+        except PartyFailedError:
+            self._source.values = before
+            raise
+        return self._subscriptions.agree(Coordinator.orders, self._trainer or trainer)
+
+    def _take_scales(self, kv_scales: KVScalesOfLayers | None) -> bool:
+        """Takes the scales of the next version. Returns whether they have other names than those before.
+
+        Raises:
+            RefitError: if one cannot be a scale.
+        """
+        if kv_scales is None:
+            return False
+        before, self._source.values = self._source.values, scale_values(kv_scales)
+        return before.keys() != self._source.values.keys()
 
     def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription]) -> None:
         """Sends this rank's part of a version to engines."""

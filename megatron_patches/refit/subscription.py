@@ -284,8 +284,9 @@ class Subscription:
         try:
             moved = party.push(version, begin, base if base is not None and base.version == known else None)
         except Exception as error:
-            self._fail(version, describe_error(error))
-            raise PartyFailedError(describe_error(error), [self.name]) from error
+            reason = describe_error(error) + ("" if control is None else control.left_asleep)
+            self._fail(version, reason)
+            raise PartyFailedError(reason, [self.name]) from error
         self._log.enter(State.COMMITTING, version)
         return moved
 
@@ -310,7 +311,7 @@ class Subscription:
                     control.give_up()  # in place, the workers have restored the old weights
             except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
                 doing = "committing" if arrived else "giving up"
-                reason = f"{doing} version {version} failed: {describe_error(error)}"
+                reason = f"{doing} version {version} failed: {describe_error(error)}{control.left_asleep}"
             try:
                 assembly.post(served_topic(version), reason)
             except PartyFailedError as error:  # the subscription was closed

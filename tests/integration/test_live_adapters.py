@@ -14,6 +14,7 @@ import sys
 import threading
 import urllib.error
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +24,12 @@ import torch.distributed as dist
 
 from megatron_patches.refit import AdapterPublisher, Fate, OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.memory_mode import MemoryMode
 from tests.integration.live_refit import PROMPTS, STAGING
 from tests.integration.tiny_models import QWEN3
 from tests.support.completion import Completion
 from tests.support.launch import run_distributed
-from tests.support.vllm_host import VllmHost
+from tests.support.vllm_host import VllmConnection, VllmHost
 from tests.support.vllm_server import MODEL, PACED, VllmServer, complete, vllm_server
 
 pytestmark = [
@@ -270,6 +272,40 @@ def test_adapters_that_an_engine_would_not_apply_in_full_are_refused(tmp_path: P
             pushed = publisher.publish(1).result(60.0)
             assert {one.fate for one in pushed.engines.values()} == {Fate.SERVES}, pushed
         assert close_to_peft(merged, engine.log_probabilities(PROMPTS))
+
+
+def of_base(engine: VllmConnection) -> list[list[float]]:
+    """An engine's log-probabilities without an adapter; see :meth:`VllmConnection.log_probabilities`."""
+    return [engine.log_probabilities([prompt])[0] for prompt in PROMPTS]
+
+
+def test_base_weights_are_pushed_beside_adapters(tmp_path: Path) -> None:
+    """An engine that wraps its layers for adapters holds and answers what one does that has loaded the new weights."""
+    first, second, model = base_model(), base_model(), adapted()
+    for name, parameter in second.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(saved := str(tmp_path / "saved"))
+    for name, base in (("pushed", first), ("fresh", second)):
+        base.save_pretrained(tmp_path / name / "model")
+    hosts = [VllmHost(tmp_path / name / "model", tmp_path / name, **LORA) for name in ("pushed", "fresh")]
+    with hosts[0] as one, hosts[1] as other:
+        pushed, fresh = one.connect(), other.connect()
+        wanted = fresh.parameters(), of_base(fresh), fresh.log_probabilities(PROMPTS, saved)
+        with AdapterPublisher(model, "math", options=OPTIONS, folder=str(tmp_path)) as publisher:
+            publisher.attach(pushed)
+            publisher.publish(1).result(60.0)
+            with_first = pushed.log_probabilities(PROMPTS, "math@1")
+            for memory in MemoryMode:
+                with WeightPublisher(second, options=replace(OPTIONS, memory=memory)) as weights:
+                    weights.attach(pushed)
+                    report = weights.publish(1).result(60.0)
+                assert {one.fate for one in report.engines.values()} == {Fate.SERVES}, report
+                assert (pushed.parameters(), of_base(pushed), pushed.log_probabilities(PROMPTS, "math@1")) == wanted
+                with WeightPublisher(first, options=OPTIONS) as weights:
+                    weights.attach(pushed)
+                    weights.publish(2).result(60.0)
+                assert pushed.log_probabilities(PROMPTS, "math@1") == with_first != wanted[-1]
 
 
 def close_to_peft(model: Any, found: list[list[float]]) -> bool:

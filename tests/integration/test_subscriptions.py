@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from megatron_patches.refit import roster
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.kv_scales import KVScales
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Standing, State
 from megatron_patches.refit.session import Fate, OnEngineFailure, PushReport, RefitOptions, RefitSession
@@ -85,9 +87,9 @@ def body(rank: int, world_size: int, addresses: list[str], scene: Scene, options
     telemetry = Telemetry(Path(addresses[0]).with_name("costs.jsonl")) if rank == 0 else None
     session = RefitSession(chunks, clients if rank == 0 else [], vocab_size=37, options=settings, telemetry=telemetry)
 
-    def push(version: int, *, wait: bool = False, seed: int | None = None) -> PushReport:
+    def push(version: int, *, wait: bool = False, seed: int | None = None, kv_scales: Any = None) -> PushReport:
         fill(CASE, chunks, version if seed is None else seed)
-        return session.push(version, wait=wait)
+        return session.push(version, wait=wait, kv_scales=kv_scales)
 
     roster._AGAIN_S, roster._COST_FACTOR = 0.2, 0.0
     with contextlib.closing(session):
@@ -414,6 +416,56 @@ def test_an_engine_that_joins_between_two_pushes_takes_the_second(tmp_path: Path
     assert fates == other[0] == {**dict.fromkeys(NAMES[:3], Fate.SERVES), NAMES[3]: Fate.LEFT}
     assert found == [*[(2, expected(2))] * 3, (-1, {})]
     assert states == other[2] == [State.READY] * 3
+
+
+def scales_come_with_versions(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """The first rank alone has scales: none at first, then good ones of two layers, bad ones, and other good ones."""
+    first, found, reasons = session.exchange.rank == 0, [], []
+
+    def give(version: int, given: dict[int | str, KVScales] | None) -> None:
+        scales = given if first else None
+        try:
+            push(version, wait=True, kv_scales=scales)
+        except PartyFailedError as error:
+            reasons.append(str(error))
+        session.exchange.gather(None)
+        if first:
+            found.append([client.run("content") for client in clients])
+        session.exchange.gather(None)
+
+    give(1, None)
+    give(2, {0: KVScales(k_scale=0.5, v_scale=0.25), "x": KVScales(k_scale=1.5, v_scale=2.0, q_scale=4.0)})
+    give(3, None)
+    give(4, {0: KVScales(k_scale=0.5, v_scale=0.0)})
+    give(4, {0: KVScales(k_scale=8.0, v_scale=16.0)})
+    if first:
+        clients[1].run("know", dict.fromkeys(expected(5), "bfloat16") | dict.fromkeys(SCALES_OF_0, "float32"))
+    give(5, {1: KVScales(k_scale=1.0, v_scale=1.0)})
+    session.prepare()
+    give(5, None)
+    return found, reasons
+
+
+SCALES_OF_0 = ("kv_scales/0/k_scale", "kv_scales/0/v_scale")
+
+
+def test_scales_of_the_first_rank_serve_with_a_version_on_all_engines_or_on_none(tmp_path: Path) -> None:
+    """An engine that cannot take them keeps all from being sent, and those of before are sent on."""
+    (found, reasons), (_, reasons_of_other) = run(tmp_path, scales_come_with_versions)
+
+    def held(version: int, **scales: float) -> list[tuple[int, dict[str, str]]]:
+        values = {f"kv_scales/{name.replace('__', '/')}": np.float32(value) for name, value in scales.items()}
+        digests = {name: plain_engine.digest(name, value.tobytes()) for name, value in values.items()}
+        return [(version, expected(version) | digests)] * 2
+
+    two = {"0__k_scale": 0.5, "0__v_scale": 0.25, "x__k_scale": 1.5, "x__v_scale": 2.0, "x__q_scale": 4.0}
+    other = {"0__k_scale": 8.0, "0__v_scale": 16.0}
+    wanted = [held(1), held(2, **two), held(3, **two), held(3, **two), held(4, **other), held(4, **other)]
+    assert found == [*wanted, held(5, **other)]
+    assert reasons == reasons_of_other
+    assert len(reasons) == 2
+    assert "v_scale of layer 0 is 0.0" in reasons[0]
+    assert "the engine has no kv_scales/1/k_scale" in reasons[1]
 
 
 def one_is_killed(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:

@@ -221,6 +221,13 @@ class _Served:
     def sabotage(self, rank: int, where: str) -> None:
         self._llm.collective_rpc(_sabotage, args=(rank, where))
 
+    def kv_scales(self) -> list[tuple[float, ...]]:
+        found: list[tuple[float, ...]] = self._llm.collective_rpc(_kv_scales)[0]
+        return found
+
+    def set_kv_scales(self, scales: list[tuple[float, float, float]]) -> None:
+        self._llm.collective_rpc(_kv_scales, args=(scales,))
+
     def _adapter(self, adapter: str) -> Any:
         """The request for an adapter: a name that was added, or a folder."""
         from vllm.lora.request import LoRARequest
@@ -287,6 +294,35 @@ def _sabotage(worker: Any, rank: int, where: str) -> None:
         raise MemoryError(f"sabotaged {where}")
 
     setattr(owner, name, fail)
+
+
+def _kv_scales(worker: Any, scales: list[tuple[float, float, float]] | None = None) -> list[tuple[float, ...]]:
+    """Scales of queries, keys and values of every attention layer, in every form that vLLM keeps.
+
+    Args:
+        worker: the worker.
+        scales: what they shall be, if not what they are.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    layers: list[Any] = [layer for layer in worker.get_model().modules() if isinstance(layer, Attention)]
+    for layer, values in zip(layers, scales or (), strict=scales is not None):
+        for kind, value in zip(("q", "k", "v"), values, strict=True):
+            getattr(layer, f"_{kind}_scale").fill_(value)
+            setattr(layer, f"_{kind}_scale_float", float(getattr(layer, f"_{kind}_scale")))
+        layer._k_scale_cpu.copy_(layer._k_scale)
+        layer._v_scale_cpu.copy_(layer._v_scale)
+    return [
+        tuple(
+            float(getattr(layer, name))
+            for name in (
+                *("_q_scale", "_q_scale_float"),
+                *("_k_scale", "_k_scale_float", "_k_scale_cpu"),
+                *("_v_scale", "_v_scale_float", "_v_scale_cpu"),
+            )
+        )
+        for layer in layers
+    ]
 
 
 def _serve(connection: Connection, served: _Served) -> None:

@@ -115,4 +115,7 @@ def check_awake() -> None:
     if allocator is None:
         return
     if any(data.is_asleep and data.tag == _WEIGHTS for data in tuple(allocator.pointer_to_data.values())):
-        raise RefitError("the engine sleeps, without memory for weights: POST /wake_up?tags=weights, and push again")
+        raise RefitError(
+            "the engine sleeps, without memory for weights: POST /wake_up?tags=weights and push again, or push with "
+            "the option sleeping=wake or sleeping=restore"
+        )

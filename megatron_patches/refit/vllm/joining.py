@@ -11,6 +11,7 @@ from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import PartyFailedError, UnsupportedEngineError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.frames import Patience
+from megatron_patches.refit.kv_scales import is_kv_scale
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
@@ -27,6 +28,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     wanted_parameters,
 )
 from megatron_patches.refit.vllm.in_place import InPlace
+from megatron_patches.refit.vllm.kv_scales import with_scales
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.quantized import check_scales, record_in_one_format
 from megatron_patches.refit.vllm.refit_call import RefitCall
@@ -34,6 +36,7 @@ from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import loader_form
 from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
+from megatron_patches.refit.vllm.unwrapped import unwrapped
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, ServingModel, WorkerSession
 
 
@@ -86,7 +89,8 @@ class Joining:
         except TimeoutError as error:
             raise PartyFailedError(f"no trainer described its model within {self._call.timeout_s:.0f} s") from error
         try:
-            layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
+            with unwrapped(self._serving.model):
+                layout = describe_layout(model, self._serving, self._party.rank, self._memory, self._payload)
             if self._memory is MemoryMode.BESIDE:
                 make_ready(self._serving.device)  # here, so that all parties learn of a failure
         except Exception as error:  # noqa: BLE001 - raised in the step of all parties
@@ -167,8 +171,8 @@ def describe_layout(
         payload: what versions travel as.
 
     Raises:
-        UnsupportedEngineError: if new weights would not reach everything that serves, or deltas are for a GPU.
-        ModelMismatchError: if the two models differ.
+        UnsupportedEngineError: if what is new would not reach everything that serves, or deltas are for a GPU.
+        ModelMismatchError: if the two models, or their attention layers, differ.
         UnsupportedModelError: if a loader does something that cannot be recorded.
         UnmappedParameterError: if the loader leaves a parameter out.
     """
@@ -182,15 +186,17 @@ def describe_layout(
     check_awake()
     if model.config:  # a program may publish a model of which it knows no configuration
         check_same_model(model.config, serving.config.model_config.hf_text_config, type(serving.model).__name__)
-    check_scales(model.tensors)
+    weights = [spec for spec in model.tensors if not is_kv_scale(spec.name)]
+    check_scales(weights)
     with loader_form(serving.model) as tensors:
-        recording = record_in_one_format(serving.model.load_weights, tensors, model.tensors)
+        recording = record_in_one_format(serving.model.load_weights, tensors, weights)
         parameters = wanted_parameters(serving.model)
     check_all_loaded(serving.model, parameters, {parameter.name for parameter in recording.parameters})
-    by_name = {spec.name: spec for spec in model.tensors}
+    by_name = {spec.name: spec for spec in weights}
     manifest = recorded_manifest(
         rank, socket.gethostname(), recording.parameters, recording.copies, recording.fills, by_name
     )
+    manifest = with_scales(manifest, serving.model, serving.config, model.tensors)
     layers = Layers(serving.model)
     in_place = InPlace(layers, manifest.storages, serving.device) if memory is MemoryMode.IN_PLACE else None
     relays = Relays(model, manifest, layers, serving.device, worker=rank, name=_name_of(rank))

@@ -18,9 +18,10 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from megatron_patches.refit.errors import TransferError
+from megatron_patches.refit.vllm.kv_scales import follow_scales
 from megatron_patches.refit.vllm.layers import Layer, Layers, join
 from megatron_patches.refit.vllm.releases import installed
-from megatron_patches.refit.vllm.releases.release import tensors_of
+from megatron_patches.refit.vllm.releases.release import CACHE_SCALES, tensors_of
 from megatron_patches.refit.vllm.swap import Pair, Swap, Users, same_memory
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,8 @@ class Replacement:
 
     def _plain_tensors(self, layer: Layer, names: Sequence[str]) -> list[Pair] | None:
         """The same pairs if the layer's weights need no processing; otherwise None."""
-        if not layer.is_plain or not layer.has_loader_form():
+        as_it_came = layer.is_plain and layer.has_loader_form()
+        if not as_it_came and not CACHE_SCALES.issuperset(names):  # vLLM does not process these
             return None
         running = layer.running()
         pairs: list[Pair] = []
@@ -188,9 +190,10 @@ class Replacement:
 
 
 def refresh_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Recomputes what attention derives from other layers' weights, such as MLA's absorbed projections."""
+    """Recomputes what attention derives from other layers' weights, such as MLA's absorbed projections, and scales."""
     vllm = installed()
     with torch.no_grad(), set_current_vllm_config(vllm_config):
         for layer in model.modules():
             if vllm.derives(layer):
                 cast(Any, layer).process_weights_after_loading(vllm_config.model_config.dtype)
+        follow_scales(model)

@@ -39,6 +39,7 @@ from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
+from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.engine_refusals import check_awake
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
@@ -131,6 +132,7 @@ class WorkerSession:
         self._staged: tuple[int, Replacement] | None = None
         self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are lost for good
+        self._device_memory = DeviceMemory(serving.device)
 
     def receive(self, version: int, step: int, linked: bool) -> None:
         """Receives a version, or starts to; see [Note: meanwhile].
@@ -271,7 +273,9 @@ class WorkerSession:
         check_awake()
         if version <= self._latest:
             raise StaleVersionError(f"asked to receive version {version} after version {self._latest}")
+        self._device_memory.note("before")
         made = self._memory.make(self._timeout_s)
+        self._device_memory.note("with both")
         self._party.beside_bytes = made.beside_bytes
         return made
 
@@ -299,6 +303,8 @@ class WorkerSession:
         except Exception:
             self._settle()
             raise
+        del replacement
+        self._device_memory.give_back(version)
         self.version = self._latest = version
         self._digests = self._party.verified
         if self._takes_deltas:

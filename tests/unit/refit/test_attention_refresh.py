@@ -51,7 +51,7 @@ class Scales(nn.Module):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.quant_config, self.layer_name = None, ""
+        self.quant_config, self.layer_name, self.kv_cache_dtype = None, "", "auto"
         for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
             self.register_buffer(name, torch.tensor(1.0))
 

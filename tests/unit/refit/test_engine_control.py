@@ -14,7 +14,7 @@ import pytest
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.engine_control import EngineControl
-from megatron_patches.refit.engines import PauseMode
+from megatron_patches.refit.engines import PauseMode, SleepMode
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.manifest import Manifest, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
@@ -58,6 +58,27 @@ class Engine:
         self._ask("resume emptied" if reset_cache else "resume")
 
 
+class Sleeping(Engine):
+    """Sleeps, with its memory in parts."""
+
+    def __init__(self, *refused: str, asleep: tuple[str, ...] = ("weights", "kv_cache"), paused: bool = False) -> None:
+        super().__init__("one", *refused)
+        self.asleep, self._is_paused = set(asleep), paused
+
+    def is_sleeping(self) -> bool:
+        return bool(self.asleep) or self._is_paused
+
+    def wake_up(self, tag: str) -> None:
+        self._ask(f"wake {tag}")
+        self.asleep.discard(tag)
+        self._is_paused = False
+
+    def sleep(self) -> None:
+        assert not self.asleep, "vLLM does nothing then"
+        self._ask("sleep")
+        self.asleep = {"weights", "kv_cache"}
+
+
 class Alone:
     """A rendezvous at which nobody is missing."""
 
@@ -79,9 +100,11 @@ def controlled(
     in_place: bool,
     mode: PauseMode = PauseMode.WAIT,
     check: Callable[[Any], None] = lambda _: None,
+    sleeping: SleepMode = SleepMode.REFUSE,
 ) -> Iterator[EngineControl]:
     memory = MemoryMode.IN_PLACE if in_place else MemoryMode.BESIDE
-    control = EngineControl(engine, 1, RefitOptions(pause=mode, memory=memory, timeout_s=30.0), check)
+    options = RefitOptions(pause=mode, memory=memory, timeout_s=30.0, sleeping=sleeping)
+    control = EngineControl(engine, 1, options, check)
     yield control
     control.close()
 
@@ -249,3 +272,76 @@ def test_versions_begin_with_0_and_rise(version: int, message: str, monkeypatch:
         session.version = version
     with pytest.raises(ValueError, match=message):
         session.push(version)
+
+
+@pytest.mark.parametrize(("sleeping", "then"), [(SleepMode.WAKE, []), (SleepMode.RESTORE, ["sleep"])])
+@pytest.mark.parametrize("asleep", [("weights", "kv_cache"), ("kv_cache",)])
+def test_an_engine_that_sleeps_is_woken_for_a_version_and_never_paused(
+    sleeping: SleepMode, then: list[str], asleep: tuple[str, ...]
+) -> None:
+    engine = Sleeping(asleep=asleep)
+    with controlled(engine, False, sleeping=sleeping) as control:
+        receive(control, Alone())
+        control.wait()
+        assert engine.asked == ["wake weights", "receive"]
+        control.commit(7, lambda: engine._ask("confirm"))
+        assert engine.asked == ["wake weights", "receive", "commit emptying", "confirm", "wake kv_cache", *then]
+        assert engine.is_sleeping() == bool(then)
+        receive(control, Alone())
+        control.commit(7, nothing)
+        assert engine.is_sleeping() == bool(then)
+
+
+@pytest.mark.parametrize("engine", [Sleeping(asleep=()), Sleeping(asleep=(), paused=True)], ids=["awake", "paused"])
+def test_an_engine_that_does_not_sleep_is_paused_as_ever(engine: Sleeping) -> None:
+    with controlled(engine, False, sleeping=SleepMode.RESTORE) as control:
+        receive(control, Alone())
+        control.commit(7, nothing)
+    assert engine.asked[-4:] == ["receive", "pause wait", "commit emptying", "resume"]
+
+
+def test_an_engine_that_somebody_wakes_meanwhile_is_paused() -> None:
+    engine = Sleeping()
+    with controlled(engine, False, sleeping=SleepMode.RESTORE) as control:
+        receive(control, Alone())
+        engine.asleep.clear()
+        control.commit(7, nothing)
+    assert engine.asked == ["wake weights", "receive", "pause wait", "commit emptying", "resume"]
+
+
+@pytest.mark.parametrize("refused", ["commit", "confirm", "nothing"])
+def test_an_engine_whose_weights_may_be_of_no_version_sleeps_on(refused: str) -> None:
+    engine = Sleeping(refused)
+    with controlled(engine, False, sleeping=SleepMode.WAKE) as control:
+        receive(control, Alone())
+        if refused == "nothing":  # it did not arrive
+            control.give_up()
+        else:
+            with pytest.raises(RefitError, match=f"one refuses to {refused}"):
+                control.commit(7, lambda: engine._ask("confirm"))
+        assert engine.asleep == {"kv_cache"}
+        assert control.left_asleep == "; one sleeps on, with its weights awake: push again"
+        engine._refused = ()
+        receive(control, Alone())
+        control.commit(7, nothing)
+        assert not engine.is_sleeping()
+
+
+def test_an_engine_that_cannot_be_put_back_is_told() -> None:
+    engine = Sleeping("sleep")
+    with controlled(engine, False, sleeping=SleepMode.RESTORE) as control:
+        receive(control, Alone())
+        message = "one has committed version 7, but could not be woken, or put back to sleep: one refuses to sleep"
+        with pytest.raises(RefitError, match=message):
+            control.commit(7, nothing)
+
+
+def test_an_engine_that_cannot_sleep_is_refused() -> None:
+    message = "sleeping is wake; one is a Engine, which cannot sleep"
+    with controlled(Engine(), False, sleeping=SleepMode.WAKE) as control, pytest.raises(RefitError, match=message):
+        receive(control, Alone())
+
+
+def test_to_wake_an_engine_versions_must_arrive_beside() -> None:
+    with pytest.raises(ValueError, match=r"memory is in_place and sleeping is wake: .*; choose memory beside"):
+        RefitOptions(memory=MemoryMode.IN_PLACE, sleeping=SleepMode.WAKE)

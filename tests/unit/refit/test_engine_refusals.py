@@ -66,7 +66,6 @@ def test_an_engine_in_block_fp8_is_taken() -> None:
         ("quant_config", Fp8Config(), r"it quantizes them \(fp8\), not in blocks of 128 x 128; start it without"),
         ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"\(fp8\), not in blocks of 128 x 128"),
         ("quant_config", Fp8Config(True), r"\(fp8\), not in blocks of 128 x 128"),
-        ("lora_config", object(), r"--enable-lora"),
         ("parallel_config.enable_eplb", True, r"--enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, r"--offload-group-size"),

@@ -235,6 +235,12 @@ class _Llm:
     def init_weight_transfer_engine(self, request: dict[str, dict[str, object]]) -> None:
         self.calls.append(str(request["init_info"]["call"]))
 
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {', '.join(tags)}")
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.calls.append(f"sleep {level} {mode}")
+
     def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         assert reset_running_requests
         assert reset_connector
@@ -249,6 +255,17 @@ def test_the_size_of_an_engine_of_this_process() -> None:
     parallel.distributed_executor_backend = "external_launcher"
     with pytest.raises(RefitError, match=r"reach its own worker alone.*external_launcher"):
         LocalEngine(llm).world_size()
+
+
+def test_an_engine_of_this_process_sleeps_and_wakes_in_parts() -> None:
+    llm = _Llm()
+    llm.llm_engine = SimpleNamespace(is_sleeping=lambda: not llm.calls)
+    engine = LocalEngine(llm)
+    assert engine.is_sleeping()
+    engine.wake_up("weights")
+    assert not engine.is_sleeping()
+    engine.sleep()
+    assert llm.calls == ["wake weights", "sleep 1 keep"]
 
 
 def test_whoever_has_an_engine_in_his_process_is_admitted() -> None:

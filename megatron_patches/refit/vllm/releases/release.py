@@ -37,6 +37,9 @@ Tensors = dict[str, torch.Tensor]
 PROCESSED = "_already_called_process_weights_after_loading"
 """Attribute that some of vLLM's methods set on a layer so that they process it only once."""
 
+CACHE_SCALES = frozenset({"_q_scale", "_k_scale", "_v_scale", "_prob_scale"})
+"""Buffers of attention layers that vLLM computes with, whatever it loads the scales of a KV cache into."""
+
 _RELOADING = "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo"
 _NAMES = (
     *(f"{_RELOADING}.{name}" for name in ("restore_metadata", "restore_device", "kernel_tensors", "reset")),
@@ -49,6 +52,7 @@ _NAMES = (
     "vllm.config:ParallelConfig.data_parallel_index",
     "vllm.config:ParallelConfig.enable_eplb",
     "vllm.config:VllmConfig.lora_config",
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA",
     "vllm.config:VllmConfig.quant_config",
     "vllm.device_allocator:AllocationData.is_asleep",
     "vllm.device_allocator:AllocationData.tag",
@@ -93,8 +97,6 @@ class Release:
                 "without --quantization, from a configuration without quantization_config or from what `refit export "
                 "--weight-format fp8_block` writes"
             )
-        if config.lora_config is not None:
-            yield "adapters wrap the layers that hold them (--enable-lora); publish adapters, or start it without"
         if config.parallel_config.enable_eplb:
             yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"
         offload = config.offload_config

@@ -1,0 +1,80 @@
+"""Scales of KV caches in FP8, which a trainer gives with a version, and the tensors as which they travel.
+
+[Note: KV scales] vLLM stores ``key / k_scale`` and ``value / v_scale`` in FP8. Each scale travels as a tensor of one
+fp32 number, planned, proved and verified like a weight. Their names are no names of a checkpoint, because engines find
+their attention layers by the trainer's name or number of the layer: ``kv_scales/LAYER/k_scale``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from megatron_patches.refit.errors import RefitError
+
+_PREFIX = "kv_scales"
+_LAYER = re.compile(r"[0-9A-Za-z_.]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVScales:
+    """Scales of one attention layer, as vLLM names them.
+
+    Attributes:
+        k_scale: what keys are divided by before they are stored; positive.
+        v_scale: likewise, values.
+        q_scale: likewise, queries, in engines that compute attention in FP8; None leaves the engine's own.
+        prob_scale: likewise, the probabilities.
+    """
+
+    k_scale: float
+    v_scale: float
+    q_scale: float | None = None
+    prob_scale: float | None = None
+
+
+KVScalesOfLayers = Mapping[int | str, KVScales]
+"""Scales by attention layer: its number, or its name in the engine (``model.layers.0.self_attn``, with or without the
+``.attn`` that vLLM appends)."""
+
+KINDS = tuple(field.name for field in fields(KVScales))
+
+
+def scale_values(kv_scales: KVScalesOfLayers) -> dict[str, float]:
+    """The scales by name of the tensor as which they travel.
+
+    Raises:
+        RefitError: naming a layer or a scale that cannot be one.
+    """
+    found: dict[str, float] = {}
+    for layer, scales in kv_scales.items():
+        if isinstance(layer, bool) or not _LAYER.fullmatch(str(layer)):
+            raise RefitError(f"kv_scales: {layer!r} is neither the number nor the name of an attention layer")
+        for kind in KINDS:
+            value = getattr(scales, kind)
+            if value is None and kind not in ("k_scale", "v_scale"):
+                continue
+            try:
+                (rounded,) = struct.unpack("f", struct.pack("f", value))
+            except (struct.error, OverflowError):
+                rounded = math.nan
+            if not 0.0 < rounded < math.inf:
+                raise RefitError(f"kv_scales: {kind} of layer {layer} is {value!r}; it must be positive and finite")
+            found[f"{_PREFIX}/{layer}/{kind}"] = rounded
+    if not found:
+        raise RefitError("kv_scales is empty; give the scales of all attention layers, or None to send none")
+    return found
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor is a scale of a KV cache."""
+    return name.startswith(f"{_PREFIX}/")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Layer and kind of a tensor for which :func:`is_kv_scale` holds."""
+    _, layer, kind = name.split("/")
+    return layer, kind

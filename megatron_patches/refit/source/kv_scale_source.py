@@ -1,0 +1,82 @@
+"""A source of another source's weights and of scales of the KV cache; see [Note: KV scales]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.source.live import memory_of
+
+if TYPE_CHECKING:
+    from megatron_patches.refit.parties.messages import Held
+    from megatron_patches.refit.ports import Memory
+    from megatron_patches.refit.source.weight_source import WeightSource
+
+_STORAGE = "kv_scales"
+
+
+class KVScaleSource:
+    """What another source has, and scales; a :class:`megatron_patches.refit.source.weight_source.WeightSource`.
+
+    Args:
+        source: the weights.
+
+    Attributes:
+        values: the scales that this rank gives, by name of the tensor; the first rank gives all. They may change
+            between two pushes, their names only before :meth:`describe`.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.values: Mapping[str, float] = {}
+        self._scales = torch.empty(0)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._source.device
+
+    def describe(self, rank: int) -> Held:
+        """As of the other source, and of the scales.
+
+        Raises:
+            RefitError: as the other source.
+        """
+        held, names = self._source.describe(rank), list(self.values)
+        self._scales = torch.empty(len(names), dtype=torch.float32, device=self.device)
+        if not names:
+            return held
+        storage = Storage(_STORAGE, "float32", len(names), len(names))
+        placements = (
+            Placement(Box(name, (0,), (1,)), View(_STORAGE, place, (1,), (1,))) for place, name in enumerate(names)
+        )
+        manifest = Manifest(
+            held.manifest.rank,
+            held.manifest.host,
+            (*held.manifest.storages, storage),
+            (*held.manifest.placements, *placements),
+        )
+        return replace(held, shapes={**held.shapes, **dict.fromkeys(names, (1,))}, manifest=manifest)
+
+    def settle(self) -> None:
+        """As of the other source; the scales are those of :attr:`values` from now on."""
+        self._source.settle()
+        if self._scales.numel():
+            self._scales.copy_(torch.tensor(list(self.values.values()), dtype=torch.float32))
+
+    def look_up(self) -> Memory:
+        """As of the other source, and the scales.
+
+        Raises:
+            RefitError: as the other source.
+        """
+        memory = self._source.look_up()
+        if not self._scales.numel():
+            return memory
+        scales = memory_of([(_STORAGE, _STORAGE, self._scales)])
+        return cast("Memory", {**memory, **scales})  # both on the host, or both on the device

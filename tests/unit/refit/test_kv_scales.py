@@ -1,0 +1,48 @@
+"""Scales of KV caches travel as numbers in fp32; what cannot be a scale is refused by its layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.kv_scales import KVScales, is_kv_scale, scale_values, split_name
+
+ONE = KVScales(k_scale=0.5, v_scale=0.25)
+
+
+def test_each_scale_is_a_number_in_fp32_with_a_name_of_its_own() -> None:
+    given: dict[int | str, KVScales] = {
+        3: KVScales(k_scale=0.1, v_scale=2, q_scale=0.5),
+        "model.layers.0.self_attn": ONE,
+    }
+    values = scale_values(given)
+    assert {split_name(name): value for name, value in values.items()} == {
+        ("3", "k_scale"): torch.tensor(0.1).item(),
+        ("3", "v_scale"): 2.0,
+        ("3", "q_scale"): 0.5,
+        ("model.layers.0.self_attn", "k_scale"): 0.5,
+        ("model.layers.0.self_attn", "v_scale"): 0.25,
+    }
+    assert all(is_kv_scale(name) for name in values)
+    assert not is_kv_scale("model.layers.0.self_attn.k_scale")
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, math.nan, math.inf, 1e-60, 1e60, None, "1"])
+def test_a_scale_that_is_not_positive_and_finite_is_refused(value: Any) -> None:
+    with pytest.raises(RefitError, match=r"kv_scales: k_scale of layer 2 is .*; it must be positive and finite"):
+        scale_values({1: ONE, 2: KVScales(k_scale=value, v_scale=1.0)})
+
+
+@pytest.mark.parametrize("layer", [-1, "", "layers/0", True])
+def test_what_names_no_layer_is_refused(layer: Any) -> None:
+    with pytest.raises(RefitError, match=r"kv_scales: .* is neither the number nor the name of an attention layer"):
+        scale_values({layer: ONE})
+
+
+def test_no_scales_at_all_are_refused() -> None:
+    with pytest.raises(RefitError, match="kv_scales is empty"):
+        scale_values({})
