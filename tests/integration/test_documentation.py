@@ -22,7 +22,6 @@ from etp import EtpConfig
 from etp import errors as etp_errors
 from megatron_patches import fixes, refit_training
 from megatron_patches.arguments import add_arguments
-from megatron_patches.refit import RefitOptions
 from megatron_patches.refit import errors as refit_errors
 from megatron_patches.refit.__main__ import build_parser
 from megatron_patches.refit.hf_match import FLAGS as FLAGS_OF_FIELDS
@@ -157,19 +156,6 @@ def test_example_of_trl_says_what_the_transfer_takes() -> None:
     for name in ("first_version", "device"):
         assert f"`{name}" in text
         assert name in inspect.signature(EtpWeightTransfer).parameters
-
-
-def test_settings_of_verl_are_those_of_its_test() -> None:
-    page = (ROOT / "docs" / "rl.md").read_text().partition("## verl\n")[2]
-    (fence, *_) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    settings = dict(setting.lstrip("+").split("=") for setting in fence.replace("\\\n", " ").split())
-    program = (ROOT / "tests" / "integration" / "verl_publishing.py").read_text()
-    for name, value in settings.items():
-        if value.startswith("megatron_patches"):
-            assert (ROOT / f"{value.replace('.', '/')}.py").exists()
-            assert f'MODULE = "{value}"' in program
-        elif name.startswith("actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.etp."):
-            assert name.rpartition(".")[2] in inspect.signature(RefitOptions).parameters
 
 
 def test_flags_that_are_documented_are_the_flags() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,13 @@ VARIABLES = {
     "VERL_ENGINE_DEVICE": "cuda",  # it chooses the actor's engine as on a GPU
     "VERL_ENGINE_VENDOR": "nvidia",
 }
+
+
+def documented() -> list[str]:
+    """The settings that docs/rl.md adds to verl's command line."""
+    page = (ROOT / "docs" / "rl.md").read_text().partition("## verl\n")[2]
+    fence = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    return fence.replace("\\\n", " ").split()
 
 
 def tree(folder: Path) -> Path:
@@ -50,7 +58,7 @@ def test_verls_servers_hold_the_shards_of_its_actor(tmp_path: Path) -> None:
         path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and not path.startswith(str(ROOT))
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.integration.verl_publishing", str(output)],
+        [sys.executable, "-W", "ignore", "-m", "tests.integration.verl_publishing", str(output), *documented()],
         check=False,
         cwd=folder,
         env={
