@@ -86,19 +86,30 @@ class RayEngine:
         self._call("sleep")
 
     def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        """Calls the actor.
+        called = getattr(self.actor, METHOD).remote(method, *args, **named)
+        return answer_of(self.name, method, called, self._timeout_s)
 
-        Raises:
-            RefitError: with the actor's reason; or if it has ended, or gives no answer in time.
-        """
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-        try:
-            return ray.get(getattr(self.actor, METHOD).remote(method, *args, **named), timeout=self._timeout_s)
-        except GetTimeoutError as error:
-            raise RefitError(f"{self.name} gave no answer to {method} within {self._timeout_s:.0f} s") from error
-        except RayTaskError as error:
-            raise RefitError(f"{self.name}: {error.cause}") from error
-        except RayError as error:
-            raise RefitError(f"{self.name} cannot be called: {str(error).splitlines()[0]}") from error
+def answer_of(name: str, method: str, called: Any, timeout_s: float) -> Any:
+    """What an actor's method returns.
+
+    Args:
+        name: of the engine, for messages.
+        method: likewise.
+        called: the reference that the call returned.
+        timeout_s: seconds to wait, the calls before it in the actor's queue included.
+
+    Raises:
+        RefitError: with the actor's reason; or if it has ended, or gives no answer in time.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+    try:
+        return ray.get(called, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise RefitError(f"{name} gave no answer to {method} within {timeout_s:.0f} s") from error
+    except RayTaskError as error:
+        raise RefitError(f"{name}: {error.cause}") from error
+    except RayError as error:
+        raise RefitError(f"{name} cannot be called: {str(error).splitlines()[0]}") from error

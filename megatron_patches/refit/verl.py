@@ -1,0 +1,313 @@
+"""Publishes weights from verl: its checkpoint engine ``etp``, for ``checkpoint_engine.custom_backend_module``.
+
+[Note: verl] verl hands a checkpoint engine whole tensors, gathered one by one, and has its workers beside vLLM's load
+what comes out at the other end. Neither happens here. An actor of :class:`EtpFSDPEngine` hands over its module with the
+tensors, whose ranks send their own shards; vLLM's workers, which have the plugin of this package, receive and commit
+them. So verl's workers receive nothing, which its ``delta_flush`` updates take for "no weight has changed": they leave
+vLLM alone, and note the step. verl has paused the servers meanwhile, and resumes them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from typing import TYPE_CHECKING, Any, Self
+
+import ray
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead
+
+from megatron_patches.refit.engines import Joined, PauseMode
+from megatron_patches.refit.errors import PartyFailedError, RefitError
+from megatron_patches.refit.publisher import WeightPublisher
+from megatron_patches.refit.push_options import Fate, RefitOptions
+from megatron_patches.refit.ray_engine import answer_of
+
+if TYPE_CHECKING:
+    import torch
+    from ray.actor import ActorHandle
+    from torch import nn
+
+_MODULE = __name__
+_ROLLOUT = "vllm"
+_VERLS_OWN = {
+    "pause": "verl pauses its servers itself for every update",
+    "on_engine_failure": "verl resumes all of its servers after an update, even one that misses it",
+    "lag_s": "no server misses an update",
+}
+
+
+class ModelWeights:
+    """An actor's weights: whole tensors one by one, as verl asks for them, and the module that they are gathered from.
+
+    Args:
+        tensors: names and whole tensors.
+        module: the module, under FSDP2.
+        change: what verl does to the tensors, as in "LoRA"; empty if they are the module's own.
+
+    Attributes:
+        module: as given.
+        change: likewise.
+    """
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]], module: nn.Module, change: str = "") -> None:
+        self._tensors, self.module, self.change = tensors, module, change
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._tensors)
+
+
+# verl takes an engine of a vendor before the one of any vendor, which is its own.
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cuda", vendor="nvidia")
+class EtpFSDPEngine(FSDPEngineWithLMHead):
+    """verl's FSDP2 engine. Its weights come with its module, for :class:`EtpCheckpointEngine`."""
+
+    def get_per_tensor_param(self, **named: Any) -> tuple[ModelWeights, dict[str, Any] | None]:
+        """See verl's ``BaseEngine``. Nothing is gathered before the result is iterated."""
+        tensors, adapter = super().get_per_tensor_param(**named)
+        change = "LoRA" if hasattr(self.module, "peft_config") else ""
+        if self._qat_enabled:
+            change = "quantization-aware training"
+        return ModelWeights(iter(tensors), self.module, change), adapter
+
+
+@CheckpointEngineRegistry.register("etp")
+class EtpCheckpointEngine(CheckpointEngine):
+    """Sends the weights of an FSDP2 actor, shard by shard, into verl's vLLM servers; see [Note: verl].
+
+    verl makes one in each rank of the actor and in each worker beside vLLM's.
+
+    Args:
+        bucket_size: bytes of verl's ``update_weights_bucket_megabytes``: the memory for packets in one process.
+        is_master: whether it is in the actor's first rank; verl says so.
+        timeout_s: of :class:`megatron_patches.refit.push_options.RefitOptions`, and seconds for a call of a server.
+        options: further options of :class:`megatron_patches.refit.push_options.RefitOptions`, from
+            ``checkpoint_engine.engine_kwargs.etp``.
+
+    Attributes:
+        version: number of the last version that was sent; -1 before. It is verl's step, unless that was sent before.
+
+    Raises:
+        ValueError: if an option is unknown or cannot be meant.
+    """
+
+    wire_format = "delta_flush"
+
+    def __init__(self, bucket_size: int, is_master: bool = False, *, timeout_s: float = 300.0, **options: Any) -> None:
+        for name, why in _VERLS_OWN.items():
+            if name in options:
+                raise ValueError(f"engine_kwargs.etp.{name} is {options[name]!r}, but {why}; leave it out")
+        taken = {"staging_bytes": bucket_size, "timeout_s": timeout_s, **options}
+        try:
+            RefitOptions(**taken)
+        except TypeError as error:
+            raise ValueError(f"engine_kwargs.etp: {error}; it takes the options of RefitOptions") from error
+        self.version = -1
+        self._is_first, self._given, self._timeout_s = is_master, taken, timeout_s
+        self._host = ""
+        self._workers: list[ActorHandle] = []
+        self._servers: list[VerlServer] = []
+        self._module: nn.Module | None = None
+        self._publisher: WeightPublisher | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """This process's actor, and the address of its machine."""
+        context = ray.get_runtime_context()
+        return {"actor": context.current_actor, "host": ray.util.get_node_ip_address().strip("[]")}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Tells the actor's ranks the address of their first machine, and which workers there are beside vLLM's.
+
+        Args:
+            actor_wg_world_size: number of the actor's ranks.
+            rollout_world_size: number of the workers beside vLLM's.
+            metadata: what :meth:`prepare` returned in each of them, in this order.
+        """
+        workers, host = [one["actor"] for one in metadata[actor_wg_world_size:]], metadata[0]["host"]
+
+        def same(number: int) -> dict[str, list[Any]]:
+            return {"workers": [workers] * number, "host": [host] * number}
+
+        return same(actor_wg_world_size), same(rollout_world_size)
+
+    def init_process_group(self, workers: list[ActorHandle], host: str) -> None:
+        """On the actor's ranks, notes who is to receive the next version. If others did before, all join again.
+
+        Args:
+            workers: those beside vLLM's.
+            host: address of the actor's first machine.
+
+        Raises:
+            RefitError: on the first rank, if a worker or its server cannot be called, or a server has settings with
+                which it cannot receive.
+        """
+        if (host, *(one._actor_id for one in workers)) == (self._host, *(one._actor_id for one in self._workers)):
+            return
+        self._close()
+        self._workers, self._host = workers, host
+        self._servers = self._find_servers() if self._is_first else []
+
+    async def send_weights(self, weights: ModelWeights, global_steps: int | None = None) -> dict[str, float]:
+        """Sends a version, and waits until the servers serve it. On all ranks of the actor.
+
+        Args:
+            weights: of :class:`EtpFSDPEngine`.
+            global_steps: verl's number of this version.
+
+        Returns:
+            Metrics for verl's log.
+
+        Raises:
+            RefitError: if the weights are of another engine, or with LoRA or quantization-aware training.
+            PartyFailedError: if a server does not serve the version, with its reason.
+        """
+        module = _module_of(weights)
+        if module is not self._module:
+            self._close()
+        if self._publisher is None:
+            self._publisher, self._module = self._new_publisher(module), module
+        self.version = max(self.version + 1, global_steps or 0)
+        report = self._publisher.publish(self.version).result()
+        missing = {name: one for name, one in report.engines.items() if one.fate is not Fate.SERVES}
+        if missing:
+            reasons = [f"{name}: {one.reason or one.fate.value}" for name, one in missing.items()]
+            raise PartyFailedError(f"version {self.version} does not serve: {'; '.join(reasons)}", missing)
+        return {"refit/bytes": report.nbytes, **{f"refit/{phase}_s": value for phase, value in report.seconds.items()}}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Any, None]:
+        """Nothing: vLLM's workers receive; see [Note: verl]."""
+        del global_steps
+        return
+        yield
+
+    def finalize(self) -> None:
+        """Nothing: connections stay."""
+
+    def _new_publisher(self, module: nn.Module) -> WeightPublisher:
+        publisher = WeightPublisher(module, options=RefitOptions(**{"host": self._host, **self._given}))
+        for server in self._servers:
+            publisher.attach(server)
+        return publisher
+
+    def _find_servers(self) -> list[VerlServer]:
+        replicas: Counter[int] = Counter()
+        for worker in self._workers:
+            name = f"a worker of {_ROLLOUT}"
+            replicas[answer_of(name, "get_replica_rank", worker.get_replica_rank.remote(), self._timeout_s)] += 1
+        servers = [VerlServer(f"{_ROLLOUT}_server_{rank}_0", size, self._timeout_s) for rank, size in replicas.items()]
+        for server in servers:
+            check_settings(server.name, server.settings())
+        return servers
+
+    def _close(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+
+class VerlServer:
+    """A vLLM server of verl; with the methods of :class:`megatron_patches.refit.engines.EngineClient`.
+
+    It is a Ray actor: whoever can call it can do anything with it, so a join is admitted first.
+
+    Args:
+        name: of the actor.
+        world_size: number of its workers.
+        timeout_s: seconds for one call.
+
+    Raises:
+        RefitError: if there is no such actor.
+    """
+
+    def __init__(self, name: str, world_size: int, timeout_s: float) -> None:
+        try:
+            self._actor = ray.get_actor(name)
+        except ValueError as error:
+            raise RefitError(f"there is no Ray actor {name}; with the engine 'etp', rollout.name is vllm") from error
+        self.name, self._world_size, self._timeout_s = name, world_size, timeout_s
+        self._joined = Joined()
+
+    def settings(self) -> Any:
+        """Its ``verl.workers.config.RolloutConfig``."""
+        return self._call("get_rollout_config")
+
+    def world_size(self) -> int:
+        """See :class:`megatron_patches.refit.engines.EngineClient`."""
+        return self._world_size
+
+    def check_up(self) -> None:
+        """Likewise."""
+        self._call("get_server_address")
+
+    def call(self, call: dict[str, Any]) -> None:
+        """Likewise."""
+        if call["call"] == "join":
+            self._tell({"call": "admit"})
+        self._tell(self._joined.told(call))
+
+    def commit(self, version: int, *, reset_cache: bool) -> None:
+        """Likewise."""
+        self.call({"call": "commit", "version": version})
+        if reset_cache:
+            self._call("clear_kv_cache")
+
+    def pause(self, mode: PauseMode) -> None:
+        """Nothing: verl has aborted all requests, and holds back new ones until the update has ended."""
+
+    def resume(self, *, reset_cache: bool) -> None:
+        """Only what concerns caches: verl resumes the server."""
+        if reset_cache:
+            self._call("clear_kv_cache")
+
+    def _tell(self, call: dict[str, Any]) -> None:
+        self._call("collective_rpc", "init_weight_transfer_engine", timeout=self._timeout_s, kwargs={"init_info": call})
+
+    def _call(self, method: str, *args: Any, **named: Any) -> Any:
+        return answer_of(self.name, method, getattr(self._actor, method).remote(*args, **named), self._timeout_s)
+
+
+def check_settings(name: str, settings: Any) -> None:
+    """Refuses settings of a server with which it cannot receive.
+
+    Args:
+        name: of the server.
+        settings: its ``verl.workers.config.RolloutConfig``.
+
+    Raises:
+        RefitError: naming the setting to change.
+    """
+    if settings.disaggregation.enabled:
+        raise RefitError(f"{name} only prefills or decodes; set rollout.disaggregation.enabled=False")
+    if settings.free_cache_engine:
+        raise RefitError(
+            f"{name} gives up its weights before each update; set actor_rollout_ref.rollout.free_cache_engine=False"
+        )
+    transfer = (settings.engine_kwargs.get(_ROLLOUT) or {}).get("weight_transfer_config") or {}
+    if transfer.get("backend") != "etp":
+        raise RefitError(
+            f"{name} cannot receive from the checkpoint engine 'etp'; set "
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config.backend=etp"
+        )
+
+
+def _module_of(weights: Any) -> nn.Module:
+    """The module that an actor's weights are gathered from.
+
+    Raises:
+        RefitError: if it has none, or sends others than its parameters.
+    """
+    if not isinstance(weights, ModelWeights):
+        raise RefitError(
+            "the checkpoint engine 'etp' sends the shards of an FSDP2 actor on NVIDIA GPUs: set "
+            f"actor_rollout_ref.actor.strategy=fsdp2 and actor_rollout_ref.model.external_lib={_MODULE}"
+        )
+    if weights.change:
+        raise RefitError(f"the checkpoint engine 'etp' does not send the weights of {weights.change}; train without it")
+    return weights.module
