@@ -339,6 +339,14 @@ CASES = (
         grouped_experts=False,
         slow=True,
     ),
+    # The stock run computes shared experts on the stream of all others: two streams share slots and gradient buffers.
+    Case(
+        "moe_shared_expert_overlap",
+        2,
+        "--etp-size 2 --expert-etp-size 2 --moe-shared-expert-overlap",
+        common=f"{MOE} --moe-shared-expert-intermediate-size 64",
+        slow=True,
+    ),
     # Experts on two ranks, each whole on both without shards.
     Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE),
     Case("moe_etp2_expert_etp2_recomputed", 2, "--etp-size 2 --expert-etp-size 2", common=f"{MOE} {FULL_RECOMPUTE}"),
