@@ -19,8 +19,8 @@ import torch
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.group import Shard
 from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
+from etp.shard import Shard
 from etp.shard_copy import ASKED_BY_WRITERS, COPIES, CUT, Cut, ShardCopy, refuse_writers
 
 # Functions whose result holds none of the shard's values.

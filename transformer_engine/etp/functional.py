@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.group import Shard
+from etp.shard import Shard
 
 
 def _require_group(weights: Sequence[Any]) -> None:
