@@ -31,6 +31,7 @@ _FORMER_VERSIONS = attrgetter("_former_versions")
 _DATA = attrgetter("_data")
 _ADDRESS = methodcaller("data_ptr")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_HAS_REDUCE_HOOKS = attrgetter("has_reduce_hooks")
 
 
 class Reading:
@@ -416,9 +417,10 @@ class WeightGroup:
         """Run the hooks of the group and of its trained shards: the gradients of one backward pass are complete."""
         for hook in self.reduce_hooks:
             hook()
-        for shard in itertools.compress(self.shards, self.trained()):
-            if shard.has_reduce_hooks:
-                shard.run_reduce_hooks()
+        if any(map(_HAS_REDUCE_HOOKS, self.shards)):
+            for shard in itertools.compress(self.shards, self.trained()):
+                if shard.has_reduce_hooks:
+                    shard.run_reduce_hooks()
 
     def begin_reduction(self, nbytes: int) -> None:
         """Record the start of a reduction of ``nbytes`` bytes of gradients.
