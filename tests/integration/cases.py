@@ -176,7 +176,6 @@ CASES = (
     Case("etp2_resident_exact", 2, "--etp-size 2 --etp-resident-bytes 1000000", common=ONE_MICROBATCH, tolerance=0.0),
     # Equal rows divide by 2 without padding, except those of the vocabulary's 250.
     Case("etp2_unpadded_exact", 2, "--etp-size 2 --etp-pad-for-alignment 0", common=ONE_MICROBATCH, tolerance=0.0),
-    Case("etp2_clipped", 2, "--etp-size 2", common="--clip-grad 0.1"),
     Case(
         "etp2_reduce_once_exact",
         2,
@@ -185,7 +184,12 @@ CASES = (
         tolerance=0.0,
     ),
     Case("etp2_four_microbatches", 2, "--etp-size 2"),
-    Case("etp2_grouped_query", 2, "--etp-size 2", common="--group-query-attention --num-query-groups 2 --qk-layernorm"),
+    Case(
+        "etp2_grouped_query_clipped",
+        2,
+        "--etp-size 2",
+        common="--group-query-attention --num-query-groups 2 --qk-layernorm --clip-grad 0.1",
+    ),
     Case("etp2_per_token_loss", 2, "--etp-size 2", common="--calculate-per-token-loss"),
     Case("etp2_bf16", 2, "--etp-size 2", common=f"--bf16 {COUNT_ZEROS}", tolerance=BF16_TOLERANCE),
     Case(
@@ -199,7 +203,7 @@ CASES = (
         cpu_only="on GPUs all cases are in bf16",
         slow=True,
     ),
-    Case("etp4", 4, "--etp-size 4"),
+    Case("etp4", 4, "--etp-size 4", slow=True),
     Case("etp4_backend_sums", 4, "--etp-size 4 --no-etp-fp32-accumulation", slow=True),
     Case(
         "etp4_padding",
@@ -208,7 +212,7 @@ CASES = (
         model=LLAMA.replace("--hidden-size 64 --ffn-hidden-size 128", "--hidden-size 72 --ffn-hidden-size 100"),
         common=COUNT_ZEROS,
     ),
-    Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2"),
+    Case("tp2_etp2", 4, "--etp-size 2", common="--tensor-model-parallel-size 2", slow=True),
     Case("tp2_etp2_sequence", 4, "--etp-size 2", common="--tensor-model-parallel-size 2 --sequence-parallel"),
     Case(
         "tp2_etp2_latent_attention",
@@ -275,7 +279,13 @@ CASES = (
         bf16_tolerance=SIGNS_BF16_TOLERANCE,
     ),
     # Dense and expert weights with different numbers of shards: the scales of their gradients differ.
-    Case("moe_etp4_expert_etp2", 4, "--etp-size 4 --expert-etp-size 2", common=f"{MOE} --expert-model-parallel-size 2"),
+    Case(
+        "moe_etp4_expert_etp2",
+        4,
+        "--etp-size 4 --expert-etp-size 2",
+        common=f"{MOE} --expert-model-parallel-size 2",
+        slow=True,
+    ),
     Case("moe_expert_etp4", 4, "--expert-etp-size 4", common=f"{MOE} {COUNT_ZEROS} --moe-ffn-hidden-size 50"),
     # Experts' biases are replicated over the ranks that share an expert's weights.
     Case(
@@ -341,8 +351,16 @@ CASES = (
         grouped_experts=False,
         slow=True,
     ),
+    # The stock run computes shared experts on the stream of all others: two streams share slots and gradient buffers.
+    Case(
+        "moe_shared_expert_overlap",
+        2,
+        "--etp-size 2 --expert-etp-size 2 --moe-shared-expert-overlap",
+        common=f"{MOE} --moe-shared-expert-intermediate-size 64",
+        slow=True,
+    ),
     # Experts on two ranks, each whole on both without shards.
-    Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE),
+    Case("moe_expert_etp2", 2, "--expert-etp-size 2", common=MOE, slow=True),
     Case("moe_etp2_expert_etp2_recomputed", 2, "--etp-size 2 --expert-etp-size 2", common=f"{MOE} {FULL_RECOMPUTE}"),
     Case(
         "etp2_muon_exact",

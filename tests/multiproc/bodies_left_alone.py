@@ -141,6 +141,40 @@ def computed_from_a_shard(rank: int, world_size: int, frozen: bool) -> dict[str,
     return answers
 
 
+class Its(nn.Linear):
+    """Computes with its weight as it likes."""
+
+    def __init__(self, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(ROWS, ROWS, bias=False)
+        self.compute = compute
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """What it was made for."""
+        return self.compute(input, self.weight)
+
+
+def computed_with_data(rank: int, world_size: int) -> dict[str, str]:
+    """Layers that compute with the data of their weights, or with what is detached of them; recorded or not."""
+    layers: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "linear: data": lambda x, w: F.linear(x, w.data),
+        "linear: twice the data": lambda x, w: F.linear(x, w.data * 2),
+        "linear: detached": lambda x, w: F.linear(x, w.detach()),
+        "t: data": lambda x, w: x @ w.data.t(),
+        "t: detached": lambda x, w: x @ w.detach().t(),
+        "matmul: data": lambda x, w: torch.matmul(x, w.data),
+        "mean: data": lambda x, w: x * w.data.mean(),
+        "__getitem__: detached": lambda x, w: x + w.detach()[0],
+    }
+    answers: dict[str, str] = {}
+    for name, compute in layers.items():
+        model = nn.Sequential(nn.Linear(8, ROWS), Its(compute)).to(device())
+        etp.shard_module(model, dist.group.WORLD)
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                answers |= _answers({f"{name}: {recorded}": partial(model, _inputs(rank))}, (etp.EtpStateError,))
+    return answers
+
+
 class Casting(nn.Linear):
     """Computes in double precision."""
 

@@ -58,10 +58,14 @@ def test_what_cannot_be_gathered_in_fp8_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "alignment", "kinds"),
-    [(2, 32, bodies.KINDS), pytest.param(4, 128, ("Linear",), marks=pytest.mark.slow)],
+    ("recipe", "ranks", "alignment", "kinds"),
+    [
+        ("MXFP8BlockScaling", 2, 32, bodies.KINDS),
+        ("NVFP4BlockScaling", 2, 32, bodies.KINDS[-1:]),
+        pytest.param("NVFP4BlockScaling", 2, 32, bodies.KINDS[:-1], marks=pytest.mark.slow),
+        *(pytest.param(recipe, 4, 128, bodies.KINDS[:1], marks=pytest.mark.slow) for recipe in bodies.APART),
+    ],
 )
-@pytest.mark.parametrize("recipe", bodies.APART)
 def test_modules_with_rows_and_columns_apart_equal_whole_ones(
     recipe: str, ranks: int, alignment: int, kinds: tuple[str, ...]
 ) -> None:

@@ -20,23 +20,23 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.cpu_only("it counts the calls o
 LIMITS = {
     "3 linears, ETP": {
         "forward": Calls(179, 14, 256),
-        "backward": Calls(290, 17, 467),
-        "visit": Calls(49, 8, 74),
+        "backward": Calls(286, 17, 439),
+        "visit": Calls(48, 8, 73),
     },
     "3 x 4 experts, ETP": {
         "forward": Calls(170, 11, 246),
-        "backward": Calls(281, 17, 400),
-        "visit": Calls(52, 8, 81),
+        "backward": Calls(277, 17, 372),
+        "visit": Calls(51, 8, 80),
     },
     "3 x 16 experts, ETP": {
         "forward": Calls(170, 11, 318),
-        "backward": Calls(317, 17, 436),
-        "visit": Calls(52, 8, 105),
+        "backward": Calls(313, 17, 408),
+        "visit": Calls(51, 8, 104),
     },
     "3 x 128 experts, ETP": {
         "forward": Calls(170, 11, 990),
-        "backward": Calls(653, 17, 772),
-        "visit": Calls(52, 8, 329),
+        "backward": Calls(649, 17, 744),
+        "visit": Calls(51, 8, 328),
     },
 }
 

@@ -34,6 +34,16 @@ def test_what_is_computed_from_a_shard_is_no_weight(frozen: bool) -> None:
             assert "pass the module in replicated_modules" in message
 
 
+def test_a_layer_does_not_compute_with_its_shard() -> None:
+    """Padding leaves all of its rows to the first rank: elsewhere, results would be right in shape alone."""
+    for answers in run_distributed(bodies.computed_with_data, 2):
+        assert len(answers) == 2 * 8
+        for name, message in answers.items():
+            assert message.startswith(name.split(":")[0]), (name, message)
+            assert "on ETPShardedParam(1.weight: rows" in message or "on a tensor computed from ETP" in message
+            assert "pass the module in replicated_modules" in message
+
+
 def test_casts_of_weights_are_refused_in_evaluations() -> None:
     for answers in run_distributed(bodies.casts_in_an_evaluation, 2):
         assert set(answers) == {"no_grad", "inference_mode"}

@@ -38,6 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "group",
+            "shard",
             "grads",
             "mode",
             "passes",
@@ -57,7 +58,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"modules", "sites", "wrap"}),
     frozenset({"state", "checkpoint", "clip", "muon"}),
 )
-"""The engine's modules, lowest layer first. A module imports from its own layer and from lower ones."""
+"""The engine's modules, lowest layer first. A module imports from its own layer and from lower ones.
+
+Annotations may name types of any layer: such an import is for the type checker only.
+"""
 
 REFIT = "megatron_patches.refit"
 REFIT_GLUE = tuple(
@@ -77,11 +81,13 @@ class Import:
         target: the imported module.
         line: where, in the importing file.
         deferred: True inside a function, or for type checking only: it does not run when the module is imported.
+        typing: for type checking only: it never runs.
     """
 
     target: str
     line: int
     deferred: bool
+    typing: bool
 
 
 def product_sources() -> dict[str, str]:
@@ -97,20 +103,25 @@ def product_sources() -> dict[str, str]:
 def imports_of(text: str, modules: Mapping[str, str]) -> Iterator[Import]:
     """The imports in a module's text. ``from package import name`` is an import of the submodule if there is one."""
 
-    def walk(node: ast.AST, deferred: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, deferred: bool, typing: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            later = deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                later = True
+            never = typing or (isinstance(child, ast.If) and _is_for_typing(child.test))
+            later = deferred or never or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, deferred) for alias in child.names)
+                yield from (Import(alias.name, child.lineno, deferred, typing) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module is not None:
                 for alias in child.names:
                     submodule = f"{child.module}.{alias.name}"
-                    yield Import(submodule if submodule in modules else child.module, child.lineno, deferred)
-            yield from walk(child, later)
+                    target = submodule if submodule in modules else child.module
+                    yield Import(target, child.lineno, deferred, typing)
+            yield from walk(child, later, never)
 
-    yield from walk(ast.parse(text), False)
+    yield from walk(ast.parse(text), False, False)
+
+
+def _is_for_typing(test: ast.expr) -> bool:
+    """Whether this is the condition ``TYPE_CHECKING``, not its opposite."""
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def direction_violations(modules: Mapping[str, str]) -> list[str]:
@@ -118,7 +129,7 @@ def direction_violations(modules: Mapping[str, str]) -> list[str]:
     found = []
     for name, text in modules.items():
         for imported in imports_of(text, modules):
-            reason = _forbidden(name, imported.target)
+            reason = _forbidden(name, imported.target, typing=imported.typing)
             if reason is not None:
                 found.append(f"{name}:{imported.line}: imports {imported.target}; {reason}")
     return found
@@ -134,10 +145,10 @@ def _layer(name: str) -> int | None:
     return next((index for index, layer in enumerate(LAYERS) if part in layer), None)
 
 
-def _forbidden(name: str, target: str) -> str | None:
+def _forbidden(name: str, target: str, *, typing: bool) -> str | None:
     """Why module ``name`` may not import ``target``; None if it may."""
     if _within(name, "etp"):
-        return _forbidden_in_engine(name, target)
+        return _forbidden_in_engine(name, target, typing=typing)
     if _within(name, REFIT_VLLM):
         if _within(target, "megatron", "transformer_engine"):
             return "what runs inside vLLM imports neither Megatron nor Transformer Engine"
@@ -151,7 +162,7 @@ def _forbidden(name: str, target: str) -> str | None:
     return None
 
 
-def _forbidden_in_engine(name: str, target: str) -> str | None:
+def _forbidden_in_engine(name: str, target: str, *, typing: bool) -> str | None:
     if _within(target, "megatron_patches", "megatron", "vllm"):
         return "the engine knows neither Megatron nor the patches nor vLLM"
     if name == "etp" or not _within(target, "etp"):
@@ -161,13 +172,16 @@ def _forbidden_in_engine(name: str, target: str) -> str | None:
     own, other = _layer(name), _layer(target)
     if own is None or other is None:
         return f"{name if own is None else target} belongs to no layer; give it one in tests/support/imports.py"
-    return f"layer {other} is above its own, {own}" if other > own else None
+    return f"layer {other} is above its own, {own}" if other > own and not typing else None
 
 
 def cycles(modules: Mapping[str, str]) -> list[str]:
-    """Import cycles between modules, each as ``a -> b -> a``. A package's own ``__init__`` counts as a module."""
+    """Import cycles between modules, each as ``a -> b -> a``. A package's own ``__init__`` counts as a module.
+
+    Imports for annotations only never run, so they close no cycle.
+    """
     graph = {
-        name: sorted({i.target for i in imports_of(text, modules) if i.target in modules and i.target != name})
+        name: sorted({i.target for i in imports_of(text, modules) if not i.typing} & modules.keys() - {name})
         for name, text in modules.items()
     }
     found: list[str] = []

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from etp.config import EtpConfig
 from etp.grad_hooks import Chosen, GradHooks
 from etp.grads import Destinations, PendingReduction
-from etp.group import Shard, WeightGroup
+from etp.group import WeightGroup
 from etp.mode import Modes
+from etp.shard import Shard
 from tests.support.fake_group import fake_group
 from tests.unit.test_group import shard_named
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from etp.collectives.sums import accumulate_parts
 from etp.errors import EtpCommunicationError, EtpStateError
 from etp.grads import Destinations, PendingReduction, WgradPool, padded_wgrads
-from etp.group import Shard, WeightGroup
+from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.shard import Shard
 from etp.stack import Stack
 from etp.streams import InFlight, Ready
 from tests.support.fake_group import fake_group

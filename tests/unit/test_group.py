@@ -11,8 +11,9 @@ import torch.distributed as dist
 from etp.cache import BufferCache
 from etp.collectives.base import Route, Transport
 from etp.errors import EtpStateError, StaleWeightError
-from etp.group import Shard, WeightGroup
+from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.shard import Shard
 from etp.stack import Stack
 from etp.streams import InFlight, Lane
 from tests.support.fake_group import fake_group

@@ -5,7 +5,7 @@ layers it is not: where padding leaves all rows to the first rank, ``F.linear(x,
 ``x + positions.weight`` have plausible shapes, but other ranks compute with zeros. So a result larger than the shard,
 into which the shard was broadcast, is refused. A result of the shard's size is refused as a weight, and by the
 functions that refuse a shard. This holds in forward passes and wherever autograd records; optimizers compute with plain
-tensors.
+tensors. In forward passes it also holds for ``weight.data`` and ``weight.detach()``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.group import Shard
 from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
-from etp.shard_copy import ASKED_BY_WRITERS, COPIES, CUT, Cut, ShardCopy, refuse_writers
+from etp.shard import Shard
+from etp.shard_copy import AS_WEIGHT, ASKED_BY_WRITERS, COPIES, CUT, Cut, ShardCopy, refuse_writers
 
 # Functions whose result holds none of the shard's values.
 _UNRELATED = named_functions(
@@ -98,9 +98,10 @@ class ShardDerived(_OfShard):
 
 
 class ShardData(_OfShard):
-    """The ``data`` of a shard: usable like any tensor, except that it cannot be initialised at random.
+    """The ``data`` of a shard: usable like any tensor, except as a weight, and not initialised at random.
 
-    Many models initialise with ``weight.data.normal_()``. Ranks with the same seed would draw the same rows.
+    Many models initialise with ``weight.data.normal_()``. Ranks with the same seed would draw the same rows. In the
+    model's forward pass, the same functions are refused as on a tensor that was computed from the shard.
     """
 
     @classmethod
@@ -119,13 +120,20 @@ class ShardData(_OfShard):
         kwargs = kwargs or {}
         if any(kind is not cls for kind in types):
             return NotImplemented
+        operands = (*args, *kwargs.values())
+        sources = [operand._source for operand in operands if isinstance(operand, cls)]
         if func in INITIALISERS:
-            operands = (*args, *kwargs.values())
-            raise TypeError(refusal(func, [operand._source for operand in operands if isinstance(operand, cls)]))
+            raise TypeError(refusal(func, sources))
+        cut = [source for source in sources if source.layout.num_shards > 1]
+        in_layers = [source for source in cut if source.has_driver and source.driver.in_forward]
+        if (func in AS_WEIGHT and cut) or (in_layers and is_refused(func)):
+            raise EtpStateError(refusal(func, cut))
         if func in ASKED_BY_WRITERS:
             refuse_writers(func, args[0].etp_cut)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+        if in_layers:
+            return mark_result(func, result, in_layers[0], operands)
         source = args[0]._source if func in COPIES and isinstance(args[0], cls) else None
         if source is None or not source.knows_copies or not isinstance(result, torch.Tensor):
             return result
@@ -163,7 +171,7 @@ def mark_result(func: Any, result: Any, source: Shard, operands: Sequence[Any]) 
         return result
     reshaped = source.knows_copies and func in _RESHAPES and result.shape != shape
     plain = not torch.is_grad_enabled() and not source.driver.in_forward and not reshaped
-    if plain or func in _DETACH:
+    if plain or (func in _DETACH and not source.driver.in_forward):
         # The caller wants this rank's shard; a copy records which one it is.
         is_copy = func in COPIES and source.knows_copies and result.shape == shape
         return ShardCopy.of(result, source.cut) if is_copy else result

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from etp.differentiate import is_asked_for
 from etp.errors import EtpStateError
-from etp.group import Shard
+from etp.shard import Shard
 
 
 def _require_group(weights: Sequence[Any]) -> None:
@@ -93,12 +92,11 @@ def _cast_all(weights: list[torch.Tensor], dtype: torch.dtype | None) -> list[to
 
 
 def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse ``create_graph=True``.
+    """Refuse ``create_graph=True``, which alone turns gradients on in a backward pass.
 
-    ``once_differentiable`` alone does not: if the incoming gradient requires no gradient, like that of ``y.sum()``, it
-    silently drops the dependence on the weight, and a gradient penalty would lack part of its gradient.
+    PyTorch's ``once_differentiable`` does not: if the incoming gradient requires no gradient, like that of ``y.sum()``,
+    it silently drops the dependence on the weight, and a gradient penalty would lack part of its gradient.
     """
-    once: Callable[..., Any] = once_differentiable(backward)
 
     @wraps(backward)
     def refusing(ctx: Any, *grads: Any) -> Any:
@@ -108,7 +106,7 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "differentiated again: leave out the gradient penalty or second derivative, or pass the modules that "
                 "need it in replicated_modules of etp.shard_module"
             )
-        return once(ctx, *grads)
+        return backward(ctx, *grads)
 
     return refusing
 

@@ -8,7 +8,7 @@ nothing that could differ between ranks, so all ranks skip the same gathers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -179,13 +179,13 @@ class Gathers:
                 in_flight += group.nbytes
             needed_earlier.add(slot)
 
-    def _ahead(self, timeline: Timeline[Reading]) -> Iterator[Reading]:
+    def _ahead(self, timeline: Timeline[Reading]) -> Sequence[Reading]:
         """The next visits, nearest first, in this pass and the next one."""
         count = max(_LOOKAHEAD, self._config.prefetch_depth)
         upcoming = timeline.upcoming(count)
-        yield from upcoming
-        if len(upcoming) < count and self._knows_next(timeline):
-            yield from self._passes.expected(count - len(upcoming))
+        if len(upcoming) == count or not self._knows_next(timeline):
+            return upcoming
+        return [*upcoming, *self._passes.expected(count - len(upcoming))]
 
     def _knows_next(self, timeline: Timeline[Reading]) -> bool:
         """Whether gathers may be started for the next pass.

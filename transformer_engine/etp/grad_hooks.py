@@ -28,8 +28,9 @@ from torch.utils.hooks import RemovableHandle
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
 from etp.grads import Destinations, PendingReduction
-from etp.group import Shard, WeightGroup
+from etp.group import WeightGroup
 from etp.mode import Modes
+from etp.shard import Shard
 
 Chosen = tuple[bool, ...] | None
 """Which of a group's shards ``backward(inputs=...)`` names; None if it names all that are trained."""

@@ -24,8 +24,9 @@ from typing import Any, Self
 import torch
 
 from etp.errors import EtpStateError
-from etp.group import Shard, WeightGroup
+from etp.group import WeightGroup
 from etp.layout import ShardLayout
+from etp.shard import Shard
 from etp.shard_grad import ShardGrad, plain
 from etp.stack import Stack
 from etp.streams import Ready

@@ -1,4 +1,4 @@
-"""Weight groups, the units of gathering and reducing (one weight, or all experts of a grouped layer), and their shards.
+"""Weight groups, the units of gathering and reducing: one weight, or all experts of a grouped layer.
 
 [Note: one at a time] A group has at most one gather that was not handed out yet (:attr:`WeightGroup.pending`) and one
 reduction in flight (:attr:`WeightGroup.reducing`); starting a second one raises EtpStateError. A gathered weight stays
@@ -9,26 +9,19 @@ the shard changes: see :meth:`WeightGroup.holds`. A gather that fails to start o
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol, Self, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from etp.cache import BufferCache, BufferSpec, Slot
 from etp.collectives.base import Route
 from etp.errors import EtpStateError
 from etp.formats.base import Quantization, WeightFormat
-from etp.layout import ShardLayout
-from etp.matrices import GroupMatrices
-from etp.refusals import OneOfMany
-from etp.scalars import GroupScalars
-from etp.shard_copy import Cut
+from etp.shard import Shard
 from etp.stack import Stack
 from etp.streams import InFlight, Lane, Ready
 
@@ -38,26 +31,7 @@ _FORMER_VERSIONS = attrgetter("_former_versions")
 _DATA = attrgetter("_data")
 _ADDRESS = methodcaller("data_ptr")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class _SetLater[T]:
-    """An attribute that is set once the object is part of a model; until then, reading it raises EtpStateError.
-
-    A property would cost a Python call at each of the many reads afterwards.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    @overload
-    def __get__(self, obj: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, obj: Shard, owner: type) -> T: ...
-    def __get__(self, obj: Shard | None, owner: type) -> T | Self:
-        """Called only while the attribute is not set on the object itself."""
-        if obj is None:
-            return self
-        raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+_HAS_REDUCE_HOOKS = attrgetter("has_reduce_hooks")
 
 
 class Reading:
@@ -72,247 +46,6 @@ class Reading:
 
     def __init__(self, group: WeightGroup, *, columns: bool) -> None:
         self.group, self.columns = group, columns
-
-
-class GathersWeights(Protocol):
-    """:class:`etp.gathers.Gathers`, as consumers of weights call it."""
-
-    def visit(
-        self, group: WeightGroup, format_: WeightFormat | None = None, *, transposed: bool = False
-    ) -> list[torch.Tensor]:
-        """The full weights, for use now, as they are stored or in a format, by rows or by columns. Collective."""
-
-    def full(self, group: WeightGroup, index: int) -> torch.Tensor:
-        """One full weight, newly allocated. Collective over the group's ranks."""
-
-
-class ReducesGradients(Protocol):
-    """:class:`etp.reductions.Reductions`, as consumers of weights, and the shards' gradients, call it."""
-
-    def buffers(self, group: WeightGroup, dtype: torch.dtype) -> list[torch.Tensor]:
-        """A buffer for each of the group's full gradients."""
-
-    def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of these buffers, for a consumer that requests them one at a time."""
-
-    def take(self, group: WeightGroup, wgrads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Start reducing the group's full gradients. Returns what to pass to autograd for each, usually None."""
-
-    def returns_gradients(self, group: WeightGroup) -> bool | None:
-        """Whether the gradients of this group's shards go to autograd rather than into the shards' ``grad``."""
-
-    def require_complete(self, group: WeightGroup) -> None:
-        """Raise EtpStateError unless the group's gradients are complete."""
-
-    def forget_sums(self, group: WeightGroup) -> None:
-        """Called when a gradient of this group was set to zero."""
-
-
-class ShardDriver(Protocol):
-    """The parts of the runtime (:class:`etp.runtime.EtpRuntime`) that shards and their consumers call.
-
-    A protocol, because these parts import the shards and groups that they drive.
-
-    Attributes:
-        in_forward: whether the model's forward pass is under way.
-        sums_gradients: whether gradients are summed over the ranks rather than averaged.
-    """
-
-    in_forward: bool
-    sums_gradients: bool
-
-    @property
-    def gathers(self) -> GathersWeights:
-        """Gathers the weights."""
-
-    @property
-    def reductions(self) -> ReducesGradients:
-        """Reduces their gradients."""
-
-    @property
-    def scalars(self) -> GroupScalars:
-        """Combines numbers over the ranks."""
-
-    @property
-    def matrices(self) -> GroupMatrices:
-        """Computes on whole matrices, each on one of the ranks."""
-
-    @property
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        """Every process group over which it shards weights, in the same order on all ranks."""
-
-
-class Shard(OneOfMany, torch.nn.Parameter):
-    """The engine's view of one rank's shard of a weight; :class:`etp.param.ETPShardedParam` is the user's.
-
-    Attributes:
-        group: the process group whose rank r holds shard r.
-        group_rank: this process's rank in ``group``; valid even after the group is destroyed.
-        weight_group: the weights that this one is gathered and reduced with.
-        driver: the runtime that runs their collectives.
-        fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
-        knows_copies: whether its copies record which shard they are (``etp/shard_copy.py``); loaded states must then
-            record it too.
-        has_reduce_hooks: whether any hook waits for its complete gradient.
-        term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
-    """
-
-    group: dist.ProcessGroup
-    group_rank: int
-    fqn: str
-    term_counted: bool
-    knows_copies = True
-
-    def __new__(
-        cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
-    ) -> Self:
-        """Make a parameter of a shard.
-
-        Args:
-            shard: tensor of ``layout.shard_shape``, not copied; its padding rows must be zero.
-            layout: how the weight is sharded.
-            group: the shard group.
-            requires_grad: whether it is trained.
-
-        Raises:
-            ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
-                is complex.
-        """
-        rank = own_rank(group)
-        if shard.is_complex():
-            raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
-        size = dist.get_world_size(group)
-        if size != layout.num_shards:
-            raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")
-        if tuple(shard.shape) != layout.shard_shape:
-            raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
-        param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
-        param._layout = layout
-        param.group, param.group_rank = group, rank
-        param.fqn = f"<unnamed {layout.shape}>"
-        param._group_index = 0
-        param.has_reduce_hooks = False
-        param._reduce_hooks = []
-        param._accumulate_hooks = OrderedDict()
-        param._reference = weakref.ref(param)
-        param._data, param._former_versions = None, 0
-        param._placeholder_due = param.term_counted = False
-        return param
-
-    weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
-    driver: ShardDriver = _SetLater["ShardDriver"]("has no runtime yet")  # type: ignore[assignment]
-
-    # Assigned in __new__; declared here for readers and type checkers.
-    _layout: ShardLayout
-    _group_index: int
-    has_reduce_hooks: bool
-    _reduce_hooks: list[Callable[[], None]]
-    _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
-    _reference: weakref.ref[Self]
-    _data: torch.Tensor | None
-    _former_versions: int
-    _placeholder_due: bool
-
-    @property
-    def layout(self) -> ShardLayout:  # type: ignore[override]
-        """How the weight is cut. Hides ``torch.Tensor.layout``, which is always strided here."""
-        return self._layout
-
-    @property
-    def cut(self) -> Cut:
-        """The shard's index, the number of shards, and the rows of the weight."""
-        return self.group_rank, self._layout.num_shards, self._layout.rows
-
-    def join_group(self, group: WeightGroup, index: int) -> None:
-        """Become weight ``index`` of a group; called once, when the group is constructed."""
-        if "weight_group" in self.__dict__:
-            raise EtpStateError(f"{self.fqn} is in group {self.weight_group.name} already")
-        self.weight_group, self._group_index = group, index
-
-    def attach(self, driver: ShardDriver, fqn: str) -> None:
-        """Set the driver that runs this weight's collectives, and the weight's name."""
-        self.driver, self.fqn = driver, fqn
-        if "weight_group" in self.__dict__:
-            self.weight_group.renamed()
-
-    @property
-    def has_driver(self) -> bool:
-        """Whether a runtime drives this weight."""
-        return "driver" in self.__dict__
-
-    def local_shard(self) -> torch.Tensor:
-        """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
-        # Like detach(), which would go through __torch_function__ where dynamo has compiled this.
-        return torch.Tensor._make_subclass(torch.Tensor, self)
-
-    def _forget_data(self) -> None:
-        if self._data is not None:
-            self._former_versions += self._data._version + 1
-            self._data = None
-
-    # Gradient ----------------------------------------------------------------------------------------------
-
-    def register_reduce_hook(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
-        self._reduce_hooks.append(hook)
-        self.has_reduce_hooks = True
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
-
-        The engine runs this hook, not autograd, which would call it before the reduction is done.
-        """
-        handle = RemovableHandle(self._accumulate_hooks)
-        self._accumulate_hooks[handle.id] = hook
-        self.has_reduce_hooks = True
-        return handle
-
-    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
-        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
-
-        Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
-        ``etp/grad_hooks.py``. ``done`` receives the gradient that autograd itself brings, usually None. It returns a
-        replacement, or None to keep that gradient.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            handle: RemovableHandle = torch.Tensor.register_hook(self, done)
-        return handle
-
-    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
-        """Call ``done`` whenever autograd itself has accumulated a gradient, as it does for graphed callables."""
-
-        def accumulated(param: torch.Tensor) -> None:
-            del param
-            done()
-
-        with torch._C.DisableTorchFunctionSubclass():
-            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, accumulated)
-        return handle
-
-    def run_reduce_hooks(self) -> None:
-        """Run the hooks, those of ``register_post_accumulate_grad_hook`` included."""
-        for hook in self._reduce_hooks:
-            hook()
-        for accumulated in list(self._accumulate_hooks.values()):
-            accumulated(self)
-
-    def take_placeholder(self) -> bool:
-        """Whether autograd's gradient in this backward pass is, or contains, a placeholder. Resets the flag."""
-        due, self._placeholder_due = self._placeholder_due, False
-        return due
-
-    # Implemented in C, unlike Tensor's: a dictionary of parameters calls it at every access.
-    __hash__ = object.__hash__
-
-
-def own_rank(group: dist.ProcessGroup) -> int:
-    """This process's rank in a shard group; ValueError if it has none."""
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is no member of the shard group; pass each rank the group that contains it"
-        )
-    return rank
 
 
 class WeightGroup:
@@ -684,9 +417,10 @@ class WeightGroup:
         """Run the hooks of the group and of its trained shards: the gradients of one backward pass are complete."""
         for hook in self.reduce_hooks:
             hook()
-        for shard in itertools.compress(self.shards, self.trained()):
-            if shard.has_reduce_hooks:
-                shard.run_reduce_hooks()
+        if any(map(_HAS_REDUCE_HOOKS, self.shards)):
+            for shard in itertools.compress(self.shards, self.trained()):
+                if shard.has_reduce_hooks:
+                    shard.run_reduce_hooks()
 
     def begin_reduction(self, nbytes: int) -> None:
         """Record the start of a reduction of ``nbytes`` bytes of gradients.

@@ -24,9 +24,9 @@ from etp.allowed import ALLOWED, is_refused
 from etp.derived import ShardData, mark_result
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.formats.base import WeightFormat
-from etp.group import Shard, own_rank
 from etp.layout import ShardLayout
 from etp.refusals import refusal
+from etp.shard import Shard, own_rank
 from etp.shard_grad import owned_grad
 from etp.te import active_format
 from etp.terms import call_with_counted

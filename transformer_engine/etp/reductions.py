@@ -26,10 +26,11 @@ from etp.config import EtpConfig, GradReduction
 from etp.errors import EtpStateError
 from etp.grad_hooks import Chosen, GradHooks, chosen_shards, returned_by_autograd
 from etp.grads import BlockKind, Destinations, PendingReduction, gradient_is_absent, new_gradients, padded_wgrads
-from etp.group import Shard, WeightGroup
+from etp.group import WeightGroup
 from etp.mode import Mode, Modes
 from etp.passes import Passes
 from etp.routes import Routes
+from etp.shard import Shard
 from etp.stack import Stack
 from etp.streams import RANGE, Ready, let_follow
 from etp.te import te_is_capturing
@@ -71,7 +72,7 @@ class Reductions:
         return len(self._pending)
 
     def require_complete(self, group: WeightGroup) -> None:
-        """See :class:`etp.group.ReducesGradients`."""
+        """Raise EtpStateError unless the group's gradients are complete."""
         if group in self._local_sums or any(pending.group is group for pending in self._pending):
             raise EtpStateError(
                 f"the gradient of {group.name} is not complete yet, so neither is its norm; call "

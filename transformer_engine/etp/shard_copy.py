@@ -28,7 +28,8 @@ COPIES = named_functions(
     "detach clone contiguous to type type_as float double half bfloat16 cpu cuda pin_memory", torch, torch.Tensor
 )
 
-_AS_WEIGHT = frozenset({F.linear, F.embedding})
+AS_WEIGHT = frozenset({F.linear, F.embedding})
+"""What a layer calls with its weight."""
 
 ASKED_BY_WRITERS = named_functions("untyped_storage storage", torch.Tensor)
 """Called on each tensor, to find shared memory, by safetensors and other libraries before they write a file."""
@@ -75,7 +76,7 @@ class ShardCopy(OneOfMany, torch.Tensor):
             return NotImplemented
         kwargs = kwargs or {}
         copies = [operand for operand in (*args, *kwargs.values()) if isinstance(operand, cls)]
-        if func in _AS_WEIGHT and any(one.etp_cut[1] > 1 for one in copies):
+        if func in AS_WEIGHT and any(one.etp_cut[1] > 1 for one in copies):
             raise EtpStateError(
                 f"{func.__name__} on a copy of shard {copies[0].etp_cut[0]} of {copies[0].etp_cut[1]}: a shard is not "
                 "its weight. Pass the module's own parameter, which is gathered, or param.full_tensor()"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from etp.errors import EtpStateError
-from etp.group import Shard
+from etp.shard import Shard
 
 
 class ShardGrad(torch.Tensor):

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 
 from etp.errors import EtpStateError
 from etp.functional import full_weight
-from etp.group import Shard
+from etp.shard import Shard
 
 
 class StackedWeights:

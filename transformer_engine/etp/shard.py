@@ -1,0 +1,214 @@
+"""One rank's shard of a weight, as the engine sees it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self, overload
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from etp.errors import EtpStateError
+from etp.layout import ShardLayout
+from etp.refusals import OneOfMany
+from etp.shard_copy import Cut
+
+if TYPE_CHECKING:
+    from etp.group import WeightGroup
+    from etp.runtime import EtpRuntime
+
+
+class _SetLater[T]:
+    """An attribute that is set once the object is part of a model; until then, reading it raises EtpStateError.
+
+    A property would cost a Python call at each of the many reads afterwards.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    @overload
+    def __get__(self, obj: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, obj: Shard, owner: type) -> T: ...
+    def __get__(self, obj: Shard | None, owner: type) -> T | Self:
+        """Called only while the attribute is not set on the object itself."""
+        if obj is None:
+            return self
+        raise EtpStateError(f"{obj.fqn} {self._what}; pass its module to etp.shard_module")
+
+
+class Shard(OneOfMany, torch.nn.Parameter):
+    """The engine's view of one rank's shard of a weight; :class:`etp.param.ETPShardedParam` is the user's.
+
+    Attributes:
+        group: the process group whose rank r holds shard r.
+        group_rank: this process's rank in ``group``; valid even after the group is destroyed.
+        weight_group: the weights that this one is gathered and reduced with.
+        driver: the runtime that runs their collectives.
+        fqn: name in messages; the parameter's dotted name once a runtime has adopted its module.
+        knows_copies: whether its copies record which shard they are (``etp/shard_copy.py``); loaded states must then
+            record it too.
+        has_reduce_hooks: whether any hook waits for its complete gradient.
+        term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
+    """
+
+    group: dist.ProcessGroup
+    group_rank: int
+    fqn: str
+    term_counted: bool
+    knows_copies = True
+
+    def __new__(
+        cls, shard: torch.Tensor, layout: ShardLayout, group: dist.ProcessGroup, requires_grad: bool = True
+    ) -> Self:
+        """Make a parameter of a shard.
+
+        Args:
+            shard: tensor of ``layout.shard_shape``, not copied; its padding rows must be zero.
+            layout: how the weight is sharded.
+            group: the shard group.
+            requires_grad: whether it is trained.
+
+        Raises:
+            ValueError: if this rank is not in ``group``, ``shard``, ``layout`` and ``group`` do not match, or ``shard``
+                is complex.
+        """
+        rank = own_rank(group)
+        if shard.is_complex():
+            raise ValueError(f"a weight of {shard.dtype} cannot be sharded, only real ones")
+        size = dist.get_world_size(group)
+        if size != layout.num_shards:
+            raise ValueError(f"the layout has {layout.num_shards} shards and the shard group {size} ranks")
+        if tuple(shard.shape) != layout.shard_shape:
+            raise ValueError(f"a shard of {layout} has shape {layout.shard_shape}, not {tuple(shard.shape)}")
+        param = torch.Tensor._make_subclass(cls, shard.detach().contiguous(), requires_grad)
+        param._layout = layout
+        param.group, param.group_rank = group, rank
+        param.fqn = f"<unnamed {layout.shape}>"
+        param._group_index = 0
+        param.has_reduce_hooks = False
+        param._reduce_hooks = []
+        param._accumulate_hooks = OrderedDict()
+        param._reference = weakref.ref(param)
+        param._data, param._former_versions = None, 0
+        param._placeholder_due = param.term_counted = False
+        return param
+
+    weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]
+    driver: EtpRuntime = _SetLater["EtpRuntime"]("has no runtime yet")  # type: ignore[assignment]
+
+    # Assigned in __new__; declared here for readers and type checkers.
+    _layout: ShardLayout
+    _group_index: int
+    has_reduce_hooks: bool
+    _reduce_hooks: list[Callable[[], None]]
+    _accumulate_hooks: OrderedDict[int, Callable[[torch.Tensor], None]]
+    _reference: weakref.ref[Self]
+    _data: torch.Tensor | None
+    _former_versions: int
+    _placeholder_due: bool
+
+    @property
+    def layout(self) -> ShardLayout:  # type: ignore[override]
+        """How the weight is cut. Hides ``torch.Tensor.layout``, which is always strided here."""
+        return self._layout
+
+    @property
+    def cut(self) -> Cut:
+        """The shard's index, the number of shards, and the rows of the weight."""
+        return self.group_rank, self._layout.num_shards, self._layout.rows
+
+    def join_group(self, group: WeightGroup, index: int) -> None:
+        """Become weight ``index`` of a group; called once, when the group is constructed."""
+        if "weight_group" in self.__dict__:
+            raise EtpStateError(f"{self.fqn} is in group {self.weight_group.name} already")
+        self.weight_group, self._group_index = group, index
+
+    def attach(self, driver: EtpRuntime, fqn: str) -> None:
+        """Set the driver that runs this weight's collectives, and the weight's name."""
+        self.driver, self.fqn = driver, fqn
+        if "weight_group" in self.__dict__:
+            self.weight_group.renamed()
+
+    @property
+    def has_driver(self) -> bool:
+        """Whether a runtime drives this weight."""
+        return "driver" in self.__dict__
+
+    def local_shard(self) -> torch.Tensor:
+        """The shard as a plain tensor of ``layout.shard_shape`` that shares storage and version counter."""
+        # Like detach(), which would go through __torch_function__ where dynamo has compiled this.
+        return torch.Tensor._make_subclass(torch.Tensor, self)
+
+    def _forget_data(self) -> None:
+        if self._data is not None:
+            self._former_versions += self._data._version + 1
+            self._data = None
+
+    # Gradient ----------------------------------------------------------------------------------------------
+
+    def register_reduce_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` whenever a backward pass's gradient has been added to this shard."""
+        self._reduce_hooks.append(hook)
+        self.has_reduce_hooks = True
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call ``hook(param)`` whenever ``param.grad`` has received a reduced gradient.
+
+        The engine runs this hook, not autograd, which would call it before the reduction is done.
+        """
+        handle = RemovableHandle(self._accumulate_hooks)
+        self._accumulate_hooks[handle.id] = hook
+        self.has_reduce_hooks = True
+        return handle
+
+    def watch_uses(self, done: Callable[[torch.Tensor | None], torch.Tensor | None]) -> RemovableHandle:
+        """Call ``done`` whenever a backward pass has differentiated all uses of this shard in its graph.
+
+        Autograd runs a tensor's own hooks at that point, even if all uses returned None; see [Note: once a backward] in
+        ``etp/grad_hooks.py``. ``done`` receives the gradient that autograd itself brings, usually None. It returns a
+        replacement, or None to keep that gradient.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            handle: RemovableHandle = torch.Tensor.register_hook(self, done)
+        return handle
+
+    def watch_accumulation(self, done: Callable[[], None]) -> RemovableHandle:
+        """Call ``done`` whenever autograd itself has accumulated a gradient, as it does for graphed callables."""
+
+        def accumulated(param: torch.Tensor) -> None:
+            del param
+            done()
+
+        with torch._C.DisableTorchFunctionSubclass():
+            handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(self, accumulated)
+        return handle
+
+    def run_reduce_hooks(self) -> None:
+        """Run the hooks, those of ``register_post_accumulate_grad_hook`` included."""
+        for hook in self._reduce_hooks:
+            hook()
+        for accumulated in list(self._accumulate_hooks.values()):
+            accumulated(self)
+
+    def take_placeholder(self) -> bool:
+        """Whether autograd's gradient in this backward pass is, or contains, a placeholder. Resets the flag."""
+        due, self._placeholder_due = self._placeholder_due, False
+        return due
+
+    # Implemented in C, unlike Tensor's: a dictionary of parameters calls it at every access.
+    __hash__ = object.__hash__
+
+
+def own_rank(group: dist.ProcessGroup) -> int:
+    """This process's rank in a shard group; ValueError if it has none."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is no member of the shard group; pass each rank the group that contains it"
+        )
+    return rank
