@@ -74,8 +74,8 @@ class RefitOptions:
         on_engine_failure: what a push does when an engine fails.
         lag_s: with :attr:`OnEngineFailure.DROP`, seconds that a push waits for an engine that still commits the version
             before; then the engine misses this version.
-        fan_out: whether an engine that joins takes the version that others serve from these engines, instead of waiting
-            for the next push. Engines then connect to each other. Not with ``c10d``.
+        fan_out: whether an engine that joins late, comes back or missed a version takes the one that others serve from
+            these engines, instead of waiting for the next push. Engines then connect to each other. Not with ``c10d``.
     """
 
     transport: TransportName | None = None

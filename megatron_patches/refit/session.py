@@ -169,8 +169,8 @@ class RefitSession:
     def attach(self, engine: EngineClient) -> None:
         """Attaches an engine, on the first rank, at any time. It begins to join at once, and delays nobody.
 
-        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it first takes the
-        version that other engines serve from them, and joins during the next push.
+        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it takes the version
+        that other engines serve from them meanwhile.
 
         Raises:
             ValueError: if it is attached already.
@@ -201,9 +201,7 @@ class RefitSession:
 
     def state(self) -> Mapping[str, Standing]:
         """What each engine's subscription is at, and on the first rank whom it waits for. Any thread may ask."""
-        own = {one.name: one.standing for one in self._subscriptions.all.values()}
-        fan_out = None if self._coordinator is None else self._coordinator.fan_out
-        return own if fan_out is None else {**fan_out.state(), **own}
+        return {one.name: one.standing for one in self._subscriptions.all.values()}
 
     def push(self, version: int, *, wait: bool = True) -> PushReport:
         """Sends the current weights and makes the engines serve them as ``version``.
@@ -224,13 +222,16 @@ class RefitSession:
             ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
-            return self._push(version, wait=wait)
+            if self._coordinator is None:
+                return self._push(version, wait=wait)
+            with self._coordinator.pushing():
+                return self._push(version, wait=wait)
 
     def _push(self, version: int, *, wait: bool) -> PushReport:
         if self._trainer is None:
             raise RefitError("prepare() has not succeeded")
         self._check_version(version)
-        waited_for = {number: one for number, one in self._subscriptions.open.items() if not one.lags}
+        waited_for = {number: one for number, one in self._subscriptions.all.items() if not one.lags}
         await_all(commits_of(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
         try:
             orders = self._subscriptions.agree(Coordinator.orders, self._trainer)

@@ -30,6 +30,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate
+from megatron_patches.refit.take import Take
 from megatron_patches.refit.telemetry import cost_of
 from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -48,6 +49,7 @@ class Subscription:
         options: how to move bytes.
         control: on the first rank, the engine; None on other ranks.
         after: an earlier subscription of the engine, which may still be committing.
+        changed: called in a thread whenever it has joined, or a version serves or has failed.
 
     Attributes:
         name: name of the engine.
@@ -68,8 +70,10 @@ class Subscription:
         *,
         control: EngineControl | None,
         after: Subscription | None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
+        self._changed = changed
         self._invitation, self._trainer, self._options = invitation, trainer, options
         self._control, self._after = control, after
         self._assembly: Assembly | None = None
@@ -78,11 +82,13 @@ class Subscription:
         self._planning_s = 0.0  # until a version has been charged for it
         self.lags, self.serves = False, -1
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
+        self._take: Take | None = None  # of the last version, if it came from other engines
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.joined = self._run(self._join)
+        self._run(self._tell_change)
 
     @property
     def unreachable(self) -> bool:
@@ -131,6 +137,11 @@ class Subscription:
         return self._assembly is not None and not self._assembly.gone(self._options.sources)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it has joined, and neither receives a version nor commits one."""
+        return self.joined.done() and self.served.done() and self.failure is None and self.has_all_workers
+
+    @property
     def workers(self) -> int:
         """On the first rank, number of the engine's workers; 0 until it is known."""
         return 0 if self._control is None else self._control.workers
@@ -147,6 +158,8 @@ class Subscription:
         late = [] if self._party is None or state is not State.SENDING else self._party.late
         if late or self._control is None:
             return [f"worker {rank}" for rank in late]
+        if self._take is not None and state is State.SENDING:
+            return self._take.awaited
         return self._control.rendezvous.awaited
 
     def send(self, version: int, look_up: Callable[[], Memory], base: Base | None = None) -> None:
@@ -157,8 +170,23 @@ class Subscription:
             look_up: see :meth:`megatron_patches.refit.parties.source.SourceParty.push`.
             base: an earlier version, of which only changes are sent if the engine serves it; None to send all.
         """
+        self._take = None
         self.sent = sent = self._run(lambda: self._send(version, look_up, base))
-        self.served = self._run(lambda: self._serve(version, sent))
+        self._serve_after(sent, version)
+
+    def take(self, take: Take) -> None:
+        """On the first rank, starts to take a version from other engines. The engine commits it by itself.
+
+        Other ranks take no part. If the version does not come, the engine serves on what it serves, and is not taken
+        for failed. Only while it is idle, and no push begins.
+        """
+        self._take, self.lags = take, False
+        self._serve_after(self._run(lambda: self._receive(take)), take.version)
+
+    def give_up_taking(self, reason: str) -> None:
+        """Ends what :meth:`take` has started, unless the version has come already."""
+        if self._take is not None:
+            self._take.give_up(reason)
 
     def relay(self, call: Mapping[str, Any]) -> Future[None]:
         """On the first rank, makes the engine's workers send the version that they serve to those of another engine.
@@ -216,6 +244,7 @@ class Subscription:
         """
         if self._party is not None:
             self._party.leave()
+        self.give_up_taking(f"{self.name} has been left out")
         self._run(self._close)
         self._worker.close(0.0)
         closer = Worker(f"refit-closing-{self.name}")
@@ -289,6 +318,29 @@ class Subscription:
         self._log.enter(State.COMMITTING, version)
         return moved
 
+    def _receive(self, take: Take) -> Moved:
+        control, self._base = self._control, -1  # other ranks do not hear of this version
+        if control is None or self.gone:
+            raise PartyFailedError("; ".join(self.gone) or f"{self.name} has not joined", [self.name])
+        self._log.enter(State.SENDING, take.version)
+        try:
+            moved = take.run(control)
+        except Exception as error:
+            self._fail(self.serves, describe_error(error))
+            raise
+        self._log.enter(State.COMMITTING, take.version)
+        return moved
+
+    def _serve_after(self, sent: Future[Moved], version: int) -> None:
+        self.served = self._run(lambda: self._serve(version, sent))
+        self._run(self._tell_change)
+
+    def _tell_change(self) -> None:
+        try:
+            self._changed()
+        except Exception:
+            logger.exception("refit: engines do not take versions from each other after a change of %s", self.name)
+
     def _serve(self, version: int, sent: Future[Moved]) -> float:
         """Commits a version, or gives it up if it did not arrive, on the first rank. Other ranks wait for its word.
 
@@ -318,7 +370,7 @@ class Subscription:
         if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
         elif arrived:
-            self._base = version
+            self._base = version if self._take is None else -1
             self._log.enter(State.READY, version)
         if reason is None:
             self.serves = version if arrived else committed
@@ -338,7 +390,7 @@ class Subscription:
             moved=sent.result() if lost is None else None,
             paused_s=control.paused_s,
             reason=reason if lost is None else "; ".join(filter(None, (describe_error(lost), reason))),
-            sources=self._trainer.sources,
+            sources=() if self._take is None else self._take.sources,
         )
         self._planning_s = 0.0
         self._trainer.telemetry.tell(cost)

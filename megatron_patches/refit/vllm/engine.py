@@ -103,6 +103,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             "commit": self._commit,
             "abandon": self._abandon,
             "relay": self._relay,
+            "meet": self._meet,
             "leave": self._leave,
         }
         try:
@@ -229,7 +230,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         session = self._joined(call)
         if session is None:
             raise RefitError(f"asked to receive version {call.version}, but {self._why_not()}")
-        session.receive(call.version, call.step, call.linked)
+        session.receive(call.version, call.step, call.linked, from_others=bool(call.key))
 
     def _commit(self, call: RefitCall) -> None:
         session = self._session if call.token == self._token else None
@@ -257,6 +258,18 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         if session is None:
             raise RefitError(f"asked to send version {call.version} to another engine, but {self._why_not()}")
         session.relay(call)
+
+    def _meet(self, call: RefitCall) -> None:
+        """Starts to meet other engines, to take a version from them.
+
+        Raises:
+            RefitError: as for :meth:`_relay`.
+        """
+        self._settings.check_trainer(call.host, call.port)
+        session = self._joined(call)
+        if session is None:
+            raise RefitError(f"asked to take version {call.version} from other engines, but {self._why_not()}")
+        session.meet(call)
 
     def _leave(self, call: RefitCall) -> None:
         """Ends the session of a trainer that has fallen silent."""
