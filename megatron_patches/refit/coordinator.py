@@ -68,8 +68,8 @@ class Coordinator:
             self.fan_out.look()
 
     @contextmanager
-    def pushing(self) -> Iterator[None]:
-        """A push, during which no engine begins to take a version from others."""
+    def sending(self) -> Iterator[None]:
+        """The part of a push in which the trainer sends. No engine begins to take a version from others meanwhile."""
         if self.fan_out is None:
             yield
             return
@@ -117,7 +117,7 @@ class Coordinator:
         with self._lock:
             self._is_active, self._newcomers = False, []
             if self.fan_out is not None:
-                self.fan_out.hold("the session has ended, or begins anew")
+                self.fan_out.close()
 
     def close(self) -> None:
         """Asks no engine whether it is back, and announces none."""
@@ -191,9 +191,9 @@ class Coordinator:
                 failed[one.name] = reason
         if failed:
             raise PartyFailedError("; ".join(failed.values()), failed)
-        for engine in present:
-            if not self._is_subscribed(engine):
-                self._open(engine)
+        if self.fan_out is not None:
+            orders.taking, orders.following = self.fan_out.divide(self._subscriptions(), orders.taking)
+        self._let_join(present)
         orders.new, self._newcomers = self._newcomers, []
         orders.next = self._next
         orders.lobby = None if self._lobby is None else self._lobby.invitation
@@ -211,6 +211,12 @@ class Coordinator:
             raise ValueError(
                 f"{names.count(shared)} engines are named {shared!r}, and fan_out is on; give each a name of its own"
             )
+
+    def _let_join(self, engines: Sequence[EngineClient]) -> None:
+        """Adds subscriptions of engines that have none."""
+        for engine in engines:
+            if not self._is_subscribed(engine):
+                self._open(engine)
 
     def _open(self, engine: EngineClient) -> Newcomer:
         """Opens the rendezvous of an engine that begins to join."""

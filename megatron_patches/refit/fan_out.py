@@ -3,7 +3,8 @@
 An engine is behind if it has joined after a push began, failed and came back, or was still committing when a version
 was sent. It takes the version beside its subscription, so it takes part in the next push like all others. Neither the
 training loop nor other trainer ranks take part, and no serving engine is paused. :mod:`megatron_patches.refit.take`
-moves the version.
+moves the version. With a width, a push sends to so many engines, and the others *follow*: they are behind until they
+have taken the version, and all ranks can wait for that.
 
 Waves come from :func:`megatron_patches.refit.planning.fan_out.assign`: an engine that is sending is busy, engines that
 are behind are assigned to those that are not, and an engine that has committed sends as well. There is no thread of its
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_patches.refit.candidates import Candidates, Source, candidates_of
@@ -38,11 +39,13 @@ class _Failures:
     Attributes:
         version: the version.
         count: how often.
+        reason: why, the last time.
         servers: names of the engines from which it could not take it.
     """
 
     version: int
     count: int = 0
+    reason: str = ""
     servers: set[str] = field(default_factory=set)
 
 
@@ -61,18 +64,21 @@ class FanOut:
     ) -> None:
         self._options, self._trainer, self._ranks, self._subscribed = options, trainer, ranks, subscribed
         self._lock = threading.Lock()
-        self._is_held = False
+        self._is_held = self._is_closed = False
         self._taking: dict[str, tuple[Subscription, Take]] = {}
         self._failures: dict[str, _Failures] = {}
+        self._cannot_follow: set[str] = set()  # names of engines to which every push sends
 
     def look(self) -> None:
         """Lets engines that are behind begin to take the newest version, as far as others can send it now."""
         with self._lock:
             self._note_ends()
-            if self._is_held:
+            if self._is_closed:
                 return
             known = self._subscribed()
             version = _newest(known)
+            for one in known:
+                self._end_following(one, known, version)
             busy = {server.name for _, take in self._taking.values() for server in take.servers}
             free = {one.name: one for one in _able(known, version) if one.name not in busy}
             behind = {one.name: one for one in self._behind(known, version)}
@@ -80,17 +86,26 @@ class FanOut:
                 self._begin(behind[name], version, [free[server] for server in servers])
 
     def hold(self, reason: str) -> None:
-        """Ends all that engines take from each other, but for commits. Nothing begins until :meth:`resume`."""
+        """Ends what engines take from others, but for commits, until :meth:`resume`.
+
+        Those that follow go on: a push waits for them, and does not send to those that are late.
+        """
         with self._lock:
             self._is_held = True
             for one, _ in self._taking.values():
-                one.give_up_taking(reason)
+                if one.follows < 0:
+                    one.give_up_taking(reason)
 
     def resume(self) -> None:
         """Ends :meth:`hold`."""
         with self._lock:
             self._is_held = False
         self.look()
+
+    def close(self) -> None:
+        """Lets nothing begin any more. The caller ends the subscriptions."""
+        with self._lock:
+            self._is_closed = True
 
     def leave_out(self, name: str) -> None:
         """Ends what an engine takes from others."""
@@ -121,17 +136,58 @@ class FanOut:
 
     def _note_ends(self) -> None:
         for name, (one, take) in list(self._taking.items()):
-            if one.served.done():
+            if one.has_ended:
                 del self._taking[name]
                 if one.serves != take.version and not take.is_given_up:
                     failures = self._failed(name, take.version)
-                    failures.count += 1
+                    failures.count, failures.reason = failures.count + 1, take.failure or ""
                     failures.servers.update(server.name for server in take.servers)
                     self._failures[name] = failures
 
     def _behind(self, known: Collection[Subscription], version: int) -> list[Subscription]:
         """Engines that could begin to take a version now."""
-        return [one for one in known if one.is_idle and one.serves < version and one.name not in self._taking]
+        return [
+            one
+            for one in known
+            if one.is_idle
+            and max(one.serves, one.follows - 1) < version
+            and one.name not in self._taking
+            and (one.follows >= 0 or not self._is_held)
+        ]
+
+    def _end_following(self, one: Subscription, known: Collection[Subscription], version: int) -> None:
+        """Ends the wait of an engine that follows if it has what it is to take, or nobody will be able to send that."""
+        if one.follows < 0 or one.name in self._taking:
+            return
+        if one.serves >= one.follows:
+            one.end_following(None)
+            return
+        failures = self._failed(one.name, version)
+        able = [each.name for each in _able(known, version) if version >= one.follows]
+        may_come = any(not each.served.done() and (each.follows < 0 or each.name in self._taking) for each in known)
+        if one.is_idle and failures.count < _ATTEMPTS and (may_come or not failures.servers.issuperset(able)):
+            return
+        if failures.count and not one.gone:
+            self._cannot_follow.add(one.name)
+        reason = "; ".join(one.gone) or failures.reason or "nobody sends it"
+        one.end_following(f"{one.name} did not take version {one.follows} from other engines: {reason}")
+
+    def divide(self, known: Mapping[int, Subscription], ready: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Divides those that can take part in a push.
+
+        Args:
+            known: the subscriptions, by number.
+            ready: numbers of those that can take part.
+
+        Returns:
+            Numbers of those to which the trainer sends, and of those that follow. Engines with the oldest versions are
+            sent to first, so that none waits for ever if pushes come too fast.
+        """
+        width = len(ready) if self._options.fan_out_width is None else self._options.fan_out_width
+        with self._lock:
+            able = [number for number in ready if known[number].name not in self._cannot_follow]
+        following = set(sorted(able, key=lambda number: known[number].serves)[width:])
+        return [number for number in ready if number not in following], sorted(following)
 
     def _failed(self, name: str, version: int) -> _Failures:
         failures = self._failures.get(name)

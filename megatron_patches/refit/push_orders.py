@@ -37,7 +37,8 @@ class PushOrders:
         next: number of the next subscription. Those with lower numbers are in use, or will never be.
         lobby: invitation to where newcomers are announced; None for nowhere.
         ended: numbers of subscriptions to close.
-        taking: numbers of those that take the version.
+        taking: numbers of those that are sent the version.
+        following: numbers of those that take it from the engines that are sent it.
         fates: what became of engines since the last push, by name.
         error: why the push fails, if it does.
         engines: names of the engines to blame for that.
@@ -48,6 +49,7 @@ class PushOrders:
     lobby: Invitation | None = None
     ended: list[int] = field(default_factory=list)
     taking: list[int] = field(default_factory=list)
+    following: list[int] = field(default_factory=list)
     fates: dict[str, EngineReport] = field(default_factory=dict)
     error: str | None = None
     engines: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import default_exchange, describe_error
 from megatron_patches.refit.parties.messages import Held, Standing, longest_parts
 from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFailure, PushReport, RefitOptions
-from megatron_patches.refit.push_orders import PartOutcome, outcome_of
+from megatron_patches.refit.push_orders import PartOutcome, PushOrders, outcome_of
 from megatron_patches.refit.source.weight_source import WeightSource, source_of
 from megatron_patches.refit.subscription import Subscription
 from megatron_patches.refit.subscriptions import Subscriptions, await_all, commits_of, failures
@@ -222,34 +222,30 @@ class RefitSession:
             ValueError: if ``version`` is negative or not later than the last one.
         """
         with self._alone():
-            if self._coordinator is None:
-                return self._push(version, wait=wait)
-            with self._coordinator.pushing():
-                return self._push(version, wait=wait)
+            return self._push(version, wait=wait)
 
     def _push(self, version: int, *, wait: bool) -> PushReport:
         if self._trainer is None:
             raise RefitError("prepare() has not succeeded")
         self._check_version(version)
-        waited_for = {number: one for number, one in self._subscriptions.all.items() if not one.lags}
-        await_all(commits_of(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
-        try:
-            orders = self._subscriptions.agree(Coordinator.orders, self._trainer)
-        finally:
-            self._subscriptions.forget_failures()
-        for one in self._subscriptions.open.values():
-            one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
-        began = time.perf_counter()
-        self._source.settle()
-        taking = {number: self._subscriptions.open[number] for number in orders.taking}
-        self._send(self._trainer, version, taking)
+        with nullcontext() if self._coordinator is None else self._coordinator.sending():
+            orders = self._order(self._trainer)
+            began = time.perf_counter()
+            self._source.settle()
+            taking, following = (
+                {number: self._subscriptions.open[number] for number in numbers}
+                for numbers in (orders.taking, orders.following)
+            )
+            self._send(self._trainer, version, taking)
+            for one in following.values():
+                one.follow(version)
         seconds = {"send": time.perf_counter() - began}
         outcomes = self._subscriptions.outcomes({number: one.sent for number, one in taking.items()})
         if not self._drops:  # whoever calls prepare() next wants no engine to be busy or paused
             self._give_up({number: taking[number] for number in failures(outcomes)}, outcomes)
         if wait:
-            committed = self._subscriptions.outcomes(commits_of(taking))
-            for one in taking.values():
+            committed = self._subscriptions.outcomes(commits_of(taking | following))
+            for one in (taking | following).values():
                 one.forget()
             seconds["commit"] = time.perf_counter() - began - seconds["send"]
             seconds["paused"] = max((one.paused_s for one in committed.values()), default=0.0)
@@ -258,7 +254,10 @@ class RefitSession:
         if moved or self._drops:
             self.version = version
         good = Fate.SERVES if wait else Fate.SENT
-        reports = {one.name: one.report(good, outcomes[number].reason) for number, one in taking.items()}
+        told = {number: self._subscriptions.open[number] for number in outcomes}
+        reports = {one.name: one.report(good, outcomes[number].reason) for number, one in told.items()}
+        if not wait:
+            reports |= {one.name: EngineReport(Fate.TAKES) for one in following.values()}
         self.reports = orders.fates | reports
         self._judge(failures(outcomes), began)
         return PushReport(
@@ -270,6 +269,18 @@ class RefitSession:
             seconds=seconds | longest_parts(moved),
             engines=self.reports,
         )
+
+    def _order(self, trainer: Trainer) -> PushOrders:
+        """Waits for the commits of the last version, and agrees on who takes part in a push. Collective."""
+        waited_for = {number: one for number, one in self._subscriptions.all.items() if not one.lags}
+        await_all(commits_of(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
+        try:
+            orders = self._subscriptions.agree(Coordinator.orders, trainer)
+        finally:
+            self._subscriptions.forget_failures()
+        for one in self._subscriptions.open.values():
+            one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
+        return orders
 
     def _send(self, trainer: Trainer, version: int, taking: Mapping[int, Subscription]) -> None:
         """Sends this rank's part of a version to engines."""
@@ -297,11 +308,11 @@ class RefitSession:
                 failed[number].forget()
 
     def commits(self) -> Mapping[str, Future[EngineReport]]:
-        """For each engine that received the last version pushed, what becomes of it, on this rank alone.
+        """For each engine that received the last version pushed, or takes it, what becomes of it, on this rank alone.
 
         Call it after a :meth:`push` without ``wait``, before the next one.
         """
-        sent = {name for name, report in self.reports.items() if report.fate is Fate.SENT}
+        sent = {name for name, report in self.reports.items() if report.fate in {Fate.SENT, Fate.TAKES}}
         return {one.name: one.outcome() for one in self._subscriptions.open.values() if one.name in sent}
 
     def wait(self) -> Mapping[str, EngineReport]:

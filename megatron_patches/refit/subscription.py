@@ -59,6 +59,7 @@ class Subscription:
         served: done once the last version serves, or has failed.
         lags: whether it has missed a version because it was committing another, so that no push waits for it again.
         serves: on the first rank, number of the version that its workers have committed; -1 if that is not known.
+        follows: likewise, number of the version that it is to take from other engines; -1 if there is none.
     """
 
     def __init__(
@@ -85,8 +86,11 @@ class Subscription:
         self._take: Take | None = None  # of the last version, if it came from other engines
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
+        self.sent.set_result(Moved({}, 0))
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
+        self.follows = -1
+        self._ended = self.served  # what was begun last; other than what it serves if it follows
         self.joined = self._run(self._join)
         self._run(self._tell_change)
 
@@ -138,8 +142,15 @@ class Subscription:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has joined, and neither receives a version nor commits one."""
-        return self.joined.done() and self.served.done() and self.failure is None and self.has_all_workers
+        """Whether it has joined, and neither receives a version nor commits one, nor has failed in the last push."""
+        begun: tuple[Future[Any], ...] = (self.joined, self.sent, self._ended)
+        ended_well = all(each.done() and each.exception() is None for each in begun)
+        return ended_well and self.failure is None and self.has_all_workers
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether what was begun last has ended."""
+        return self._ended.done()
 
     @property
     def workers(self) -> int:
@@ -172,7 +183,39 @@ class Subscription:
         """
         self._take = None
         self.sent = sent = self._run(lambda: self._send(version, look_up, base))
-        self._serve_after(sent, version)
+        self.served = self._ended = self._serve_after(sent, version)
+
+    def follow(self, version: int) -> None:
+        """Starts to wait until the engine has taken a version, or a later one, from other engines.
+
+        Args:
+            version: number of the version that other engines are sent.
+        """
+        self._take = None
+        self.sent = Future()
+        self.sent.set_result(Moved({}, 0))
+        if self._control is None:
+            self._ended = self.served = self._serve_after(self.sent, version)
+        else:
+            self.served, self.follows = Future(), version
+
+    def end_following(self, reason: str | None) -> None:
+        """On the first rank, ends what :meth:`follow` has started.
+
+        Args:
+            reason: why the engine does not serve the version; None if it does.
+        """
+        served, version, self.follows = self.served, self.follows, -1
+
+        def tell() -> None:  # in the worker's thread, for whoever waits may do more than is known here
+            paused_s = 0.0 if self._control is None else self._control.paused_s
+            self._tell_others(version, reason)
+            if reason is None:
+                served.set_result(paused_s)
+            else:
+                served.set_exception(PartyFailedError(reason, [self.name]))
+
+        self._run(tell)
 
     def take(self, take: Take) -> None:
         """On the first rank, starts to take a version from other engines. The engine commits it by itself.
@@ -180,8 +223,10 @@ class Subscription:
         Other ranks take no part. If the version does not come, the engine serves on what it serves, and is not taken
         for failed. Only while it is idle, and no push begins.
         """
-        self._take, self.lags = take, False
-        self._serve_after(self._run(lambda: self._receive(take)), take.version)
+        self._take = take
+        self._ended = self._serve_after(self._run(lambda: self._receive(take)), take.version)
+        if self.follows < 0:
+            self.served, self.lags = self._ended, False
 
     def give_up_taking(self, reason: str) -> None:
         """Ends what :meth:`take` has started, unless the version has come already."""
@@ -245,6 +290,8 @@ class Subscription:
         if self._party is not None:
             self._party.leave()
         self.give_up_taking(f"{self.name} has been left out")
+        if self.follows >= 0:
+            self.end_following(f"{self.name} has been left out")
         self._run(self._close)
         self._worker.close(0.0)
         closer = Worker(f"refit-closing-{self.name}")
@@ -326,14 +373,16 @@ class Subscription:
         try:
             moved = take.run(control)
         except Exception as error:
-            self._fail(self.serves, describe_error(error))
+            take.failure = describe_error(error)
+            self._fail(self.serves, take.failure)
             raise
         self._log.enter(State.COMMITTING, take.version)
         return moved
 
-    def _serve_after(self, sent: Future[Moved], version: int) -> None:
-        self.served = self._run(lambda: self._serve(version, sent))
+    def _serve_after(self, sent: Future[Moved], version: int) -> Future[float]:
+        served = self._run(lambda: self._serve(version, sent))
         self._run(self._tell_change)
+        return served
 
     def _tell_change(self) -> None:
         try:
@@ -354,19 +403,11 @@ class Subscription:
         if control is None:
             reason = assembly.collect(served_topic(version), [0], LONGEST_TIMEOUT_S)[0]
         else:
-            reason = None
-            try:
-                if arrived:
-                    control.commit(version, lambda: self._confirm(version, control))
-                else:
-                    control.give_up()  # in place, the workers have restored the old weights
-            except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
-                doing = "committing" if arrived else "giving up"
-                reason = f"{doing} version {version} failed: {describe_error(error)}"
-            try:
-                assembly.post(served_topic(version), reason)
-            except PartyFailedError as error:  # the subscription was closed
-                logger.debug("refit: %s", error)
+            reason = self._commit(version, control, arrived=arrived)
+            if self._take is None:
+                self._tell_others(version, reason)
+            else:
+                self._take.failure = self._take.failure or reason
         if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
         elif arrived:
@@ -379,6 +420,25 @@ class Subscription:
         if reason is not None and (arrived or control is not None):
             raise PartyFailedError(reason, [self.name])
         return 0.0 if control is None else control.paused_s
+
+    def _commit(self, version: int, control: EngineControl, *, arrived: bool) -> str | None:
+        """Why a version does not serve, or was not given up; None if all went well."""
+        try:
+            if arrived:
+                control.commit(version, lambda: self._confirm(version, control))
+            else:
+                control.give_up()  # in place, the workers have restored the old weights
+        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised by the caller
+            return f"{'committing' if arrived else 'giving up'} version {version} failed: {describe_error(error)}"
+        return None
+
+    def _tell_others(self, version: int, reason: str | None) -> None:
+        """Tells the other ranks how a commit went."""
+        try:
+            if self._assembly is not None:
+                self._assembly.post(served_topic(version), reason)
+        except PartyFailedError as error:  # the subscription was closed
+            logger.debug("refit: %s", error)
 
     def _tell_cost(self, version: int, sent: Future[Moved], control: EngineControl, reason: str | None) -> None:
         lost = sent.exception()

@@ -58,6 +58,7 @@ class Take:
         servers: who serves it.
         sources: names of the sources, in order.
         is_given_up: whether it was given up.
+        failure: why the engine does not serve the version; None if it does, or that is not known yet.
     """
 
     def __init__(self, version: int, servers: Sequence[Server], options: RefitOptions, trainer: Trainer) -> None:
@@ -65,6 +66,7 @@ class Take:
         workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         self.sources = ("the trainer's first rank", *workers)
         self.is_given_up = False
+        self.failure: str | None = None
         # Only whole versions: the servers do not know what else the engine holds.
         self._options, self._trainer = replace(options, payload=PayloadKind.WHOLE), trainer
         self._lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -15,7 +16,8 @@ import pytest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import State
 from megatron_patches.refit.session import Fate, OnEngineFailure, RefitSession
-from tests.integration.test_subscriptions import NAMES, Push, costs, expected, run, until
+from megatron_patches.refit.source.config_traits import family_from_config
+from tests.integration.test_subscriptions import CASE, NAMES, Push, costs, expected, run, until
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine
 
@@ -138,6 +140,42 @@ def test_engines_that_missed_a_version_take_it_from_others(tmp_path: Path) -> No
         trainer, *servers = told[name, 3]["sources"]
         assert (trainer, told[name, 3]["bytes_by_source"][0]) == ("the trainer's first rank", 0)
         assert {server.rpartition(" worker ")[0] for server in servers} <= set(NAMES[:3]) - {name}
+
+
+def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Each version goes to two of five engines. While the first one sends version 2 to another, it is killed."""
+    reports = [push(1, wait=True)]
+    first, found = session.exchange.rank == 0, list[Any]()
+    if first:
+        found.append([engine.run("content") for engine in clients])
+        clients[0].run("fail_in", "relaying", int(signal.SIGKILL))
+        clients[0].run("send_slowly", 0.0)
+    session.exchange.gather(None)
+    reports.append(push(2, wait=True))
+    if first:
+        found.append([engine.run("content") for engine in clients[1:]])
+    reports.append(push(3))
+    reports.append(push(4))
+    lost = session.wait()
+    if first:
+        found.append([engine.run("content") for engine in clients[1:]])
+    session.exchange.gather(None)
+    return [({name: one.fate for name, one in each.engines.items()}, each.nbytes) for each in reports], lost, found
+
+
+def test_a_push_reaches_engines_in_waves(tmp_path: Path) -> None:
+    (reports, lost, found), other = run(tmp_path, in_waves, 5, lag_s=20.0, fan_out_width=2, **OPTIONS)
+    assert (reports, lost) == other[:2]
+    nbytes = sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())
+    assert reports[0] == (dict.fromkeys(NAMES, Fate.SERVES), 2 * nbytes)
+    assert reports[1] == (dict.fromkeys(NAMES, Fate.SERVES), 2 * nbytes)
+    assert reports[2][0][NAMES[0]] is Fate.FAILED
+    assert sorted(reports[3][0].values()) == [Fate.SENT, Fate.SENT, Fate.TAKES, Fate.TAKES]
+    assert not lost
+    assert found == [[(1, expected(1))] * 5, [(2, expected(2))] * 4, [(4, expected(4))] * 4]
+    told = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
+    served = [cost for cost in told if cost["version"] == 4 and cost["serves"]]
+    assert sorted(cost["sources"][0] for cost in served) == ["0", "0", *["the trainer's first rank"] * 2]
 
 
 def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import Future
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -47,34 +47,51 @@ class Engine:
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.standing = Standing(State.READY, serves, 0.0)
-        self.relay = None
+        self.relay, self._ended = None, self.served
         self.takes: list[tuple[int, list[str]]] = []
         self._take: Take | None = None
+        self.follows, self.gone, self.told = -1, list[str](), list[str | None]()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    def follow(self, version: int) -> None:
+        self.follows, self.served = version, Future()
+
+    def end_following(self, reason: str | None) -> None:
+        self.follows = -1
+        self.served.set_result(0.0)
+        self.told.append(reason)
 
     @property
     def is_idle(self) -> bool:
-        return self.served.done() and self.has_all_workers
+        return self._ended.done() and self.has_all_workers
 
     def take(self, take: Take) -> None:
         assert self.is_idle
-        self._take, self.served = take, Future()
+        self._take, self._ended = take, Future()
+        if self.follows < 0:
+            self.served = self._ended
         self.takes.append((take.version, [server.name for server in take.servers]))
 
     def give_up_taking(self, reason: str) -> None:
         assert self._take is not None
         self._take.give_up(reason)
-        self.served.set_result(0.0)
+        self._ended.set_result(0.0)
 
     def end(self, *, serves: bool) -> None:
         """It has committed the version or given it up."""
         assert self._take is not None
+        self._take.failure = None if serves else "it was lost"
         self.serves = self._take.version if serves else self.serves
-        self.served.set_result(0.0)
+        self._ended.set_result(0.0)
 
 
-def fan_out_of(engines: list[Engine]) -> FanOut:
+def fan_out_of(engines: list[Engine], width: int | None = None) -> FanOut:
     trainer = Trainer(0, "rank 0", "cpu", None, lambda: cast(Held, None), Telemetry())
-    return FanOut(RefitOptions(), trainer, 4, lambda: cast("list[Subscription]", engines))
+    options = RefitOptions(fan_out=True, fan_out_width=width)
+    return FanOut(options, trainer, 4, lambda: cast("list[Subscription]", engines))
 
 
 def test_those_behind_are_spread_over_engines_and_send_once_they_have_it() -> None:
@@ -137,6 +154,57 @@ def test_nothing_is_taken_while_a_push_begins() -> None:
     assert (len(late.takes), later.takes) == (1, [(8, ["first"])])
     fan_out.leave_out("later")
     assert later.is_idle
+
+
+def test_those_that_follow_take_a_version_or_are_told_why_not() -> None:
+    engines = [Engine(f"engine {number}", 6) for number in range(4)]
+    engines[1].serves = 5
+    fan_out = fan_out_of(engines, 1)
+    numbered = {number: cast(Subscription, one) for number, one in enumerate(engines)}
+    assert fan_out.divide(numbered, [0, 1, 2]) == ([1], [0, 2])  # the one that is furthest behind is sent the version
+    seed, *others = engines
+    seed.served = seed._ended = Future()  # it receives version 7, and commits it
+    for one in others:
+        one.follow(7)
+    fan_out.look()
+    assert not any(one.takes for one in engines)  # not even version 6, which engine 1 lacks
+    seed.serves = 7
+    seed.served.set_result(0.0)
+    fan_out.look()
+    fan_out.hold("a push begins")
+    assert [one.takes for one in engines] == [[], [(7, ["engine 0"])], [], []]
+    others[0].end(serves=True)
+    fan_out.look()
+    assert (others[0].told, others[0].follows) == ([None], -1)
+    assert [one.takes for one in others[1:]] == [[(7, ["engine 0"])], [(7, ["engine 1"])]]  # a push waits for them
+    fan_out.resume()
+    seed.has_all_workers = False
+    others[1].end(serves=False)
+    others[2].has_all_workers, others[2].gone = False, ["it has left"]
+    others[2].end(serves=False)
+    fan_out.look()
+    assert others[1].takes[1:] == [(7, ["engine 1"])]
+    others[1].end(serves=False)
+    fan_out.look()
+    told = "did not take version 7 from other engines"
+    assert others[1].told == [f"engine 2 {told}: it was lost"]
+    assert others[2].told == [f"engine 3 {told}: it has left"]
+    assert fan_out.divide(numbered, [0, 1, 2, 3]) == ([2, 3], [0, 1])  # engine 2 beside the one that is furthest behind
+
+
+def test_those_that_follow_are_told_if_nobody_has_the_version() -> None:
+    seed, other = Engine("seed", 6), Engine("other", 6)
+    fan_out = fan_out_of([seed, other], 1)
+    other.follow(7)
+    fan_out.look()
+    assert other.told == ["other did not take version 7 from other engines: nobody sends it"]
+    assert fan_out.divide({0: cast(Subscription, other)}, [0]) == ([0], [])
+
+
+def test_a_width_needs_fan_out() -> None:
+    for bad in ({"fan_out_width": 1}, {"fan_out": True, "fan_out_width": 0}):
+        with pytest.raises(ValueError, match="the width is a number of engines, at least 1, and needs fan_out"):
+            RefitOptions(**cast(Any, bad))
 
 
 def test_where_nobody_serves_a_version_nothing_is_under_way() -> None:
