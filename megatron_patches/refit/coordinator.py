@@ -100,7 +100,9 @@ class Coordinator:
         with self._lock:
             self.roster.remove(name)
             if self.fan_out is not None:
-                self.fan_out.leave_out(name)
+                for one in self._subscriptions().values():
+                    if one.name == name:
+                        self.fan_out.leave_out(one)
 
     def forget(self, number: int) -> None:
         """Forgets a subscription, which the caller ends."""

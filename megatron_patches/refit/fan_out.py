@@ -107,11 +107,10 @@ class FanOut:
         with self._lock:
             self._is_closed = True
 
-    def leave_out(self, name: str) -> None:
-        """Ends what an engine takes from others."""
+    def leave_out(self, one: Subscription) -> None:
+        """Ends what an engine takes from others, because it was detached."""
         with self._lock:
-            if name in self._taking:
-                self._taking[name][0].give_up_taking(f"{name} was detached")
+            one.leave_others()
 
     def candidates(self) -> Candidates:
         """The sources of the newest version that an engine serves."""
@@ -143,6 +142,13 @@ class FanOut:
                     failures.count, failures.reason = failures.count + 1, take.failure or ""
                     failures.servers.update(server.name for server in take.servers)
                     self._failures[name] = failures
+                    logger.warning(
+                        "refit: %s did not take version %d from %s: %s",
+                        name,
+                        take.version,
+                        ", ".join(server.name for server in take.servers),
+                        take.failure,
+                    )
 
     def _behind(self, known: Collection[Subscription], version: int) -> list[Subscription]:
         """Engines that could begin to take a version now."""
@@ -214,9 +220,8 @@ class FanOut:
 
     def _begin(self, one: Subscription, version: int, servers: Sequence[Subscription]) -> None:
         logger.info("refit: %s takes version %d from %s", one.name, version, ", ".join(each.name for each in servers))
-        take = Take(
-            version, [Server(each.name, each.workers, each.relay) for each in servers], self._options, self._trainer
-        )
+        sources = [Server(each.name, each.workers, each.relay, each.check_there) for each in servers]
+        take = Take(version, sources, self._options, self._trainer)
         self._taking[one.name] = one, take
         one.take(take)
 

@@ -81,7 +81,7 @@ class Subscription:
         self._party: SourceParty | None = None
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
         self._planning_s = 0.0  # until a version has been charged for it
-        self.lags, self.serves = False, -1
+        self.lags, self.serves, self._is_closed = False, -1, False
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
         self._take: Take | None = None  # of the last version, if it came from other engines
         self._worker = Worker(f"refit-{name}")
@@ -132,13 +132,26 @@ class Subscription:
 
     @property
     def gone(self) -> list[str]:
-        """A sentence for each party that has left."""
+        """A sentence for each party that has left, or for the end of the subscription."""
+        if self._is_closed:
+            return [f"{self.name} has been left out"]
         return [] if self._assembly is None else self._assembly.gone()
+
+    def check_there(self) -> None:
+        """Raises if a party has left.
+
+        Raises:
+            PartyFailedError: with the reasons.
+        """
+        gone = self.gone
+        if gone:
+            raise PartyFailedError("; ".join(gone), [self.name])
 
     @property
     def has_all_workers(self) -> bool:
         """Whether the engine's workers have joined, and none has left."""
-        return self._assembly is not None and not self._assembly.gone(self._options.sources)
+        there = self._assembly is not None and not self._assembly.gone(self._options.sources)
+        return there and not self._is_closed
 
     @property
     def is_idle(self) -> bool:
@@ -221,12 +234,19 @@ class Subscription:
         """On the first rank, starts to take a version from other engines. The engine commits it by itself.
 
         Other ranks take no part. If the version does not come, the engine serves on what it serves, and is not taken
-        for failed. Only while it is idle, and no push begins.
+        for failed. Only while it is idle and, unless it follows, no push begins.
         """
         self._take = take
         self._ended = self._serve_after(self._run(lambda: self._receive(take)), take.version)
         if self.follows < 0:
             self.served, self.lags = self._ended, False
+
+    def leave_others(self) -> None:
+        """Ends what :meth:`take` and :meth:`follow` have started, because the engine is left out."""
+        reason = f"{self.name} has been left out"
+        self.give_up_taking(reason)
+        if self.follows >= 0:
+            self.end_following(reason)
 
     def give_up_taking(self, reason: str) -> None:
         """Ends what :meth:`take` has started, unless the version has come already."""
@@ -287,11 +307,10 @@ class Subscription:
         Returns:
             Done once the other parties have received what was on its way to them.
         """
+        self._is_closed = True
         if self._party is not None:
             self._party.leave()
-        self.give_up_taking(f"{self.name} has been left out")
-        if self.follows >= 0:
-            self.end_following(f"{self.name} has been left out")
+        self.leave_others()
         self._run(self._close)
         self._worker.close(0.0)
         closer = Worker(f"refit-closing-{self.name}")
@@ -367,10 +386,11 @@ class Subscription:
 
     def _receive(self, take: Take) -> Moved:
         control, self._base = self._control, -1  # other ranks do not hear of this version
-        if control is None or self.gone:
-            raise PartyFailedError("; ".join(self.gone) or f"{self.name} has not joined", [self.name])
+        if control is None:
+            raise PartyFailedError(f"{self.name} has not joined")
         self._log.enter(State.SENDING, take.version)
         try:
+            self.check_there()  # another trainer may use the engine
             moved = take.run(control)
         except Exception as error:
             take.failure = describe_error(error)

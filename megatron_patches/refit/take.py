@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_patches.refit.assembly import Assembly
@@ -37,11 +38,13 @@ class Server:
         name: of the engine.
         workers: number of its workers.
         relay: makes them send it; see :meth:`megatron_patches.refit.subscription.Subscription.relay`.
+        check: raises if they have left.
     """
 
     name: str
     workers: int
     relay: Callable[[Mapping[str, Any]], Future[None]]
+    check: Callable[[], None]
 
 
 class Take:
@@ -129,14 +132,16 @@ class Take:
     def _ask_servers(self, rendezvous: Rendezvous, call: Mapping[str, Any]) -> None:
         first = 1
         for server in self.servers:
-            patience = Patience(self._options.timeout_s, f"{server.name} to send", self._check)
+            patience = Patience(self._options.timeout_s, f"{server.name} to send", partial(self._check, server))
             wait_for(server.relay({**call, "first": first}), patience)
             rendezvous.check_joined(range(first, first + server.workers), server.name)
             first += server.workers
 
-    def _check(self) -> None:
+    def _check(self, server: Server | None = None) -> None:
         if self.is_given_up:
             raise PartyFailedError(self._reason)
+        if server is not None:
+            server.check()
 
     def _describe(self) -> Held:
         """The model alone, of which this source holds nothing. Engines may lack tensors that they do not serve."""

@@ -47,7 +47,7 @@ class Engine:
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.standing = Standing(State.READY, serves, 0.0)
-        self.relay, self._ended = None, self.served
+        self.relay, self.check_there, self._ended = None, None, self.served
         self.takes: list[tuple[int, list[str]]] = []
         self._take: Take | None = None
         self.follows, self.gone, self.told = -1, list[str](), list[str | None]()
@@ -74,6 +74,9 @@ class Engine:
         if self.follows < 0:
             self.served = self._ended
         self.takes.append((take.version, [server.name for server in take.servers]))
+
+    def leave_others(self) -> None:
+        self.give_up_taking("detached")
 
     def give_up_taking(self, reason: str) -> None:
         assert self._take is not None
@@ -152,7 +155,7 @@ def test_nothing_is_taken_while_a_push_begins() -> None:
     first.serves = late.serves = 8
     fan_out.resume()
     assert (len(late.takes), later.takes) == (1, [(8, ["first"])])
-    fan_out.leave_out("later")
+    fan_out.leave_out(cast(Subscription, later))
     assert later.is_idle
 
 
