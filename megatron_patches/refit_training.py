@@ -162,9 +162,13 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
     except ValueError as error:
         raise ValueError(f"--refit-lag: {error}") from error
     try:
-        return replace(options, fan_out=args.refit_fan_out, fan_out_width=args.refit_fan_out_width)
+        options = replace(options, fan_out=args.refit_fan_out)
     except ValueError as error:
         raise ValueError(f"--refit-fan-out: {error}") from error
+    try:
+        return replace(options, fan_out_width=args.refit_fan_out_width)
+    except ValueError as error:
+        raise ValueError(f"--refit-fan-out-width: {error}") from error
 
 
 def telemetry_from_args(args: argparse.Namespace) -> Telemetry:

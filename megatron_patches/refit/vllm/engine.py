@@ -2,14 +2,15 @@
 
 [Note: calls] All calls come through ``init_weight_transfer_engine``, with a field ``call``. The server's own guard
 sends ``admit``. The trainer sends ``join`` and ``record`` once per session, then for each version ``receive`` and
-``commit``, or ``abandon``; ``relay`` makes the workers send what they serve to another engine. The server sends
-``leave`` once it no longer hears of the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker
-notes that an update was started and refuses the next one until it is finished, which a killed trainer never does.
-Second, if an engine has several workers, an exception in one leaves the answers of the others unread
-(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer to an earlier one. For the
-same reason calls do not raise: workers report results at the trainer's rendezvous and in the log. Calls raise only if
-old weights cannot be restored, because the engine must not continue then. Calls that name an adapter are passed to its
-own session (:mod:`megatron_patches.refit.vllm.adapters`).
+``commit``, or ``abandon``. With fan-out, ``meet`` lets the workers agree with other engines on how a version comes from
+them, before ``receive``, and ``relay`` makes these send what they serve. The server sends ``leave`` once it no longer
+hears of the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker notes that an update was
+started and refuses the next one until it is finished, which a killed trainer never does. Second, if an engine has
+several workers, an exception in one leaves the answers of the others unread (``MultiprocExecutor.collective_rpc`` of
+0.26.0), so that every later call gets the answer to an earlier one. For the same reason calls do not raise: workers
+report results at the trainer's rendezvous and in the log. Calls raise only if old weights cannot be restored, because
+the engine must not continue then. Calls that name an adapter are passed to its own session
+(:mod:`megatron_patches.refit.vllm.adapters`).
 """
 
 from __future__ import annotations
