@@ -170,12 +170,13 @@ class FanOut:
             return
         failures = self._failed(one.name, version)
         able = [each.name for each in _able(known, version) if version >= one.follows]
-        may_come = any(not each.served.done() and (each.follows < 0 or each.name in self._taking) for each in known)
+        may_come = not all(each.has_ended for each in known)  # by a commit under way
         if one.is_idle and failures.count < _ATTEMPTS and (may_come or not failures.servers.issuperset(able)):
             return
         if failures.count and not one.gone:
             self._cannot_follow.add(one.name)
-        reason = "; ".join(one.gone) or failures.reason or "nobody sends it"
+        last = self._failed(one.name, one.follows)  # of a version that now nobody may serve
+        reason = "; ".join(one.gone) or failures.reason or last.reason or "nobody sends it"
         one.end_following(f"{one.name} did not take version {one.follows} from other engines: {reason}")
 
     def divide(self, known: Mapping[int, Subscription], ready: Sequence[int]) -> tuple[list[int], list[int]]:

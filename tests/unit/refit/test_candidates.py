@@ -61,8 +61,7 @@ class Engine:
 
     def end_following(self, reason: str | None) -> None:
         self.follows = -1
-        self.served.set_result(0.0)
-        self.told.append(reason)
+        self.told.append(reason)  # whoever waits hears of it a moment later
 
     @property
     def is_idle(self) -> bool:
@@ -196,12 +195,14 @@ def test_those_that_follow_take_a_version_or_are_told_why_not() -> None:
 
 
 def test_those_that_follow_are_told_if_nobody_has_the_version() -> None:
-    seed, other = Engine("seed", 6), Engine("other", 6)
-    fan_out = fan_out_of([seed, other], 1)
-    other.follow(7)
+    seed, first, second = engines = [Engine(name, 6) for name in ("seed", "first", "second")]
+    fan_out = fan_out_of(engines, 1)
+    first.follow(7)
+    second.follow(7)
     fan_out.look()
-    assert other.told == ["other did not take version 7 from other engines: nobody sends it"]
-    assert fan_out.divide({0: cast(Subscription, other)}, [0]) == ([0], [])
+    for one in (first, second):
+        assert one.told == [f"{one.name} did not take version 7 from other engines: nobody sends it"]
+    assert not seed.takes
 
 
 def test_a_width_needs_fan_out() -> None:
