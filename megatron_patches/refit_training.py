@@ -30,6 +30,7 @@ from megatron_patches.registry import PatchRecord
 logger = logging.getLogger(__name__)
 
 _PREFIX = "refit-"
+_TAKE_PART = {Fate.SENT, Fate.TAKES, Fate.SERVES}
 _ON_FAILURE = {"continue": OnEngineFailure.DROP, "stop": OnEngineFailure.RAISE}
 
 
@@ -79,8 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--refit-fan-out",
         action="store_true",
-        help="let an engine that starts late or comes back take the version that other engines serve from them, at "
-        "once; without it, it waits for the next push. Engines then connect to each other",
+        help="let an engine that starts late, comes back or missed a version take the version that other engines serve "
+        "from them; without it, it waits for the next push. Engines then connect to each other",
+    )
+    group.add_argument(
+        "--refit-fan-out-width",
+        type=int,
+        metavar="N",
+        help="with --refit-fan-out, send each version to N engines, from which the others take it, in waves; without "
+        "it, the trainer sends to all",
     )
     group.add_argument(
         "--refit-wait",
@@ -154,9 +162,13 @@ def options_from_args(args: argparse.Namespace) -> RefitOptions:
     except ValueError as error:
         raise ValueError(f"--refit-lag: {error}") from error
     try:
-        return replace(options, fan_out=args.refit_fan_out)
+        options = replace(options, fan_out=args.refit_fan_out)
     except ValueError as error:
         raise ValueError(f"--refit-fan-out: {error}") from error
+    try:
+        return replace(options, fan_out_width=args.refit_fan_out_width)
+    except ValueError as error:
+        raise ValueError(f"--refit-fan-out-width: {error}") from error
 
 
 def telemetry_from_args(args: argparse.Namespace) -> Telemetry:
@@ -279,7 +291,7 @@ class Pusher:
         if not served and not self._alone:
             _print(f"refit: no engine answers; weights are sent to nobody from version {iteration} on")
         self._alone = not served
-        if any(one.fate in {Fate.SERVES, Fate.SENT} for one in report.engines.values()):
+        if any(one.fate in _TAKE_PART for one in report.engines.values()):
             _print(_line(report, time.monotonic() - started if _args().refit_wait else None))
 
     def _tell(self, reports: Mapping[str, EngineReport], version: int) -> None:
@@ -292,7 +304,7 @@ class Pusher:
         for name, report in reports.items():
             if report.fate in told:
                 _print(f"refit: {told[report.fate].format(name=name, version=version, why=report.reason)}")
-            elif name in self._lost and report.fate in {Fate.SENT, Fate.SERVES}:  # it has joined between two pushes
+            elif name in self._lost and report.fate in _TAKE_PART:  # it has joined between two pushes
                 _print(f"refit: {name} answers again, and takes part from version {version} on")
             if report.fate is Fate.FAILED:
                 self._lost.add(name)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from megatron_patches.refit.engine_control import EngineControl
 from megatron_patches.refit.engines import EngineClient
@@ -37,7 +37,7 @@ class Coordinator:
 
     Attributes:
         roster: the engines that are to be served.
-        fan_out: lets engines that join take versions from others; None if the options do not want it.
+        fan_out: lets engines that are behind take versions from others; None if the options do not want it.
     """
 
     def __init__(
@@ -48,11 +48,10 @@ class Coordinator:
         join: Callable[[Newcomer], None],
     ) -> None:
         self._options, self._ranks, self._subscriptions, self._join = options, ranks, subscriptions, join
-        self.roster = Roster(partial(self._on_its_own, self._let_come))
+        self.roster = Roster(self._come_back)
         self.fan_out: FanOut | None = None
         self._lobby: Announcer | None = None
         self._controls: dict[int, EngineControl] = {}
-        self._taken: dict[str, Subscription] = {}  # those in which an engine took a version from others
         self._newcomers: list[Newcomer] = []  # those that other ranks must learn of in the next push
         self._next = 0
         # Orders are decided while no engine comes or goes.
@@ -63,9 +62,22 @@ class Coordinator:
         """How a subscription controls its engine."""
         return self._controls[number]
 
-    def taken(self, name: str) -> Subscription | None:
-        """A closed subscription in which an engine took a version from others. It is returned once."""
-        return self._taken.pop(name, None)
+    def look(self) -> None:
+        """Looks which engines can take a version from others now. Any thread may call it."""
+        if self.fan_out is not None:
+            self.fan_out.look()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """The part of a push in which the trainer sends. No engine begins to take a version from others meanwhile."""
+        if self.fan_out is None:
+            yield
+            return
+        self.fan_out.hold("a newer version is about to be pushed")
+        try:
+            yield
+        finally:
+            self.fan_out.resume()
 
     def attach(self, engine: EngineClient) -> None:
         """Adds an engine. It begins to join at once, unless no session has begun.
@@ -77,7 +89,7 @@ class Coordinator:
         with self._lock:
             self._check_names([*self.roster.present, engine])
             self.roster.add([engine])
-            self._let_come(engine)
+            self._join_now(engine)
 
     def detach(self, name: str) -> None:
         """Takes an engine out, at once for fan-out and at the next push for the trainer.
@@ -88,7 +100,9 @@ class Coordinator:
         with self._lock:
             self.roster.remove(name)
             if self.fan_out is not None:
-                self.fan_out.release(name)
+                for one in self._subscriptions().values():
+                    if one.name == name:
+                        self.fan_out.leave_out(one)
 
     def forget(self, number: int) -> None:
         """Forgets a subscription, which the caller ends."""
@@ -101,11 +115,11 @@ class Coordinator:
         self._is_active = True
 
     def pause(self) -> None:
-        """Ends all that engines send each other. Until :meth:`resume`, no engine begins to join between pushes."""
+        """Ends all that engines take from each other. Until :meth:`resume`, no engine begins to join between pushes."""
         with self._lock:
             self._is_active, self._newcomers = False, []
             if self.fan_out is not None:
-                self._taken |= self.fan_out.close()
+                self.fan_out.close()
 
     def close(self) -> None:
         """Asks no engine whether it is back, and announces none."""
@@ -133,14 +147,7 @@ class Coordinator:
         if self._lobby is None and self._ranks > 1:
             self._lobby = Announcer(self._options.host, self._ranks - 1)
         if self._options.fan_out:
-            self.fan_out = FanOut(
-                self._options,
-                trainer,
-                self._ranks,
-                lambda: self._subscriptions().values(),
-                self.roster.check_other,
-                partial(self._on_its_own, self._join_now),
-            )
+            self.fan_out = FanOut(self._options, trainer, self._ranks, self._attached)
         if engines is not None:
             self.roster.set(engines)
         if not self.roster.present and not self._drops:
@@ -186,7 +193,9 @@ class Coordinator:
                 failed[one.name] = reason
         if failed:
             raise PartyFailedError("; ".join(failed.values()), failed)
-        self._let_join(orders, present)
+        if self.fan_out is not None:
+            orders.taking, orders.following = self.fan_out.divide(self._subscriptions(), orders.taking)
+        self._let_join(present)
         orders.new, self._newcomers = self._newcomers, []
         orders.next = self._next
         orders.lobby = None if self._lobby is None else self._lobby.invitation
@@ -205,16 +214,11 @@ class Coordinator:
                 f"{names.count(shared)} engines are named {shared!r}, and fan_out is on; give each a name of its own"
             )
 
-    def _let_join(self, orders: PushOrders, present: Sequence[EngineClient]) -> None:
-        """Adds subscriptions of engines that have none, except for those that take a version from others now."""
-        for engine in present:
-            if self.fan_out is not None and not self.fan_out.claim(engine):
-                orders.fates.setdefault(engine.name, EngineReport(Fate.JOINING))
-            elif not self._is_subscribed(engine):
+    def _let_join(self, engines: Sequence[EngineClient]) -> None:
+        """Adds subscriptions of engines that have none."""
+        for engine in engines:
+            if not self._is_subscribed(engine):
                 self._open(engine)
-                taken = None if self.fan_out is None else self.fan_out.release(engine.name)
-                if taken is not None:
-                    self._taken[engine.name] = taken
 
     def _open(self, engine: EngineClient) -> Newcomer:
         """Opens the rendezvous of an engine that begins to join."""
@@ -226,13 +230,6 @@ class Coordinator:
         self._next += 1
         return newcomer
 
-    def _let_come(self, engine: EngineClient) -> None:
-        """Lets an engine begin to join or, with fan-out, take the version that others serve, before the next push."""
-        if self.fan_out is None:
-            self._join_now(engine)
-        elif self._is_active and all(control.engine is not engine for control in list(self._controls.values())):
-            self.fan_out.bring(engine)
-
     def _join_now(self, engine: EngineClient) -> None:
         if self._is_active and not self._is_subscribed(engine):
             newcomer = self._open(engine)
@@ -240,13 +237,22 @@ class Coordinator:
             if self._lobby is not None:
                 self._lobby.tell(newcomer)
 
-    def _on_its_own(self, let: Callable[[EngineClient], None], engine: EngineClient) -> None:
-        """Does something for an engine in a thread in which nobody could catch an error."""
+    def _come_back(self, engine: EngineClient) -> None:
+        """Lets an engine join that answers again, in a thread in which nobody could catch an error."""
         try:
             with self._lock:
-                let(engine)
+                self._join_now(engine)
         except RefitError as error:
             logger.warning("refit: %s begins to join in the next push only: %s", engine.name, describe_error(error))
+
+    def _attached(self) -> list[Subscription]:
+        """The subscriptions of engines that are attached. One that failed has none until it is back."""
+        attached, controls = self.roster.attached, self._controls.copy()
+        return [
+            one
+            for number, one in self._subscriptions().items()
+            if number in controls and any(controls[number].engine is engine for engine in attached)
+        ]
 
     def _is_subscribed(self, engine: EngineClient) -> bool:
         """Whether it has a subscription, or another client of it has one that the next push ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron_patches.refit.engines import EngineClient, PauseMode, Sleeper, Sle
 from megatron_patches.refit.errors import PartyFailedError, RefitError
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import DESCRIBING, RECORDING
+from megatron_patches.refit.parties.messages import DESCRIBING, RECORDING, Invitation
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.rendezvous import Rendezvous
@@ -77,24 +77,14 @@ class EngineControl:
         """
         self._start(assembly, assembly.next_step, DESCRIBING, lambda: self._join(staging_bytes))
 
-    def meeting(self, staging_bytes: int) -> dict[str, Any]:
-        """What a call tells workers of where they meet the other parties, and how all of them move bytes.
+    def meet(self, assembly: Assembly, call: Mapping[str, Any]) -> None:
+        """Starts to make the workers meet other engines, to take a version from them.
 
         Args:
-            staging_bytes: of :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+            assembly: the caller's connection to the rendezvous of that meeting.
+            call: where it is, as :func:`meeting_at` says, and its ``key``.
         """
-        invitation, options = self.rendezvous.invitation, self._options
-        return {
-            "host": invitation.host,
-            "port": invitation.port,
-            "timeout_s": invitation.timeout_s,
-            "lease_s": options.lease_s,
-            "sources": self._sources,
-            "transport": AUTO if options.transport is None else options.transport.value,
-            "staging_bytes": staging_bytes,
-            "memory": options.memory.value,
-            "payload": options.payload.value,
-        }
+        self._start(assembly, assembly.next_step, DESCRIBING, lambda: self.engine.call({**call, "call": "meet"}))
 
     def record(self, assembly: Assembly) -> None:
         """Starts to make the workers record their layouts. Requests wait for this step of joining only."""
@@ -105,7 +95,7 @@ class EngineControl:
 
         self._start(assembly, assembly.next_step, RECORDING, work)
 
-    def receive(self, assembly: Assembly, version: int, step: int, *, linked: bool) -> None:
+    def receive(self, assembly: Assembly, version: int, step: int, *, linked: bool, key: str = "") -> None:
         """Makes the workers receive a version, after pausing the engine if it would overwrite what serves.
 
         Args:
@@ -113,6 +103,7 @@ class EngineControl:
             version: number of the weights.
             step: number of the step in which they begin.
             linked: whether the sources' links are up.
+            key: of the meeting with other engines from which it comes; empty if it comes from the trainer.
 
         Raises:
             RefitError: if workers have left, so that another trainer may use the engine, or it cannot be paused.
@@ -124,7 +115,7 @@ class EngineControl:
             if gone:
                 raise PartyFailedError("; ".join(gone))
             self._pause()
-        call = {"call": "receive", "version": version, "step": step, "linked": linked}
+        call = {"call": "receive", "version": version, "step": step, "linked": linked, "key": key}
         self._start(assembly, step, f"sending version {version}", lambda: self.engine.call(call))
 
     @property
@@ -224,7 +215,9 @@ class EngineControl:
             self.rendezvous.give_up(describe_error(error))  # nobody waits for workers that were never asked
             raise
         self.rendezvous.expect(self._sources + self.workers)
-        engine.call({"call": "join", "token": self.rendezvous.invitation.token, **self.meeting(staging_bytes)})
+        invitation = self.rendezvous.invitation
+        where = meeting_at(invitation, self._sources, self._options, staging_bytes)
+        engine.call({"call": "join", "token": invitation.token, **where})
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
     def _wake_weights(self) -> None:
@@ -299,6 +292,28 @@ class EngineControl:
                     f"({describe_error(error)}); start it anew, or resume it if it was too slow to answer"
                 ) from error
         self._resume(reset_cache=asked)
+
+
+def meeting_at(invitation: Invitation, sources: int, options: RefitOptions, staging_bytes: int) -> dict[str, Any]:
+    """What a call tells workers of where they meet other parties, and how all of them move bytes.
+
+    Args:
+        invitation: to their rendezvous.
+        sources: number of sources there.
+        options: of the session.
+        staging_bytes: of :class:`megatron_patches.refit.parties.terms.LinkOptions`.
+    """
+    return {
+        "host": invitation.host,
+        "port": invitation.port,
+        "timeout_s": invitation.timeout_s,
+        "lease_s": options.lease_s,
+        "sources": sources,
+        "transport": AUTO if options.transport is None else options.transport.value,
+        "staging_bytes": staging_bytes,
+        "memory": options.memory.value,
+        "payload": options.payload.value,
+    }
 
 
 def _is_up(engine: EngineClient) -> bool:

@@ -1,282 +1,237 @@
-"""Fan-out on the first trainer rank: an engine that joins takes the version that others serve, from these engines.
+"""Fan-out on the first trainer rank: an engine that is behind takes the newest version from engines that serve it.
 
-Neither the training loop nor other trainer ranks take part, and no serving engine is paused. For one engine and one
-version, the workers of the chosen engines are the sources of an ordinary
-:class:`megatron_patches.refit.subscription.Subscription`. The first rank is a source too, in a thread of its own: it
-describes the model, calls the receiving engine, and holds no weights. So plans, proofs, digests, transports, time-outs
-and commits are those of a push. The engine joins the trainer's own subscription at the next push.
+An engine is behind if it has joined after a push began, failed and came back, or was still committing when a version
+was sent. It takes the version beside its subscription, so it takes part in the next push like all others. Neither the
+training loop nor other trainer ranks take part, and no serving engine is paused. :mod:`megatron_patches.refit.take`
+moves the version. With a width, a push sends to so many engines, and the others *follow*: they are behind until they
+have taken the version, and all ranks can wait for that.
 
 Waves come from :func:`megatron_patches.refit.planning.fan_out.assign`: an engine that is sending is busy, engines that
-wait are assigned to those that are not, and an engine that has committed sends as well.
+are behind are assigned to those that are not, and an engine that has committed sends as well. There is no thread of its
+own: whenever an engine has joined, or committed or given up a version, its thread looks who can begin now.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import wait
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_patches.refit.candidates import Candidates, Source, candidates_of
-from megatron_patches.refit.delta import PayloadKind
-from megatron_patches.refit.engine_control import EngineControl
-from megatron_patches.refit.engines import EngineClient
-from megatron_patches.refit.errors import PartyFailedError, RefitError
-from megatron_patches.refit.exchange import describe_error
-from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.parties.messages import TICK_S, Held, Standing, State
-from megatron_patches.refit.planning.fan_out import Server, Waiting, assign
+from megatron_patches.refit.parties.messages import State
+from megatron_patches.refit.planning.fan_out import Server as PlannedServer
+from megatron_patches.refit.planning.fan_out import Waiting, assign
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.take import Server, Take
 from megatron_patches.refit.trainer_rank import Trainer
-from megatron_patches.refit.transports.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # then the engine joins the trainer, whose versions might otherwise never come to it
+_ATTEMPTS = 3  # for one engine and version; then it waits for the next push
 
-_Failed = frozenset[tuple[str, int]]
-"""Names of engines, each with a version that could not be taken from it."""
+
+@dataclass
+class _Failures:
+    """How an engine has failed to take a version.
+
+    Attributes:
+        version: the version.
+        count: how often.
+        reason: why, the last time.
+        servers: names of the engines from which it could not take it.
+    """
+
+    version: int
+    count: int = 0
+    reason: str = ""
+    servers: set[str] = field(default_factory=set)
 
 
 class FanOut:
-    """Brings engines to the version that others serve. Any thread may use it.
+    """Brings engines to the newest version that others serve. Any thread may use it.
 
     Args:
         options: of the session.
         trainer: this rank, as in its subscriptions.
         ranks: number of trainer ranks.
-        subscribed: the trainer's subscriptions.
-        check: see :class:`EngineControl`.
-        without: called, in a thread, with an engine for which nobody has a version, or that could not take it.
+        subscribed: the trainer's subscriptions whose engines are attached.
     """
 
     def __init__(
-        self,
-        options: RefitOptions,
-        trainer: Trainer,
-        ranks: int,
-        subscribed: Callable[[], Collection[Subscription]],
-        check: Callable[[EngineClient], None],
-        without: Callable[[EngineClient], None] = lambda _: None,
+        self, options: RefitOptions, trainer: Trainer, ranks: int, subscribed: Callable[[], Collection[Subscription]]
     ) -> None:
-        self._without = without
-        self._options = replace(options, payload=PayloadKind.WHOLE)  # nobody knows what an engine that joins holds
-        self._ranks, self._subscribed, self._check = ranks, subscribed, check
-        describe = trainer.describe
-        self._trainer = replace(trainer, describe=lambda: _model_of(describe()))
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._at_work: dict[str, EngineClient] = {}
-        self._waiting: dict[str, _Failed] = {}
-        self._taking: dict[str, tuple[int, list[str]]] = {}  # version and servers of each receiver
-        self._brought: dict[str, Subscription] = {}  # by receiver, until the trainer's own subscription
+        self._options, self._trainer, self._ranks, self._subscribed = options, trainer, ranks, subscribed
+        self._lock = threading.Lock()
+        self._is_held = self._is_closed = False
+        self._taking: dict[str, tuple[Subscription, Take]] = {}
+        self._failures: dict[str, _Failures] = {}
+        self._cannot_follow: set[str] = set()  # names of engines to which every push sends
 
-    def bring(self, engine: EngineClient) -> None:
-        """Starts to bring an engine to the version that others serve, in a thread. It need not succeed."""
-        with self._changed:
-            if self._is_closed or engine.name in self._at_work:
+    def look(self) -> None:
+        """Lets engines that are behind begin to take the newest version, as far as others can send it now."""
+        with self._lock:
+            self._note_ends()
+            if self._is_closed:
                 return
-            self._at_work[engine.name] = engine
-        worker = Worker(f"refit-fan-out-{engine.name}")
-        worker.submit(lambda: self._bring(engine))
-        worker.close(0.0)
+            known = self._subscribed()
+            version = _newest(known)
+            for one in known:
+                self._end_following(one, known, version)
+            busy = {server.name for _, take in self._taking.values() for server in take.servers}
+            free = {one.name: one for one in _able(known, version) if one.name not in busy}
+            behind = {one.name: one for one in self._behind(known, version)}
+            for name, servers in self._assign([*free], [*behind], version):
+                self._begin(behind[name], version, [free[server] for server in servers])
 
-    def is_bringing(self, engine: EngineClient) -> bool:
-        """Whether that is under way."""
-        return self._at_work.get(engine.name) is engine
+    def hold(self, reason: str) -> None:
+        """Ends what engines take from others, but for commits, until :meth:`resume`.
 
-    def claim(self, engine: EngineClient) -> bool:
-        """Ends the wait of an engine that would take a version from others. Returns False if it takes one now."""
-        with self._changed:
-            if engine.name in self._taking:
-                return False
-            self._at_work.pop(engine.name, None)
-            self._changed.notify_all()
-            return True
+        Those that follow go on: a push waits for them, and does not send to those that are late.
+        """
+        with self._lock:
+            self._is_held = True
+            for one, _ in self._taking.values():
+                if one.follows < 0:
+                    one.give_up_taking(reason)
 
-    def release(self, name: str) -> Subscription | None:
-        """Ends an engine's part, whatever it is at. Returns the subscription in which it took a version, if it did."""
-        with self._changed:
-            self._at_work.pop(name, None)
-            one = self._brought.pop(name, None)
-            self._changed.notify_all()
-        if one is not None:
-            one.close()
-        return one
+    def resume(self) -> None:
+        """Ends :meth:`hold`."""
+        with self._lock:
+            self._is_held = False
+        self.look()
 
-    def state(self) -> Mapping[str, Standing]:
-        """What the engines are at that take, or have taken, a version from others."""
-        return {name: one.standing for name, one in list(self._brought.items())}
+    def close(self) -> None:
+        """Lets nothing begin any more. The caller ends the subscriptions."""
+        with self._lock:
+            self._is_closed = True
+
+    def leave_out(self, one: Subscription) -> None:
+        """Ends what an engine takes from others, because it was detached."""
+        with self._lock:
+            one.leave_others()
 
     def candidates(self) -> Candidates:
         """The sources of the newest version that an engine serves."""
-        with self._changed:
-            able = self._able()
-            version = able[0].serves if able else -1
-            sends = {one.name: [to for to, (_, names) in self._taking.items() if one.name in names] for one in able}
-            waiting = list(self._waiting)
-        sources = [Source(one.name, "engine", one.workers, sends[one.name]) for one in able]
+        with self._lock:
+            self._note_ends()
+            known = self._subscribed()
+            version = _newest(known)
+            able, behind = _able(known, version), self._behind(known, version)
+            takes = {name: [server.name for server in take.servers] for name, (_, take) in self._taking.items()}
+        sources = [
+            Source(one.name, "engine", one.workers, [to for to, names in takes.items() if one.name in names])
+            for one in able
+        ]
         sent_to = [
             one.name
-            for one in self._subscribed()
-            if one.standing.state is State.SENDING and one.standing.version == version
+            for one in known
+            if one.standing.state is State.SENDING and one.standing.version == version and one.name not in takes
         ]
         if sent_to:
             sources.insert(0, Source("trainer", "trainer", self._ranks, sent_to))
-        return candidates_of(version, sources, waiting)
+        return candidates_of(version, sources, [one.name for one in behind])
 
-    def close(self) -> dict[str, Subscription]:
-        """Ends everything. Engines keep what they serve. Returns what :meth:`release` does, by engine."""
-        with self._changed:
-            self._is_closed = True
-            names = [*self._brought]
-            self._changed.notify_all()
-        found = {name: self.release(name) for name in names}
-        return {name: one for name, one in found.items() if one is not None}
-
-    def _bring(self, engine: EngineClient) -> None:
-        failed: _Failed = frozenset()
-        try:
-            for _ in range(_ATTEMPTS):
-                chosen = self._choose(engine, failed)
-                if chosen is None:
-                    return
-                version, servers = chosen
-                names = ", ".join(server.name for server in servers)
-                logger.info("refit: %s takes version %d from %s", engine.name, version, names)
-                try:
-                    self._receive(engine, version, servers)
-                except RefitError as error:
-                    failed |= {(server.name, version) for server in servers}
+    def _note_ends(self) -> None:
+        for name, (one, take) in list(self._taking.items()):
+            if one.has_ended:
+                del self._taking[name]
+                if one.serves != take.version and not take.is_given_up:
+                    failures = self._failed(name, take.version)
+                    failures.count, failures.reason = failures.count + 1, take.failure or ""
+                    failures.servers.update(server.name for server in take.servers)
+                    self._failures[name] = failures
                     logger.warning(
                         "refit: %s did not take version %d from %s: %s",
-                        engine.name,
-                        version,
-                        names,
-                        describe_error(error),
+                        name,
+                        take.version,
+                        ", ".join(server.name for server in take.servers),
+                        take.failure,
                     )
-                else:
-                    return
-                finally:
-                    self._give_back(engine)
-        except Exception:
-            logger.exception("refit: %s serves on what it serves, until the trainer sends to it", engine.name)
-        finally:
-            self._give_back(engine)
-            with self._changed:
-                ends = self.is_bringing(engine) and not self._is_closed
-                if self.is_bringing(engine):
-                    del self._at_work[engine.name]
-                has_none = engine.name not in self._brought
-            if ends and has_none:
-                self._without(engine)
 
-    def _give_back(self, engine: EngineClient) -> None:
-        """Frees the servers of a receiver."""
-        with self._changed:
-            self._taking.pop(engine.name, None)
-            self._changed.notify_all()
-
-    def _able(self) -> list[Subscription]:
-        """The engines that serve the newest version, as far as known."""
-        known = [*self._subscribed(), *self._brought.values()]
-        serving = [one for one in known if one.serves >= 0 and one.has_all_workers]
-        newest = max((one.serves for one in serving), default=-1)
-        return [one for one in serving if one.serves == newest]
-
-    def _choose(self, engine: EngineClient, failed: _Failed) -> tuple[int, list[Subscription]] | None:
-        """Waits for engines that can send to a receiver. Returns the version and them; None if there are none."""
-        deadline = time.monotonic() + self._options.timeout_s
-        with self._changed:
-            self._waiting[engine.name] = failed
-            try:
-                while self.is_bringing(engine) and not self._is_closed:
-                    able = [one for one in self._able() if (one.name, one.serves) not in failed]
-                    if engine.name not in self._taking:
-                        if time.monotonic() > deadline or not self._may_come(able):
-                            return None
-                        self._allot(able, failed)
-                    version, names = self._taking.get(engine.name, (-1, []))
-                    servers = [one for one in able if one.name in names and one.serves == version]
-                    if servers:
-                        return version, servers
-                    self._taking.pop(engine.name, None)  # those that another thread has assigned may have gone since
-                    self._changed.wait(TICK_S)  # also for a commit under way, which nobody announces here
-            finally:
-                del self._waiting[engine.name]
-        return None
-
-    def _may_come(self, able: Sequence[Subscription]) -> bool:
-        """Whether some engine can send, or may be able to after a commit that is under way."""
-        return bool(able) or not all(one.served.done() for one in self._subscribed())
-
-    def _allot(self, able: Sequence[Subscription], failed: _Failed) -> None:
-        """Assigns engines that are not busy to receivers that wait and have failed to take from the same ones."""
-        busy = {name for _, names in self._taking.values() for name in names}
-        free = [one for one in able if one.served.done() and one.name not in busy and one.name not in self._waiting]
-        waiting = [
-            name
-            for name, others in self._waiting.items()
-            if others == failed and name not in self._taking and name in self._at_work
+    def _behind(self, known: Collection[Subscription], version: int) -> list[Subscription]:
+        """Engines that could begin to take a version now."""
+        return [
+            one
+            for one in known
+            if one.is_idle
+            and max(one.serves, one.follows - 1) < version
+            and one.name not in self._taking
+            and (one.follows >= 0 or not self._is_held)
         ]
-        if not free or not waiting:
+
+    def _end_following(self, one: Subscription, known: Collection[Subscription], version: int) -> None:
+        """Ends the wait of an engine that follows if it has what it is to take, or nobody will be able to send that."""
+        if one.follows < 0 or one.name in self._taking:
             return
-        for share in assign([Server(name=one.name) for one in free], [Waiting(name=name) for name in waiting]):
-            self._taking.setdefault(share.receiver, (free[0].serves, []))[1].append(share.server)
-        self._changed.notify_all()
+        if one.serves >= one.follows:
+            one.end_following(None)
+            return
+        failures = self._failed(one.name, version)
+        able = [each.name for each in _able(known, version) if version >= one.follows]
+        may_come = not all(each.has_ended for each in known)  # by a commit under way
+        if one.is_idle and failures.count < _ATTEMPTS and (may_come or not failures.servers.issuperset(able)):
+            return
+        if failures.count and not one.gone:
+            self._cannot_follow.add(one.name)
+        last = self._failed(one.name, one.follows)  # of a version that now nobody may serve
+        reason = "; ".join(one.gone) or failures.reason or last.reason or "nobody sends it"
+        one.end_following(f"{one.name} did not take version {one.follows} from other engines: {reason}")
 
-    def _receive(self, engine: EngineClient, version: int, servers: Sequence[Subscription]) -> None:
-        """Lets an engine take a version from others and commit it.
+    def divide(self, known: Mapping[int, Subscription], ready: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Divides those that can take part in a push.
 
-        Raises:
-            RefitError: if it did not; it then serves what it served.
+        Args:
+            known: the subscriptions, by number.
+            ready: numbers of those that can take part.
+
+        Returns:
+            Numbers of those to which the trainer sends, and of those that follow. Engines with the oldest versions are
+            sent to first, so that none waits for ever if pushes come too fast.
         """
-        options, sources = self._options, 1 + sum(server.workers for server in servers)
-        control = EngineControl(engine, sources, options, self._check)
-        invitation = control.rendezvous.invitation
-        workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
-        one = Subscription(
-            engine.name,
-            invitation,
-            replace(self._trainer, sources=("the trainer's first rank", *workers)),
-            options.links(sources, options.staging_bytes),
-            control=control,
-            after=None,
-        )
-        with self._changed:
-            self._brought[engine.name] = one
-        call = {"version": version, "key": invitation.token, **control.meeting(options.staging_bytes)}
-        try:
-            first = 1
-            for server in servers:
-                try:
-                    server.relay({**call, "first": first}).result(options.timeout_s)
-                    control.rendezvous.check_joined(range(first, first + server.workers), server.name)
-                except (RefitError, TimeoutError) as error:
-                    control.rendezvous.give_up(f"{server.name}: {describe_error(error)}")
-                    break
-                first += server.workers
-            one.joined.result()
-            self._check_wanted(engine)
-            one.send(version, dict)
-            one.sent.result()
-            one.served.result()
-        except BaseException:
-            with self._changed:
-                if self._brought.get(engine.name) is one:
-                    del self._brought[engine.name]
-            wait([one.served], options.timeout_s)  # nobody else may call the engine before
-            one.close().result()
-            raise
+        width = len(ready) if self._options.fan_out_width is None else self._options.fan_out_width
+        with self._lock:
+            able = [number for number in ready if known[number].name not in self._cannot_follow]
+        following = set(sorted(able, key=lambda number: known[number].serves)[width:])
+        return [number for number in ready if number not in following], sorted(following)
 
-    def _check_wanted(self, engine: EngineClient) -> None:
-        if self._is_closed or not self.is_bringing(engine):
-            raise PartyFailedError(f"{engine.name} was detached, or the session has ended")
+    def _failed(self, name: str, version: int) -> _Failures:
+        failures = self._failures.get(name)
+        return failures if failures is not None and failures.version == version else _Failures(version)
+
+    def _assign(self, free: list[str], behind: Sequence[str], version: int) -> Iterator[tuple[str, list[str]]]:
+        """Servers for engines that are behind. One that has failed takes from one that it has not taken from before."""
+        fresh = []
+        for name in behind:
+            failures = self._failed(name, version)
+            if not failures.count:
+                fresh.append(name)
+            elif failures.count < _ATTEMPTS:
+                untried = [server for server in free if server not in failures.servers]
+                if untried:
+                    free.remove(untried[0])
+                    yield name, untried[:1]
+        servers: dict[str, list[str]] = {}
+        for share in assign(
+            [PlannedServer(name=name) for name in free], [Waiting(name=name) for name in (fresh if free else ())]
+        ):
+            servers.setdefault(share.receiver, []).append(share.server)
+        yield from servers.items()
+
+    def _begin(self, one: Subscription, version: int, servers: Sequence[Subscription]) -> None:
+        logger.info("refit: %s takes version %d from %s", one.name, version, ", ".join(each.name for each in servers))
+        sources = [Server(each.name, each.workers, each.relay, each.check_there) for each in servers]
+        take = Take(version, sources, self._options, self._trainer)
+        self._taking[one.name] = one, take
+        one.take(take)
 
 
-def _model_of(held: Held) -> Held:
-    """The model alone, of which this source holds nothing. Engines may lack tensors that they do not serve."""
-    return replace(held, manifest=Manifest(held.manifest.rank, held.manifest.host, (), ()), partial=True)
+def _newest(known: Collection[Subscription]) -> int:
+    """The newest version that an engine serves; -1 if there is none."""
+    return max((one.serves for one in known if one.has_all_workers), default=-1)
+
+
+def _able(known: Collection[Subscription], version: int) -> list[Subscription]:
+    """Those that can send a version, now or once they have sent it to others."""
+    return [one for one in known if one.is_idle and one.serves == version >= 0]

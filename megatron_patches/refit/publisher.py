@@ -70,7 +70,7 @@ class WeightPublisher:
 
         An engine that is attached before the first :meth:`publish` receives that version. A later one begins to join at
         once, without delaying the others, and receives the first version after it has joined. With ``options.fan_out``,
-        it first takes the version that other engines serve from them, and joins during the next :meth:`publish`.
+        it takes the version that other engines serve from them meanwhile.
 
         Args:
             engine: URL of a vLLM server, or any :class:`megatron_patches.refit.engines.EngineClient`.

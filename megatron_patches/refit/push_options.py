@@ -35,8 +35,10 @@ class Fate(StrEnum):
     """It serves the version."""
     SENT = "sent"
     """It has received the version and commits it."""
+    TAKES = "takes"
+    """It takes the version from other engines."""
     LAGS = "lags"
-    """It still commits an earlier version, so it misses this one and stays subscribed."""
+    """It still commits an earlier version, or takes it from others, so it misses this one and stays subscribed."""
     JOINING = "joining"
     """It is joining, and takes part in a later version."""
     JOINED = "joined"
@@ -75,8 +77,10 @@ class RefitOptions:
         on_engine_failure: what a push does when an engine fails.
         lag_s: with :attr:`OnEngineFailure.DROP`, seconds that a push waits for an engine that still commits the version
             before; then the engine misses this version.
-        fan_out: whether an engine that joins takes the version that others serve from these engines, instead of waiting
-            for the next push. Engines then connect to each other. Not with ``c10d``.
+        fan_out: whether an engine that joins late, comes back or missed a version takes the one that others serve from
+            these engines, instead of waiting for the next push. Engines then connect to each other. Not with ``c10d``.
+        fan_out_width: with ``fan_out``, to how many engines a push sends the version. The others take it from these, in
+            waves. An engine that cannot take one from others is sent later ones as well. None to send to all.
     """
 
     transport: TransportName | None = None
@@ -93,6 +97,7 @@ class RefitOptions:
     on_engine_failure: OnEngineFailure = OnEngineFailure.RAISE
     lag_s: float = 30.0
     fan_out: bool = False
+    fan_out_width: int | None = None
 
     def __post_init__(self) -> None:
         if self.staging_bytes < _LEAST_STAGING_BYTES:
@@ -121,6 +126,11 @@ class RefitOptions:
             raise ValueError(
                 "fan_out is on and transport is c10d, over which an engine that sends would answer no requests; choose "
                 "another transport"
+            )
+        if self.fan_out_width is not None and not (self.fan_out and self.fan_out_width > 0):
+            raise ValueError(
+                f"fan_out_width is {self.fan_out_width} and fan_out is {self.fan_out}; the width is a number of "
+                "engines, at least 1, and needs fan_out"
             )
         object.__setattr__(self, "pause", PauseMode(self.pause))
         object.__setattr__(self, "memory", MemoryMode(self.memory))

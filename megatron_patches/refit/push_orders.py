@@ -38,7 +38,8 @@ class PushOrders:
         lobby: invitation to where newcomers are announced; None for nowhere.
         ended: numbers of subscriptions to close.
         anew: whether all ranks must prepare again before this push, as it has other tensors than the one before.
-        taking: numbers of those that take the version.
+        taking: numbers of those that are sent the version.
+        following: numbers of those that take it from the engines that are sent it.
         fates: what became of engines since the last push, by name.
         error: why the push fails, if it does.
         engines: names of the engines to blame for that.
@@ -50,6 +51,7 @@ class PushOrders:
     ended: list[int] = field(default_factory=list)
     anew: bool = False
     taking: list[int] = field(default_factory=list)
+    following: list[int] = field(default_factory=list)
     fates: dict[str, EngineReport] = field(default_factory=dict)
     error: str | None = None
     engines: tuple[str, ...] = ()

@@ -55,6 +55,12 @@ class Roster:
         self._thread: threading.Thread | None = None
 
     @property
+    def attached(self) -> list[EngineClient]:
+        """All engines, in order, those that failed included."""
+        with self._lock:
+            return list(self._engines)
+
+    @property
     def present(self) -> list[EngineClient]:
         """The engines that take part, in order."""
         with self._lock:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -188,8 +188,8 @@ class RefitSession:
     def attach(self, engine: EngineClient) -> None:
         """Attaches an engine, on the first rank, at any time. It begins to join at once, and delays nobody.
 
-        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it first takes the
-        version that other engines serve from them, and joins during the next push.
+        It takes part in the first push after it has joined. With :attr:`RefitOptions.fan_out`, it takes the version
+        that other engines serve from them meanwhile.
 
         Raises:
             ValueError: if it is attached already.
@@ -220,9 +220,7 @@ class RefitSession:
 
     def state(self) -> Mapping[str, Standing]:
         """What each engine's subscription is at, and on the first rank whom it waits for. Any thread may ask."""
-        own = {one.name: one.standing for one in self._subscriptions.all.values()}
-        fan_out = None if self._coordinator is None else self._coordinator.fan_out
-        return own if fan_out is None else {**fan_out.state(), **own}
+        return {one.name: one.standing for one in self._subscriptions.all.values()}
 
     def push(self, version: int, *, wait: bool = True, kv_scales: KVScalesOfLayers | None = None) -> PushReport:
         """Sends the current weights and makes the engines serve them as ``version``.
@@ -253,25 +251,24 @@ class RefitSession:
         if self._trainer is None:
             raise RefitError("prepare() has not succeeded")
         self._check_version(version)
-        waited_for = {number: one for number, one in self._subscriptions.open.items() if not one.lags}
-        await_all(commits_of(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
-        try:
-            orders = self._orders(self._trainer, kv_scales)
-        finally:
-            self._subscriptions.forget_failures()
-        for one in self._subscriptions.open.values():
-            one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
-        began = time.perf_counter()
-        self._source.settle()
-        taking = {number: self._subscriptions.open[number] for number in orders.taking}
-        self._send(self._trainer, version, taking)
+        with nullcontext() if self._coordinator is None else self._coordinator.sending():
+            orders = self._take_orders(self._trainer, kv_scales)
+            began = time.perf_counter()
+            self._source.settle()
+            taking, following = (
+                {number: self._subscriptions.open[number] for number in numbers}
+                for numbers in (orders.taking, orders.following)
+            )
+            self._send(self._trainer, version, taking)
+            for one in following.values():
+                one.follow(version)
         seconds = {"send": time.perf_counter() - began}
         outcomes = self._subscriptions.outcomes({number: one.sent for number, one in taking.items()})
         if not self._drops:  # whoever calls prepare() next wants no engine to be busy or paused
             self._give_up({number: taking[number] for number in failures(outcomes)}, outcomes)
         if wait:
-            committed = self._subscriptions.outcomes(commits_of(taking))
-            for one in taking.values():
+            committed = self._subscriptions.outcomes(commits_of(taking | following))
+            for one in (taking | following).values():
                 one.forget()
             seconds["commit"] = time.perf_counter() - began - seconds["send"]
             seconds["paused"] = max((one.paused_s for one in committed.values()), default=0.0)
@@ -280,7 +277,10 @@ class RefitSession:
         if moved or self._drops:
             self.version = version
         good = Fate.SERVES if wait else Fate.SENT
-        reports = {one.name: one.report(good, outcomes[number].reason) for number, one in taking.items()}
+        told = {number: self._subscriptions.open[number] for number in outcomes}
+        reports = {one.name: one.report(good, outcomes[number].reason) for number, one in told.items()}
+        if not wait:
+            reports |= {one.name: EngineReport(Fate.TAKES) for one in following.values()}
         self.reports = orders.fates | reports
         self._judge(failures(outcomes), began)
         return PushReport(
@@ -292,6 +292,18 @@ class RefitSession:
             seconds=seconds | longest_parts(moved),
             engines=self.reports,
         )
+
+    def _take_orders(self, trainer: Trainer, kv_scales: KVScalesOfLayers | None) -> PushOrders:
+        """Waits for the commits of the last version, and agrees on who takes part in a push. Collective."""
+        waited_for = {number: one for number, one in self._subscriptions.all.items() if not one.lags}
+        await_all(commits_of(waited_for), self._options.lag_s if self._drops else self._options.timeout_s)
+        try:
+            orders = self._orders(trainer, kv_scales)
+        finally:
+            self._subscriptions.forget_failures()
+        for one in self._subscriptions.open.values():
+            one.lags = one.name in orders.fates and orders.fates[one.name].fate is Fate.LAGS
+        return orders
 
     def _orders(self, trainer: Trainer, kv_scales: KVScalesOfLayers | None) -> PushOrders:
         """Who takes part in a push, and on the first rank, with which scales."""
@@ -348,11 +360,11 @@ class RefitSession:
                 failed[number].forget()
 
     def commits(self) -> Mapping[str, Future[EngineReport]]:
-        """For each engine that received the last version pushed, what becomes of it, on this rank alone.
+        """For each engine that received the last version pushed, or takes it, what becomes of it, on this rank alone.
 
         Call it after a :meth:`push` without ``wait``, before the next one.
         """
-        sent = {name for name, report in self.reports.items() if report.fate is Fate.SENT}
+        sent = {name for name, report in self.reports.items() if report.fate in {Fate.SENT, Fate.TAKES}}
         return {one.name: one.outcome() for one in self._subscriptions.open.values() if one.name in sent}
 
     def wait(self) -> Mapping[str, EngineReport]:

@@ -30,6 +30,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate
+from megatron_patches.refit.take import Take
 from megatron_patches.refit.telemetry import cost_of
 from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -48,6 +49,7 @@ class Subscription:
         options: how to move bytes.
         control: on the first rank, the engine; None on other ranks.
         after: an earlier subscription of the engine, which may still be committing.
+        changed: called in a thread whenever it has joined, or a version serves or has failed.
 
     Attributes:
         name: name of the engine.
@@ -57,6 +59,7 @@ class Subscription:
         served: done once the last version serves, or has failed.
         lags: whether it has missed a version because it was committing another, so that no push waits for it again.
         serves: on the first rank, number of the version that its workers have committed; -1 if that is not known.
+        follows: likewise, number of the version that it is to take from other engines; -1 if there is none.
     """
 
     def __init__(
@@ -68,21 +71,28 @@ class Subscription:
         *,
         control: EngineControl | None,
         after: Subscription | None,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
+        self._changed = changed
         self._invitation, self._trainer, self._options = invitation, trainer, options
         self._control, self._after = control, after
         self._assembly: Assembly | None = None
         self._party: SourceParty | None = None
         self._log = StateLog(name, logging.INFO if trainer.rank == 0 else logging.DEBUG)
         self._planning_s = 0.0  # until a version has been charged for it
-        self.lags, self.serves = False, -1
+        self.lags, self.serves, self._is_closed = False, -1, False
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
+        self._take: Take | None = None  # of the last version, if it came from other engines
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
+        self.sent.set_result(Moved({}, 0))
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
+        self.follows = -1
+        self._ended = self.served  # what was begun last; other than what it serves if it follows
         self.joined = self._run(self._join)
+        self._run(self._tell_change)
 
     @property
     def unreachable(self) -> bool:
@@ -122,13 +132,38 @@ class Subscription:
 
     @property
     def gone(self) -> list[str]:
-        """A sentence for each party that has left."""
+        """A sentence for each party that has left, or for the end of the subscription."""
+        if self._is_closed:
+            return [f"{self.name} has been left out"]
         return [] if self._assembly is None else self._assembly.gone()
+
+    def check_there(self) -> None:
+        """Raises if a party has left.
+
+        Raises:
+            PartyFailedError: with the reasons.
+        """
+        gone = self.gone
+        if gone:
+            raise PartyFailedError("; ".join(gone), [self.name])
 
     @property
     def has_all_workers(self) -> bool:
         """Whether the engine's workers have joined, and none has left."""
-        return self._assembly is not None and not self._assembly.gone(self._options.sources)
+        there = self._assembly is not None and not self._assembly.gone(self._options.sources)
+        return there and not self._is_closed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has joined, and neither receives a version nor commits one, nor has failed in the last push."""
+        begun: tuple[Future[Any], ...] = (self.joined, self.sent, self._ended)
+        ended_well = all(each.done() and each.exception() is None for each in begun)
+        return ended_well and self.failure is None and self.has_all_workers
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether what was begun last has ended."""
+        return self._ended.done()
 
     @property
     def workers(self) -> int:
@@ -147,6 +182,8 @@ class Subscription:
         late = [] if self._party is None or state is not State.SENDING else self._party.late
         if late or self._control is None:
             return [f"worker {rank}" for rank in late]
+        if self._take is not None and state is State.SENDING:
+            return self._take.awaited
         return self._control.rendezvous.awaited
 
     def send(self, version: int, look_up: Callable[[], Memory], base: Base | None = None) -> None:
@@ -157,8 +194,64 @@ class Subscription:
             look_up: see :meth:`megatron_patches.refit.parties.source.SourceParty.push`.
             base: an earlier version, of which only changes are sent if the engine serves it; None to send all.
         """
+        self._take = None
         self.sent = sent = self._run(lambda: self._send(version, look_up, base))
-        self.served = self._run(lambda: self._serve(version, sent))
+        self.served = self._ended = self._serve_after(sent, version)
+
+    def follow(self, version: int) -> None:
+        """Starts to wait until the engine has taken a version, or a later one, from other engines.
+
+        Args:
+            version: number of the version that other engines are sent.
+        """
+        self._take = None
+        self.sent = Future()
+        self.sent.set_result(Moved({}, 0))
+        if self._control is None:
+            self._ended = self.served = self._serve_after(self.sent, version)
+        else:
+            self.served, self.follows = Future(), version
+
+    def end_following(self, reason: str | None) -> None:
+        """On the first rank, ends what :meth:`follow` has started.
+
+        Args:
+            reason: why the engine does not serve the version; None if it does.
+        """
+        served, version, self.follows = self.served, self.follows, -1
+
+        def tell() -> None:  # in the worker's thread, for whoever waits may do more than is known here
+            paused_s = 0.0 if self._control is None else self._control.paused_s
+            self._tell_others(version, reason)
+            if reason is None:
+                served.set_result(paused_s)
+            else:
+                served.set_exception(PartyFailedError(reason, [self.name]))
+
+        self._run(tell)
+
+    def take(self, take: Take) -> None:
+        """On the first rank, starts to take a version from other engines. The engine commits it by itself.
+
+        Other ranks take no part. If the version does not come, the engine serves on what it serves, and is not taken
+        for failed. Only while it is idle and, unless it follows, no push begins.
+        """
+        self._take = take
+        self._ended = self._serve_after(self._run(lambda: self._receive(take)), take.version)
+        if self.follows < 0:
+            self.served, self.lags = self._ended, False
+
+    def leave_others(self) -> None:
+        """Ends what :meth:`take` and :meth:`follow` have started, because the engine is left out."""
+        reason = f"{self.name} has been left out"
+        self.give_up_taking(reason)
+        if self.follows >= 0:
+            self.end_following(reason)
+
+    def give_up_taking(self, reason: str) -> None:
+        """Ends what :meth:`take` has started, unless the version has come already."""
+        if self._take is not None:
+            self._take.give_up(reason)
 
     def relay(self, call: Mapping[str, Any]) -> Future[None]:
         """On the first rank, makes the engine's workers send the version that they serve to those of another engine.
@@ -214,8 +307,10 @@ class Subscription:
         Returns:
             Done once the other parties have received what was on its way to them.
         """
+        self._is_closed = True
         if self._party is not None:
             self._party.leave()
+        self.leave_others()
         self._run(self._close)
         self._worker.close(0.0)
         closer = Worker(f"refit-closing-{self.name}")
@@ -290,6 +385,32 @@ class Subscription:
         self._log.enter(State.COMMITTING, version)
         return moved
 
+    def _receive(self, take: Take) -> Moved:
+        control, self._base = self._control, -1  # other ranks do not hear of this version
+        if control is None:
+            raise PartyFailedError(f"{self.name} has not joined")
+        self._log.enter(State.SENDING, take.version)
+        try:
+            self.check_there()  # another trainer may use the engine
+            moved = take.run(control)
+        except Exception as error:
+            take.failure = describe_error(error)
+            self._fail(self.serves, take.failure)
+            raise
+        self._log.enter(State.COMMITTING, take.version)
+        return moved
+
+    def _serve_after(self, sent: Future[Moved], version: int) -> Future[float]:
+        served = self._run(lambda: self._serve(version, sent))
+        self._run(self._tell_change)
+        return served
+
+    def _tell_change(self) -> None:
+        try:
+            self._changed()
+        except Exception:
+            logger.exception("refit: engines do not take versions from each other after a change of %s", self.name)
+
     def _serve(self, version: int, sent: Future[Moved]) -> float:
         """Commits a version, or gives it up if it did not arrive, on the first rank. Other ranks wait for its word.
 
@@ -303,23 +424,15 @@ class Subscription:
         if control is None:
             reason = assembly.collect(served_topic(version), [0], LONGEST_TIMEOUT_S)[0]
         else:
-            reason = None
-            try:
-                if arrived:
-                    control.commit(version, lambda: self._confirm(version, control))
-                else:
-                    control.give_up()  # in place, the workers have restored the old weights
-            except Exception as error:  # noqa: BLE001 - told to all ranks, and raised below
-                doing = "committing" if arrived else "giving up"
-                reason = f"{doing} version {version} failed: {describe_error(error)}{control.left_asleep}"
-            try:
-                assembly.post(served_topic(version), reason)
-            except PartyFailedError as error:  # the subscription was closed
-                logger.debug("refit: %s", error)
+            reason = self._commit(version, control, arrived=arrived)
+            if self._take is None:
+                self._tell_others(version, reason)
+            else:
+                self._take.failure = self._take.failure or reason
         if reason is not None and (arrived or control is not None):
             self._fail(version, reason)
         elif arrived:
-            self._base = version
+            self._base = version if self._take is None else -1
             self._log.enter(State.READY, version)
         if reason is None:
             self.serves = version if arrived else committed
@@ -328,6 +441,26 @@ class Subscription:
         if reason is not None and (arrived or control is not None):
             raise PartyFailedError(reason, [self.name])
         return 0.0 if control is None else control.paused_s
+
+    def _commit(self, version: int, control: EngineControl, *, arrived: bool) -> str | None:
+        """Why a version does not serve, or was not given up; None if all went well."""
+        try:
+            if arrived:
+                control.commit(version, lambda: self._confirm(version, control))
+            else:
+                control.give_up()  # in place, the workers have restored the old weights
+        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised by the caller
+            doing = "committing" if arrived else "giving up"
+            return f"{doing} version {version} failed: {describe_error(error)}{control.left_asleep}"
+        return None
+
+    def _tell_others(self, version: int, reason: str | None) -> None:
+        """Tells the other ranks how a commit went."""
+        try:
+            if self._assembly is not None:
+                self._assembly.post(served_topic(version), reason)
+        except PartyFailedError as error:  # the subscription was closed
+            logger.debug("refit: %s", error)
 
     def _tell_cost(self, version: int, sent: Future[Moved], control: EngineControl, reason: str | None) -> None:
         lost = sent.exception()
@@ -339,7 +472,7 @@ class Subscription:
             moved=sent.result() if lost is None else None,
             paused_s=control.paused_s,
             reason=reason if lost is None else "; ".join(filter(None, (describe_error(lost), reason))),
-            sources=self._trainer.sources,
+            sources=() if self._take is None else self._take.sources,
         )
         self._planning_s = 0.0
         self._trainer.telemetry.tell(cost)

@@ -164,7 +164,8 @@ class Subscriptions:
             trainer,
             self._options.links(self._exchange.size, newcomer.staging_bytes),
             control=None if coordinator is None else coordinator.control(number),
-            after=closed if coordinator is None else coordinator.taken(name) or closed,
+            after=closed,
+            changed=(lambda: None) if coordinator is None else coordinator.look,
         )
 
     def _end(self, number: int) -> Future[None]:

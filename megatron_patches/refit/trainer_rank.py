@@ -26,7 +26,6 @@ class Trainer:
         stream: stream of what subscriptions do on a GPU; None on a CPU.
         describe: describes what this rank holds.
         telemetry: is told on the first rank what each version cost.
-        sources: names of the sources there, in order; none if they are the trainer's ranks.
     """
 
     rank: int
@@ -35,7 +34,6 @@ class Trainer:
     stream: torch.cuda.Stream | None
     describe: Callable[[], Held]
     telemetry: Telemetry
-    sources: tuple[str, ...] = ()
 
 
 class Once:

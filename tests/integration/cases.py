@@ -424,14 +424,6 @@ CASES = (
             ("stages", 4, "--etp-size 2", "--pipeline-model-parallel-size 2"),
         )
     ),
-    # Two streams of compute read and free the buffers of weights and gradients.
-    Case(
-        "moe_shared_experts_overlapped",
-        2,
-        "--etp-size 2 --expert-etp-size 2",
-        common=f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
-        gpu_only="Megatron overlaps shared experts by a CUDA stream",
-    ),
     Case(
         "moe_exchange_overlapped",
         4,

@@ -1,9 +1,11 @@
-"""Engines that start late take the version that others serve, from them, while the trainer's ranks are elsewhere."""
+"""Engines that are behind take the version that others serve, from them, while the trainer's ranks are elsewhere."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import signal
 import time
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import State
 from megatron_patches.refit.session import Fate, OnEngineFailure, RefitSession
-from tests.integration.test_subscriptions import NAMES, Push, expected, run, until, until_all_serve
+from megatron_patches.refit.source.config_traits import family_from_config
+from tests.integration.test_subscriptions import CASE, NAMES, Push, costs, expected, run, until
 from tests.support import plain_engine
 from tests.support.plain_engine import PlainEngine
 
@@ -54,16 +58,15 @@ def two_start_late(session: RefitSession, clients: list[PlainEngine], push: Push
         until(lambda: bool(json.loads(session.candidates())["sources"][0]["receivers"]))
         seen["during"] = json.loads(session.candidates())
         until(lambda: all(serves(engine, 1) for engine in late))
-        until(lambda: not any(session._coordinator.fan_out.is_bringing(engine) for engine in late))
+        until(lambda: {session.state()[engine.name].state for engine in late} == {State.READY})
         seen["late"] = [engine.run("content") for engine in late]
         seen["calls"] = clients[1].run("calls")[len(calls[1]) :]
         seen["after"] = json.loads(session.candidates())
         seen["states"] = {name: one.state for name, one in session.state().items()}
     session.exchange.gather(None)
-    version = until_all_serve(push, 2, 3)
+    seen["fates"] = {name: one.fate for name, one in push(2, wait=True).engines.items()}
     if first:
         seen["found"] = [engine.run("content") for engine in [clients[1], *late]]
-        seen["version"] = version
     for process in started:
         process.kill()
         process.wait()
@@ -91,18 +94,100 @@ def test_late_engines_take_the_version_from_others_and_survive_the_death_of_one(
     assert {source["name"] for source in seen["after"]["sources"]} == set(NAMES[1:4])  # the killed one is gone
     assert [source["receivers"] for source in seen["after"]["sources"]] == [[]] * 3
     assert [seen["states"][name] for name in NAMES[2:4]] == [State.READY] * 2
-    assert seen["found"] == [(seen["version"], expected(seen["version"]))] * 3
+    assert seen["fates"] == {NAMES[0]: Fate.FAILED, **dict.fromkeys(NAMES[1:4], Fate.SERVES)}  # none misses the push
+    assert seen["found"] == [(2, expected(2))] * 3
+
+
+def those_behind_catch_up(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Engine 1 is stopped while it commits version 2, engine 2 killed while it receives it; both miss version 3.
+
+    Both come back, and have version 3 before any other is pushed. Then all take version 4.
+    """
+    first, fates, found = session.exchange.rank == 0, list[dict[str, Fate]](), list[Any]()
+    push(1, wait=True)
+    if first:
+        pid = clients[1].run("pid")
+        clients[1].run("fail_in", "committing", int(signal.SIGSTOP))
+        clients[2].run("fail_in", "sending", int(signal.SIGKILL))
+    session.exchange.gather(None)
+    for version in (2, 3):
+        fates.append({name: one.fate for name, one in push(version).engines.items()})
+    if first:
+        until(lambda: serves(clients[0], 3))
+        os.kill(pid, signal.SIGCONT)
+        again = plain_engine.start(clients[2].address)
+        until(lambda: all(serves(engine, 3) for engine in clients))
+        found.append([engine.run("content") for engine in clients])
+    session.exchange.gather(None)
+    fates.append({name: one.fate for name, one in push(4, wait=True).engines.items()})
+    if first:
+        found.append([engine.run("content") for engine in clients])
+        again.kill()
+        again.wait()
+    return fates, found
+
+
+def test_engines_that_missed_a_version_take_it_from_others(tmp_path: Path) -> None:
+    memory = MemoryMode.IN_PLACE  # so that engines are paused while versions arrive
+    (fates, found), other = run(tmp_path, those_behind_catch_up, 3, lag_s=0.5, memory=memory, **OPTIONS)
+    assert fates == other[0]
+    assert fates[0] == {NAMES[0]: Fate.SENT, NAMES[1]: Fate.SENT, NAMES[2]: Fate.FAILED}
+    assert fates[1] == {NAMES[0]: Fate.SENT, NAMES[1]: Fate.LAGS}
+    assert fates[2] == {**dict.fromkeys(NAMES[:2], Fate.SERVES), NAMES[2]: Fate.SERVES}
+    assert found == [[(version, expected(version))] * 3 for version in (3, 4)]
+    told = costs(tmp_path)
+    for name in NAMES[1:3]:
+        trainer, *servers = told[name, 3]["sources"]
+        assert (trainer, told[name, 3]["bytes_by_source"][0]) == ("the trainer's first rank", 0)
+        assert {server.rpartition(" worker ")[0] for server in servers} <= set(NAMES[:3]) - {name}
+
+
+def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Each version goes to two of five engines. While the first one sends version 2 to another, it is killed."""
+    reports = [push(1, wait=True)]
+    first, found = session.exchange.rank == 0, list[Any]()
+    if first:
+        found.append([engine.run("content") for engine in clients])
+        clients[0].run("fail_in", "relaying", int(signal.SIGKILL))
+        clients[0].run("send_slowly", 0.0)
+    session.exchange.gather(None)
+    reports.append(push(2, wait=True))
+    if first:
+        found.append([engine.run("content") for engine in clients[1:]])
+    reports.append(push(3))
+    reports.append(push(4))
+    lost = session.wait()
+    if first:
+        found.append([engine.run("content") for engine in clients[1:]])
+    session.exchange.gather(None)
+    return [({name: one.fate for name, one in each.engines.items()}, each.nbytes) for each in reports], lost, found
+
+
+def test_a_push_reaches_engines_in_waves(tmp_path: Path) -> None:
+    (reports, lost, found), other = run(tmp_path, in_waves, 5, lag_s=20.0, fan_out_width=2, **OPTIONS)
+    assert (reports, lost) == other[:2]
+    nbytes = sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())
+    assert reports[0] == (dict.fromkeys(NAMES, Fate.SERVES), 2 * nbytes)
+    assert reports[1] == (dict.fromkeys(NAMES, Fate.SERVES), 2 * nbytes)
+    assert reports[2][0][NAMES[0]] is Fate.FAILED
+    assert sorted(reports[3][0].values()) == [Fate.SENT, Fate.SENT, Fate.TAKES, Fate.TAKES]
+    assert not lost
+    assert found == [[(1, expected(1))] * 5, [(2, expected(2))] * 4, [(4, expected(4))] * 4]
+    told = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
+    served = [cost for cost in told if cost["version"] == 4 and cost["serves"]]
+    assert sorted(cost["sources"][0] for cost in served) == ["0", "0", *["the trainer's first rank"] * 2]
 
 
 def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
-    """What the only engine serves is damaged; then it commits another version while it sends."""
+    """What the only engine serves is damaged; then a push begins while it sends."""
     push(1, wait=True)
     first, started, found = session.exchange.rank == 0, list[Any](), list[Any]()
     if first:
         clients[0].run("damage", "model.norm.weight")
         (late,) = start_late(clients, 1, started)
         session.attach(late)
-        until(lambda: not session._coordinator.fan_out.is_bringing(late))
+        until(lambda: late.run("calls").count("receive") == 1)
+        until(lambda: session.state()[late.name].state is State.READY)
         found.append(late.run("content"))
         session.detach(late.name)
     session.exchange.gather(None)
@@ -110,29 +195,24 @@ def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Pus
     if first:
         clients[0].run("send_slowly", 0.3)
         session.attach(late)
-        until(lambda: "relay" in clients[0].run("calls")[-1:])
+        until(lambda: late.run("calls").count("receive") == 2)
     session.exchange.gather(None)
     began = time.monotonic()
     report = push(3, wait=True)
     took = time.monotonic() - began
     if first:
-        until(lambda: not session._coordinator.fan_out.is_bringing(late))
         found.append(late.run("content"))
     session.exchange.gather(None)
-    version = until_all_serve(push, 4, 2)
-    if first:
-        found.append(late.run("content"))
     for process in started:
         process.kill()
         process.wait()
-    return {name: one.fate for name, one in report.engines.items()}, took, found, version
+    return {name: one.fate for name, one in report.engines.items()}, took, found
 
 
 @pytest.mark.slow
 def test_what_has_changed_is_not_taken(tmp_path: Path) -> None:
-    (fates, took, found, version), _ = run(tmp_path, nobody_can_send, count=1, **OPTIONS)
+    (fates, took, found), _ = run(tmp_path, nobody_can_send, count=1, **OPTIONS)
     assert found[0] == (-1, {})  # its digest is not that of what the trainer sent
-    assert fates == {NAMES[0]: Fate.SERVES, NAMES[1]: Fate.JOINING}
+    assert fates == dict.fromkeys(NAMES[:2], Fate.SERVES)  # the late one gave up version 2, to take 3
     assert took < 3.0  # the fleet does not wait for what an engine sends to another
-    assert found[1] == (3, expected(3))  # not 2, which was cut off
-    assert found[2] == (version, expected(version))
+    assert found[1] == (3, expected(3))

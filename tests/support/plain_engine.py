@@ -32,6 +32,7 @@ from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Invitation, Model
 from megatron_patches.refit.parties.relay import Committed, Relay
+from megatron_patches.refit.parties.taking import Taking
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.sender import Sender
@@ -58,7 +59,7 @@ class Engine:
     def __init__(self) -> None:
         self.version, self.serving = -1, dict[str, Bits]()
         self._fault: tuple[str, int] | None = None  # the state in which the process sends itself a signal, and which
-        self._received: tuple[int, dict[str, Bits]] | None = None
+        self._received: tuple[int, dict[str, Bits], list[int]] | None = None
         self._party: DestinationParty | None = None
         self._manifest: Manifest | None = None
         self._known: dict[str, str] | None = None
@@ -68,6 +69,7 @@ class Engine:
         self._digests: list[int] = []
         self._calls: list[str] = []
         self._relays: list[tuple[Relay, threading.Thread]] = []
+        self._others: Taking | None = None
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`megatron_patches.refit.engines.EngineClient`."""
@@ -91,9 +93,8 @@ class Engine:
         if self._party is None or received is None or received[0] != version:
             raise RefitError(f"version {version} has not been received")
         self._stop_relays()
-        self.version, self.serving = received
-        self._digests = list(self._party.verified)
-        self._base = Base(*received)
+        self.version, self.serving, self._digests = received
+        self._base = Base(self.version, self.serving)
         self._party.post_commit(version, None)
 
     def content(self) -> tuple[int, dict[str, str]]:
@@ -135,17 +136,12 @@ class Engine:
         self._fail_at("joining")
         if self._party is not None:
             self._party.leave()
+            self._leave_others()
             self._stop_relays()
             self._finish()
             self._party.close()
         invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
-        options = LinkOptions(
-            transport=named_transport(call["transport"]),
-            staging_bytes=call["staging_bytes"],
-            sources=call["sources"],
-            memory=MemoryMode(call["memory"]),
-            payload=PayloadKind(call["payload"]),
-        )
+        options = replace(_links(call), payload=PayloadKind(call["payload"]))
         self._base = None
         party = DestinationParty(Assembly(invitation, call["sources"], "engine worker 0"), options)
         self._party = party
@@ -154,20 +150,31 @@ class Engine:
     def _record(self, call: dict[str, Any]) -> None:
         """Nothing: there is no model to wait for."""
 
+    def _meet(self, call: dict[str, Any]) -> None:
+        self._leave_others()
+        self._finish()
+        if self._manifest is None:
+            raise RefitError("nobody has joined")
+        manifest, invitation = self._manifest, Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
+        others = Taking(invitation, 0, "engine worker 0", _links(call), "cpu", call["lease_s"])
+        self._others = others
+        self._start(lambda: others.meet(manifest))
+
+    def _leave_others(self) -> None:
+        if self._others is not None:
+            self._others.leave()
+        self._others = None
+
     def _receive(self, call: dict[str, Any]) -> None:
+        if not call.get("key"):
+            self._leave_others()
         self._finish()
         self._received = None
         self._start(lambda: self._take(call))
 
     def _relay(self, call: dict[str, Any]) -> None:
-        options = LinkOptions(
-            transport=named_transport(call["transport"]),
-            staging_bytes=call["staging_bytes"],
-            sources=call["sources"],
-            memory=MemoryMode(call["memory"]),
-        )
         invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-        relay = Relay(invitation, call["first"], "engine worker 0", options, "cpu", call["lease_s"])
+        relay = Relay(invitation, call["first"], "engine worker 0", _links(call), "cpu", call["lease_s"])
         thread = threading.Thread(target=self._send, args=(relay, call["version"]), daemon=True)
         self._relays.append((relay, thread))
         thread.start()
@@ -204,14 +211,21 @@ class Engine:
     def _take(self, call: dict[str, Any]) -> None:
         if self._party is None or self._manifest is None:
             raise RefitError("nobody has joined")
-        storages = self._manifest.storages
+        storages, party = self._manifest.storages, self._party
+        if call.get("key") and self._others is not None:
+            party = self._others.party
 
         def room() -> dict[str, Bits]:
             self._fail_at("sending")
             return {one.name: np.full(one.numel, 0xAB, f"u{itemsize(one.dtype)}") for one in storages}
 
-        found = self._party.receive(call["version"], call["step"], call["linked"], room, base=lambda: self._base)
-        self._received = call["version"], {name: np.asarray(array) for name, array in found.items()}
+        try:
+            found = party.receive(call["version"], call["step"], call["linked"], room, base=lambda: self._base)
+        finally:
+            if party is not self._party:
+                party.close()
+        arrays = {name: np.asarray(array) for name, array in found.items()}
+        self._received = call["version"], arrays, list(party.verified)
 
     def _want(self, model: Model) -> Manifest:
         self._model = model
@@ -240,6 +254,15 @@ class Engine:
     def _finish(self) -> None:
         if self._thread is not None:
             self._thread.join()
+
+
+def _links(call: dict[str, Any]) -> LinkOptions:
+    return LinkOptions(
+        transport=named_transport(call["transport"]),
+        staging_bytes=call["staging_bytes"],
+        sources=call["sources"],
+        memory=MemoryMode(call["memory"]),
+    )
 
 
 def whole(model: Model) -> Manifest:

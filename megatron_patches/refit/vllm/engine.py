@@ -2,14 +2,15 @@
 
 [Note: calls] All calls come through ``init_weight_transfer_engine``, with a field ``call``. The server's own guard
 sends ``admit``. The trainer sends ``join`` and ``record`` once per session, then for each version ``receive`` and
-``commit``, or ``abandon``; ``relay`` makes the workers send what they serve to another engine. The server sends
-``leave`` once it no longer hears of the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker
-notes that an update was started and refuses the next one until it is finished, which a killed trainer never does.
-Second, if an engine has several workers, an exception in one leaves the answers of the others unread
-(``MultiprocExecutor.collective_rpc`` of 0.26.0), so that every later call gets the answer to an earlier one. For the
-same reason calls do not raise: workers report results at the trainer's rendezvous and in the log. Calls raise only if
-old weights cannot be restored, because the engine must not continue then. Calls that name an adapter are passed to its
-own session (:mod:`megatron_patches.refit.vllm.adapters`).
+``commit``, or ``abandon``. With fan-out, ``meet`` lets the workers agree with other engines on how a version comes from
+them, before ``receive``, and ``relay`` makes these send what they serve. The server sends ``leave`` once it no longer
+hears of the trainer. vLLM's other calls are not used, for two reasons. First, vLLM's worker notes that an update was
+started and refuses the next one until it is finished, which a killed trainer never does. Second, if an engine has
+several workers, an exception in one leaves the answers of the others unread (``MultiprocExecutor.collective_rpc`` of
+0.26.0), so that every later call gets the answer to an earlier one. For the same reason calls do not raise: workers
+report results at the trainer's rendezvous and in the log. Calls raise only if old weights cannot be restored, because
+the engine must not continue then. Calls that name an adapter are passed to its own session
+(:mod:`megatron_patches.refit.vllm.adapters`).
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
             "commit": self._commit,
             "abandon": self._abandon,
             "relay": self._relay,
+            "meet": self._meet,
             "leave": self._leave,
         }
         try:
@@ -229,7 +231,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         session = self._joined(call)
         if session is None:
             raise RefitError(f"asked to receive version {call.version}, but {self._why_not()}")
-        session.receive(call.version, call.step, call.linked)
+        session.receive(call.version, call.step, call.linked, from_others=bool(call.key))
 
     def _commit(self, call: RefitCall) -> None:
         session = self._session if call.token == self._token else None
@@ -257,6 +259,18 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         if session is None:
             raise RefitError(f"asked to send version {call.version} to another engine, but {self._why_not()}")
         session.relay(call)
+
+    def _meet(self, call: RefitCall) -> None:
+        """Starts to meet other engines, to take a version from them.
+
+        Raises:
+            RefitError: as for :meth:`_relay`.
+        """
+        self._settings.check_trainer(call.host, call.port)
+        session = self._joined(call)
+        if session is None:
+            raise RefitError(f"asked to take version {call.version} from other engines, but {self._why_not()}")
+        session.meet(call)
 
     def _leave(self, call: RefitCall) -> None:
         """Ends the session of a trainer that has fallen silent."""

@@ -23,12 +23,12 @@ class RefitCall(WeightTransferInitInfo):
     """One call, from JSON.
 
     Attributes:
-        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``relay``, ``keep`` or
+        call: ``admit``, ``join``, ``record``, ``receive``, ``commit``, ``abandon``, ``relay``, ``meet``, ``keep`` or
             ``leave``.
-        host: for join and relay: address of the rendezvous.
+        host: for join, relay and meet: address of the rendezvous.
         port: likewise: its port.
         token: secret that all parties of a session share.
-        timeout_s: for join and relay: seconds that one step may take after its first party has finished.
+        timeout_s: likewise: seconds that one step may take after its first party has finished.
         sources: likewise: number of sources, such as trainer ranks; the parties with the first numbers. Workers of the
             receiving engine follow.
         transport: likewise: name of the transport, or ``auto``.
@@ -36,8 +36,9 @@ class RefitCall(WeightTransferInitInfo):
         lease_s: likewise: seconds without a message of the trainer after which the worker gives up its current step.
         memory: likewise: where versions are received; see :class:`megatron_patches.refit.memory_mode.MemoryMode`.
         payload: for join: what versions travel as; see :class:`megatron_patches.refit.delta.PayloadKind`.
-        key: for relay: secret of the session of the engine to which the version goes.
-        first: for relay: number of this engine's first worker among the parties of that session.
+        key: for relay and meet: secret of the meeting of the engine that takes a version with those that serve it; for
+            receive: the same if the version comes from other engines.
+        first: for relay: number of this engine's first worker among the parties of that meeting.
         version: for receive, commit and relay: number of the weights.
         step: for receive: number of the trainer's next step.
         linked: for receive: whether the trainer's links are up.
@@ -72,6 +73,8 @@ class RefitCall(WeightTransferInitInfo):
             raise ValueError("to join, a call names host, port, token, timeout_s and sources")
         if self.call == "relay" and not (joins and self.key and self.first):
             raise ValueError("to relay, a call names host, port, token, key, timeout_s, sources and first")
+        if self.call == "meet" and not (joins and self.key):
+            raise ValueError("to meet, a call names host, port, token, key, timeout_s and sources")
         if self.call == "join" and self.adapter and not self.folder.startswith("/"):
             raise ValueError(f"to join with an adapter, a call names an absolute folder, not {self.folder!r}")
 

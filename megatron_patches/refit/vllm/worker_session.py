@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,11 +33,15 @@ from megatron_patches.refit.errors import (
 )
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import State, StateLog
+from megatron_patches.refit.parties.messages import Invitation, State, StateLog
+from megatron_patches.refit.parties.taking import Taking
+from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
+from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.device_memory import DeviceMemory
@@ -91,6 +96,14 @@ class Layout:
     payload: PayloadKind = PayloadKind.WHOLE
 
 
+class _Staged(NamedTuple):
+    """A version that has been received and verified: its number, its weights, and the digests of its boxes."""
+
+    version: int
+    replacement: Replacement
+    digests: Sequence[int]
+
+
 class WorkerSession:
     """One session, from the time when the parties have agreed on a plan.
 
@@ -129,32 +142,62 @@ class WorkerSession:
         self._aside = Aside(serving.device)
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # of its boxes
-        self._staged: tuple[int, Replacement] | None = None
+        self._staged: _Staged | None = None
+        self._others: Taking | None = None  # those from which a version comes, if not from the trainer
         self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are lost for good
         self._device_memory = DeviceMemory(serving.device)
 
-    def receive(self, version: int, step: int, linked: bool) -> None:
+    def meet(self, call: RefitCall) -> None:
+        """Starts to agree with other engines on how the version that they serve comes here; see [Note: meanwhile].
+
+        Raises:
+            LostWeightsError: if the old weights cannot be restored.
+        """
+        self._leave_others()
+        self._come_to_rest()
+        options = LinkOptions(
+            transport=named_transport(call.transport),
+            staging_bytes=call.staging_bytes,
+            sources=call.sources,
+            memory=MemoryMode(call.memory),
+        )
+        invitation = Invitation(call.host, call.port, call.key, call.timeout_s)
+        device = str(self._serving.device)
+        others = Taking(invitation, self._party.rank, self._party.name, options, device, call.lease_s)
+        self._aside.start(f"meet-{call.version}", lambda: others.meet(self._layout.manifest))
+        self._others = others
+
+    def receive(self, version: int, step: int, linked: bool, *, from_others: bool = False) -> None:
         """Receives a version, or starts to; see [Note: meanwhile].
 
         Args:
             version: number of the weights.
-            step: number of the trainer's next step.
-            linked: whether the trainer's links are up.
+            step: number of the sources' next step.
+            linked: whether the sources' links are up.
+            from_others: whether it comes from those that it :meth:`meets <meet>`, not from the trainer.
 
         Raises:
             RefitError: if it could not be received; the old weights are then restored.
             LostWeightsError: if they cannot be restored.
         """
+        if not from_others:
+            self._leave_others()
         self._come_to_rest()
+        party = self._party
+        if from_others:
+            if self._others is None:
+                raise RefitError(f"asked to receive version {version} from other engines, but this worker met none")
+            party = self._others.party
+            party.backup_bytes = self._party.backup_bytes
         self._staged, self._instead = None, "nothing has been received"
         if self._in_place is not None:
             self._layout.relays.stop(LEAVING_S)
         self._log.enter(State.SENDING, version)
         if self._may_go_on:
-            self._aside.start(f"receive-{version}", lambda: self._take(version, step, linked))
+            self._aside.start(f"receive-{version}", lambda: self._take(party, version, step, linked))
         else:
-            self._take(version, step, linked)
+            self._take(party, version, step, linked)
 
     def commit(self, version: int) -> None:
         """Makes a received version serve, and reports the result to the trainer if it is still connected.
@@ -184,7 +227,8 @@ class WorkerSession:
     @property
     def awaited(self) -> str:
         """What it waits for while a version arrives. Any thread may ask."""
-        return self._party.awaited
+        others = self._others
+        return self._party.awaited if others is None else others.party.awaited
 
     def abandon(self) -> None:
         """Drops what has been received.
@@ -212,6 +256,7 @@ class WorkerSession:
             RefitError: if a version that is arriving does not end.
         """
         self._party.leave()  # so that a version that is arriving ends in its own thread
+        self._leave_others()
         self._layout.relays.stop(LEAVING_S)
         self._aside.finish(LEAVING_S)
         self._party.close()
@@ -223,6 +268,11 @@ class WorkerSession:
             self._party.post_commit(version, reason)
         except PartyFailedError as error:
             logger.warning("refit: nobody hears how the commit of version %d went: %s", version, error)
+
+    def _leave_others(self) -> None:
+        others, self._others = self._others, None
+        if others is not None:
+            others.leave()
 
     def _come_to_rest(self) -> None:
         """Waits for a version that is arriving, and restores the old weights."""
@@ -242,32 +292,36 @@ class WorkerSession:
             self._in_place.put_back(lambda: refresh_attention(self._serving.model, self._serving.config))
             logger.info("refit: version %d has been put back", self.version)
 
-    def _take(self, version: int, step: int, linked: bool) -> None:
+    def _take(self, party: DestinationParty, version: int, step: int, linked: bool) -> None:
         made: list[Arriving] = []
         begun: list[Replacement] = []
 
         def make() -> Memory:
             made.append(self._make(version))
+            party.beside_bytes = made[0].beside_bytes
             return made[0].received_in
 
         def begin() -> None:
             begun.append(self._put_together(dict(made[0].tensors)))
 
         try:
-            self._party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
+            party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
             made[0].bits.clear()  # the receiver may keep the dictionary
             if self._takes_deltas:
                 self._memory.keep(made[0])
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
-            self._staged = version, replacement
+            self._staged = _Staged(version, replacement, party.verified)
             self._log.enter(State.COMMITTING, version)
         except Exception as error:
             self._log.enter(State.READY, version, describe_error(error))
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
             self._settle()  # does nothing while requests continue
             raise
+        finally:
+            if party is not self._party:
+                party.close()
 
     def _make(self, version: int) -> Arriving:
         check_awake()
@@ -276,7 +330,6 @@ class WorkerSession:
         self._device_memory.note("before")
         made = self._memory.make(self._timeout_s)
         self._device_memory.note("with both")
-        self._party.beside_bytes = made.beside_bytes
         return made
 
     def _put_together(self, parameters: dict[str, torch.Tensor]) -> Replacement:
@@ -292,28 +345,28 @@ class WorkerSession:
         # The slowest worker may first have to wait for the version to arrive.
         workers = AllOrNone(version, self.version, self._timeout_s + _VOTE_S)
         try:
-            replacement = self._take_staged(version, workers)
+            staged = self._take_staged(version, workers)
             if self._in_place is not None:
-                workers.overwrite(replacement, self._serving.device)
+                workers.overwrite(staged.replacement, self._serving.device)
             else:
-                workers.exchange(replacement)
+                workers.exchange(staged.replacement)
         except LostWeightsError as error:
             self._lost = str(error)
             raise
         except Exception:
             self._settle()
             raise
-        del replacement
+        self._digests = staged.digests
+        del staged  # it may hold the old weights
         self._device_memory.give_back(version)
         self.version = self._latest = version
-        self._digests = self._party.verified
         if self._takes_deltas:
             self._memory.committed(version)
         if self._in_place is not None:
             self._in_place.done()
 
-    def _take_staged(self, version: int, workers: AllOrNone) -> Replacement:
-        """Takes the staged replacement for a version.
+    def _take_staged(self, version: int, workers: AllOrNone) -> _Staged:
+        """Takes what is staged of a version.
 
         Raises:
             TransferError: if the version is not staged.
@@ -326,12 +379,12 @@ class WorkerSession:
         except RefitError as error:
             late = error
         staged, self._staged = self._staged, None
-        if late is not None or staged is None or staged[0] != version:
-            found = self._instead if staged is None else f"version {staged[0]} has been received"
+        if late is not None or staged is None or staged.version != version:
+            found = self._instead if staged is None else f"version {staged.version} has been received"
             found = found if late is None else str(late)
             if staged is not None:
-                self._instead = f"version {staged[0]} was given up for version {version}"
+                self._instead = f"version {staged.version} was given up for version {version}"
             workers.decline()
             raise TransferError(f"asked to commit version {version}, but {found}") from late
         self._instead = f"version {version} has been taken"
-        return staged[1]
+        return staged

@@ -1,24 +1,20 @@
-"""Who can send a version, and to whom engines that join are assigned."""
+"""Who can send a version, and from whom engines that are behind take it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import threading
-import time
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from megatron_patches.refit.candidates import Source, candidates_of, encode
-from megatron_patches.refit.engines import EngineClient
-from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.fan_out import FanOut
 from megatron_patches.refit.parties.messages import Held, Standing, State
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.subscription import Subscription
+from megatron_patches.refit.take import Take
 from megatron_patches.refit.telemetry import Telemetry
 from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -44,108 +40,179 @@ def test_it_is_refused_over_nccl() -> None:
 
 
 class Engine:
-    """A subscription as far as it matters here, and an engine."""
+    """A subscription as far as it matters here."""
 
     def __init__(self, name: str, serves: int) -> None:
         self.name, self.serves, self.workers, self.has_all_workers = name, serves, 2, True
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.standing = Standing(State.READY, serves, 0.0)
+        self.relay, self.check_there, self._ended = None, None, self.served
+        self.takes: list[tuple[int, list[str]]] = []
+        self._take: Take | None = None
+        self.follows, self.gone, self.told = -1, list[str](), list[str | None]()
 
-    def close(self) -> None:
-        """Nothing is open."""
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
 
+    def follow(self, version: int) -> None:
+        self.follows, self.served = version, Future()
 
-class Waves(FanOut):
-    """Notes who takes from whom, and takes until the test says how it went."""
+    def end_following(self, reason: str | None) -> None:
+        self.follows = -1
+        self.told.append(reason)  # whoever waits hears of it a moment later
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        trainer = Trainer(0, "rank 0", "cpu", None, lambda: cast(Held, None), Telemetry())
-        subscribed = cast("Sequence[Subscription]", engines)
-        super().__init__(RefitOptions(timeout_s=5.0), trainer, 4, lambda: subscribed, lambda _: None)
-        self.taken: list[tuple[str, int, tuple[str, ...]]] = []
-        self.engines: dict[str, EngineClient] = {}
-        self._ends: dict[str, Future[None]] = {}
-        self._told = threading.Condition()
+    @property
+    def is_idle(self) -> bool:
+        return self._ended.done() and self.has_all_workers
 
-    def _receive(self, engine: EngineClient, version: int, servers: Sequence[Subscription]) -> None:
-        end: Future[None] = Future()
-        with self._told:
-            self.taken.append((engine.name, version, tuple(server.name for server in servers)))
-            self._ends[engine.name] = end
-        end.result(5.0)
-        self._brought[engine.name] = cast(Subscription, Engine(engine.name, version))
+    def take(self, take: Take) -> None:
+        assert self.is_idle
+        self._take, self._ended = take, Future()
+        if self.follows < 0:
+            self.served = self._ended
+        self.takes.append((take.version, [server.name for server in take.servers]))
 
-    def end(self, name: str, error: str | None = None) -> None:
-        end = self._ends.pop(name)
-        end.set_result(None) if error is None else end.set_exception(RefitError(error))
+    def leave_others(self) -> None:
+        self.give_up_taking("detached")
 
-    def bring_all(self, *names: str) -> None:
-        for name in names:
-            self.engines[name] = cast(EngineClient, Engine(name, -1))
-            self.bring(self.engines[name])
-            time.sleep(0.01)  # they come one after the other
+    def give_up_taking(self, reason: str) -> None:
+        assert self._take is not None
+        self._take.give_up(reason)
+        self._ended.set_result(0.0)
 
-    def wait_for(self, *names: str) -> None:
-        """Until nothing is under way for these receivers."""
-        deadline = time.monotonic() + 5.0
-        while any(name in self._at_work or name in self._waiting for name in names):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    def until(self, count: int) -> list[tuple[str, int, tuple[str, ...]]]:
-        deadline = time.monotonic() + 5.0
-        while len(self.taken) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        return self.taken
+    def end(self, *, serves: bool) -> None:
+        """It has committed the version or given it up."""
+        assert self._take is not None
+        self._take.failure = None if serves else "it was lost"
+        self.serves = self._take.version if serves else self.serves
+        self._ended.set_result(0.0)
 
 
-def test_receivers_are_spread_over_engines_and_send_once_they_have_it() -> None:
+def fan_out_of(engines: list[Engine], width: int | None = None) -> FanOut:
+    trainer = Trainer(0, "rank 0", "cpu", None, lambda: cast(Held, None), Telemetry())
+    options = RefitOptions(fan_out=True, fan_out_width=width)
+    return FanOut(options, trainer, 4, lambda: cast("list[Subscription]", engines))
+
+
+def test_those_behind_are_spread_over_engines_and_send_once_they_have_it() -> None:
     first, second, old = Engine("first", 7), Engine("second", 7), Engine("old", 6)
-    waves = Waves([first, second, old])
-    waves.bring_all("a", "b", "c")
-    assert waves.until(2) == [("a", 7, ("first",)), ("b", 7, ("second",))]
-    document = waves.candidates()
-    assert [(one.name, one.receivers) for one in document.sources] == [("first", ["a"]), ("second", ["b"])]
-    assert (document.version, document.waiting) == (7, ["c"])
-    assert not waves.claim(waves.engines["a"])
-    waves.bring_all("d")
-    assert waves.claim(waves.engines["d"])  # it waits no longer, so it joins the trainer's subscription
-    waves.wait_for("d")
+    late, later, gone = Engine("late", -1), Engine("later", -1), Engine("gone", 9)
+    gone.has_all_workers = False
+    engines = [first, second, old, late, gone]
+    fan_out = fan_out_of(engines)
+    fan_out.look()
+    engines.append(later)
+    fan_out.look()
+    assert [old.takes, late.takes, later.takes] == [[(7, ["first"])], [(7, ["second"])], []]
+    document = fan_out.candidates()
+    assert [(one.name, one.receivers) for one in document.sources] == [("first", ["old"]), ("second", ["late"])]
+    assert (document.version, document.waiting) == (7, ["later"])
     second.has_all_workers = False
-    first.served = Future()  # it begins to receive another version
-    waves.end("a")
-    assert waves.until(3)[2] == ("c", 7, ("a",))  # a sends now
-    waves.end("b", "second has died")
-    time.sleep(0.05)
-    assert len(waves.taken) == 3  # a is busy
-    waves.end("c")
-    found = waves.until(4)[3]
-    assert found[:2] == ("b", 7)
-    assert set(found[2]) <= {"a", "c"}
-    waves.close()
+    old.end(serves=True)
+    fan_out.look()
+    assert later.takes == [(7, ["first"])]
+    late.end(serves=False)
+    fan_out.look()
+    assert late.takes[1:] == [(7, ["old"])]  # it has committed, so it sends as well
+    later.end(serves=True)
+    late.end(serves=True)
+    fan_out.look()
+    assert not fan_out.candidates().waiting
+    assert [len(one.takes) for one in engines] == [0, 0, 1, 2, 0, 1]
 
 
-def test_an_engine_that_failed_is_not_asked_for_the_same_version_again() -> None:
-    only = Engine("only", 7)
-    waves = Waves([only])
-    waves.bring_all("a")
-    waves.until(1)
-    only.serves = 8
-    waves.end("a", "version 7 is gone")
-    assert waves.until(2)[1] == ("a", 8, ("only",))
-    waves.end("a", "it cannot be sent")
-    waves.wait_for("a")
-    assert len(waves.taken) == 2  # nobody is left
-    waves.bring_all("b")
-    waves.until(3)
-    waves.close()
+def test_servers_that_fail_are_found_and_a_version_is_not_tried_for_ever() -> None:
+    servers = [Engine(f"server {number}", 7) for number in range(4)]
+    late = Engine("late", 6)
+    fan_out = fan_out_of([*servers, late])
+    fan_out.look()
+    for _ in range(3):
+        late.end(serves=False)
+        fan_out.look()
+    assert late.takes == [(7, ["server 0"]), (7, ["server 1"]), (7, ["server 2"])]
+    for one in servers:
+        one.serves = 8
+    fan_out.look()
+    assert late.takes[3:] == [(8, ["server 0"])]
+    assert not any(one.takes for one in servers)
+
+
+def test_nothing_is_taken_while_a_push_begins() -> None:
+    first, late, later = Engine("first", 7), Engine("late", 6), Engine("later", 6)
+    engines = [first, late]
+    fan_out = fan_out_of(engines)
+    fan_out.look()
+    engines.append(later)
+    fan_out.look()
+    assert (late.takes, later.takes) == ([(7, ["first"])], [])
+    fan_out.hold("a push begins")
+    assert late.is_idle  # what it took was given up
+    fan_out.look()
+    assert (len(late.takes), len(later.takes)) == (1, 0)
+    first.serves = late.serves = 8
+    fan_out.resume()
+    assert (len(late.takes), later.takes) == (1, [(8, ["first"])])
+    fan_out.leave_out(cast(Subscription, later))
+    assert later.is_idle
+
+
+def test_those_that_follow_take_a_version_or_are_told_why_not() -> None:
+    engines = [Engine(f"engine {number}", 6) for number in range(4)]
+    engines[1].serves = 5
+    fan_out = fan_out_of(engines, 1)
+    numbered = {number: cast(Subscription, one) for number, one in enumerate(engines)}
+    assert fan_out.divide(numbered, [0, 1, 2]) == ([1], [0, 2])  # the one that is furthest behind is sent the version
+    seed, *others = engines
+    seed.served = seed._ended = Future()  # it receives version 7, and commits it
+    for one in others:
+        one.follow(7)
+    fan_out.look()
+    assert not any(one.takes for one in engines)  # not even version 6, which engine 1 lacks
+    seed.serves = 7
+    seed.served.set_result(0.0)
+    fan_out.look()
+    fan_out.hold("a push begins")
+    assert [one.takes for one in engines] == [[], [(7, ["engine 0"])], [], []]
+    others[0].end(serves=True)
+    fan_out.look()
+    assert (others[0].told, others[0].follows) == ([None], -1)
+    assert [one.takes for one in others[1:]] == [[(7, ["engine 0"])], [(7, ["engine 1"])]]  # a push waits for them
+    fan_out.resume()
+    seed.has_all_workers = False
+    others[1].end(serves=False)
+    others[2].has_all_workers, others[2].gone = False, ["it has left"]
+    others[2].end(serves=False)
+    fan_out.look()
+    assert others[1].takes[1:] == [(7, ["engine 1"])]
+    others[1].end(serves=False)
+    fan_out.look()
+    told = "did not take version 7 from other engines"
+    assert others[1].told == [f"engine 2 {told}: it was lost"]
+    assert others[2].told == [f"engine 3 {told}: it has left"]
+    assert fan_out.divide(numbered, [0, 1, 2, 3]) == ([2, 3], [0, 1])  # engine 2 beside the one that is furthest behind
+
+
+def test_those_that_follow_are_told_if_nobody_has_the_version() -> None:
+    seed, first, second = engines = [Engine(name, 6) for name in ("seed", "first", "second")]
+    fan_out = fan_out_of(engines, 1)
+    first.follow(7)
+    second.follow(7)
+    fan_out.look()
+    for one in (first, second):
+        assert one.told == [f"{one.name} did not take version 7 from other engines: nobody sends it"]
+    assert not seed.takes
+
+
+def test_a_width_needs_fan_out() -> None:
+    for bad in ({"fan_out_width": 1}, {"fan_out": True, "fan_out_width": 0}):
+        with pytest.raises(ValueError, match="the width is a number of engines, at least 1, and needs fan_out"):
+            RefitOptions(**cast(Any, bad))
 
 
 def test_where_nobody_serves_a_version_nothing_is_under_way() -> None:
-    waves = Waves([Engine("new", -1)])
-    waves.bring_all("a")
-    waves.wait_for("a")
-    assert (waves.candidates().version, waves.taken) == (-1, [])
-    waves.close()
+    new = Engine("new", -1)
+    fan_out = fan_out_of([new])
+    fan_out.look()
+    assert (fan_out.candidates().version, new.takes) == (-1, [])

@@ -101,6 +101,8 @@ def test_a_training_script_takes_them_with_their_prefix() -> None:
         ("--refit-timeout -1", r"--refit-timeout: timeout_s is -1"),
         ("--refit-timeout inf", r"--refit-timeout: timeout_s is inf"),
         ("--refit-lag -1", r"--refit-lag: lag_s is -1"),
+        ("--refit-fan-out-width 2", r"--refit-fan-out-width: fan_out_width is 2 and fan_out is False"),
+        ("--refit-fan-out --refit-fan-out-width 0", r"--refit-fan-out-width: fan_out_width is 0 and fan_out is True"),
         ("--refit-lease 0.5", r"--refit-lease: lease_s is 0\.5"),
         ("--refit-host 0.0.0.0", r"--refit-host: host is 0\.0\.0\.0, to which engines cannot connect"),
         ("--refit-host ::", r"--refit-host: host is ::, to which engines cannot connect"),

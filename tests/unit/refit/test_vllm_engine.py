@@ -43,7 +43,7 @@ def engine(workers: int, settings: dict[str, Any] | None = None) -> EtpWeightTra
     [
         (
             {"call": "fly"},
-            "call is 'fly'; it must be one of admit, join, record, receive, commit, abandon, relay, leave",
+            "call is 'fly'; it must be one of admit, join, record, receive, commit, abandon, relay, meet, leave",
         ),
         ({"call": "receive", "version": 1}, "this engine has joined no session"),
         ({"call": "commit", "version": 1}, "asked to commit version 1, but this engine has joined no session"),
@@ -115,16 +115,19 @@ def joins(under_test: EtpWeightTransferEngine, monkeypatch: pytest.MonkeyPatch, 
     return bool(joined)
 
 
-class Sending:
-    """Notes what it is to send to other engines."""
+class Meeting:
+    """Notes what it is to send to other engines, or to take from them."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[int, str, int]] = []
+        self.asked: list[tuple[int, str, int]] = []
 
     def relay(self, call: RefitCall) -> None:
-        self.sent.append((call.version, call.key, call.first))
+        self.asked.append((call.version, call.key, call.first))
+
+    meet = relay
 
 
+@pytest.mark.parametrize("name", ["relay", "meet"])
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -133,16 +136,16 @@ class Sending:
         ({"host": "10.0.0.6"}, "asked to connect to a trainer at 10.0.0.6:1"),
     ],
 )
-def test_a_version_is_sent_only_where_the_own_trainer_says(
-    change: dict[str, Any], told: str | None, caplog: pytest.LogCaptureFixture
+def test_engines_meet_only_where_the_own_trainer_says(
+    name: str, change: dict[str, Any], told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    under_test, session = engine(1, {"unguarded": True, "trainers": ["10.0.0.5"]}), Sending()
+    under_test, session = engine(1, {"unguarded": True, "trainers": ["10.0.0.5"]}), Meeting()
     under_test._session, under_test._token = cast(Any, session), FIRST
-    call = {"call": "relay", "token": FIRST, **JOIN, "sources": 2, "key": SECOND, "first": 1, "version": 7, **change}
+    call = {"call": name, "token": FIRST, **JOIN, "sources": 2, "key": SECOND, "first": 1, "version": 7, **change}
     under_test.init_transfer_engine(under_test.parse_init_info(call))
-    assert session.sent == ([(7, SECOND, 1)] if told is None else [])
+    assert session.asked == ([(7, SECOND, 1)] if told is None else [])
     assert (told or "") in caplog.text
-    with pytest.raises(ValueError, match="to relay, a call names"):
+    with pytest.raises(ValueError, match=f"to {name}, a call names"):
         engine(1).parse_init_info({**call, "key": ""})
 
 
@@ -240,7 +243,8 @@ class Session:
         self.asked.append("finish")
         return self
 
-    def receive(self, version: int, *_: object) -> None:
+    def receive(self, version: int, *_: object, from_others: bool) -> None:
+        assert not from_others
         self.asked.append(f"receive {version}")
 
     def commit(self, version: int) -> None:

@@ -24,6 +24,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from megatron_patches.refit.vllm import all_or_none, worker_session
+from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.worker_session import Layout, ServingModel, WorkerSession
 
 LOG = StateLog("a trainer", logging.DEBUG)
@@ -199,6 +200,35 @@ def test_what_is_sent_to_other_engines_ends_before_the_weights_change() -> None:
         ("stopped", 1, None),
         ("call 4", 7, [5]),
     ]
+
+
+def test_a_version_that_comes_from_other_engines_is_committed_like_one_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    party, others, met = Party(), Party(), list[object]()
+    party.rank, party.name, party.backup_bytes = 1, "worker 1", 5  # type: ignore[attr-defined]
+
+    def taking(_: object, worker: int, *__: object) -> SimpleNamespace:
+        met.append(worker)
+        return SimpleNamespace(party=others, meet=met.append, leave=others.leave)
+
+    monkeypatch.setattr(worker_session, "Taking", taking)
+    under_test = session(party, aside=True)
+    under_test.receive(6, 0, False)
+    under_test.meet(RefitCall(call="meet", host="a", port=1, token="0" * 64, key="1" * 64, timeout_s=1.0, sources=3))
+    others.verified = [5]
+    under_test.receive(7, 8, False, from_others=True)
+    under_test.commit(7)
+    assert met == [1, under_test._layout.manifest]
+    assert others.asked == ["received 7 at 8, linked: False", "close"]
+    assert party.asked == ["received 6 at 0, linked: False", "commit of 7: None"]
+    under_test.relay(cast(Any, "call"))
+    assert party.sent[-1] == ("call", 7, [5])
+    under_test.receive(8, 9, True)
+    under_test.commit(8)
+    assert others.asked[2:] == ["leave"]  # the trainer's version goes first
+    with pytest.raises(RefitError, match="asked to receive version 9 from other engines, but this worker met none"):
+        under_test.receive(9, 1, False, from_others=True)
 
 
 def test_nothing_is_sent_to_other_engines_from_memory_in_which_a_version_arrives() -> None:
