@@ -21,6 +21,8 @@ TRAINING = {
     "h200x4-first": ("h200x4-first-etp", "h200x4-first-others"),
     "h200x4": ("h200x4-etp", "h200x4-others"),
     "h200x2": ("h200x2-etp", "h200x2-others"),
+    "h100x2": ("h100x2-etp", "h100x2-others"),
+    "h100x2-fp8": ("h100x2-fp8-block", "h100x2-fp8-tensor"),
     "h100x2-moe": ("h100x2-moe-ours", "h100x2-moe-theirs"),
     "h200x2-sizes": (
         "h200x2-small-etp",
@@ -144,7 +146,7 @@ def test_readme_recommends_by_what_was_measured() -> None:
     assert f"{min(others):.0f} to {max(others):.0f} %" in page
     fp8, bf16 = (
         next(row.ms for row in train_report.rows(_reports((name,))) if row.system == "etp_copy_engine_graph")
-        for name in ("h100x2-fp8", "h100x2-fp8-beside-bf16")
+        for name in ("h100x2-fp8-block", "h100x2-etp")
     )
     assert rows["ETP"][3] == f"gathers FP8: {fp8 / bf16:.2f} of the bf16 step"
 
