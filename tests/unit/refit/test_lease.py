@@ -193,6 +193,7 @@ def test_a_trainer_that_hangs_leaves_no_server_paused_and_cannot_pause_it_when_i
     assert settled(server, 8)[6:] == ["pause?mode=keep", RESUME]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_heard_of_may_take_its_time(server: Server) -> None:
     engine = joined(server)
     engine.pause(PauseMode.WAIT)
@@ -288,6 +289,7 @@ def test_closing_waits_for_no_server_that_hangs_while_it_is_paused(server: Serve
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.slow
 def test_a_server_that_did_not_run_itself_blames_no_trainer(server: Server) -> None:
     """Renewals wait to be read then."""
     server.run(lambda: time.sleep(3 * LEASE_S))
