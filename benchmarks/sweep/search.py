@@ -88,6 +88,8 @@ def candidates(question: Question, machine: Machine) -> list[Candidate]:
         machine.ranks_per_host,
         question.max_tokens,
     )
+    if question.on_cpu:  # Megatron's local attention has no context parallelism
+        able = [layout for layout in able if layout.cp == 1]
     if not able:
         raise ValueError(
             f"no layout of {question.gpus} GPUs can run: {model.shape.layers} layers, {model.shape.kv_heads} KV heads "

@@ -116,6 +116,12 @@ def test_shards_that_span_hosts_do_not_ask_for_peer_copies(tmp_path: Path, layou
     assert far > near or not spans
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_context_parallelism_is_for_gpus(tmp_path: Path, on_cpu: bool) -> None:
+    question = Question(read(tmp_path, QWEN3), Training(8, transport="c10d"), 2, 1.0, [1, 2], on_cpu=on_cpu)
+    assert {found.layout.cp for found in candidates(question, Machine())} == ({1} if on_cpu else {1, 2})
+
+
 # Runs ------------------------------------------------------------------------------------------------------------
 
 
