@@ -89,7 +89,7 @@ test-newest-torch: $(TORCH_READY)
 	@OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python $(PYTEST) --quick $(PYTEST_ARGS)
 
 bench-train:
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/transformer_engine$${PYTHONPATH:+:$$PYTHONPATH}" \
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
 		$(GPU_PYTHON) -m benchmarks.run_all --gpus $(GPUS) --out bench-out $(BENCH_ARGS)
 
 docs: $(DOCS_READY)
@@ -109,4 +109,4 @@ format: $(READY)
 
 clean:
 	rm -rf $(VENV) $(ENGINE_VENV) $(TORCH_VENV) $(DOCS_VENV) site build dist *.egg-info quickstart-out grpo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find benchmarks megatron_patches transformer_engine tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks etp megatron_patches tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,6 @@
 """Builds the distribution ``megatron-etp``.
 
-Two packages are installed: ``etp``, which lives in ``transformer_engine/etp``, and ``megatron_patches``. Nothing is
-installed under the name ``transformer_engine``: that name belongs to the real Transformer Engine.
+Two packages are installed: ``etp`` and ``megatron_patches``.
 """
 
 from pathlib import Path
@@ -19,11 +18,7 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.12",
-    package_dir={"etp": "transformer_engine/etp"},
-    packages=[
-        *find_packages("transformer_engine", include=["etp", "etp.*"]),
-        *find_packages(".", include=["megatron_patches", "megatron_patches.*"]),
-    ],
+    packages=find_packages(include=["etp", "etp.*", "megatron_patches", "megatron_patches.*"]),
     package_data={"etp": ["py.typed"], "megatron_patches": ["py.typed"]},
     # What plain PyTorch and inference engines need. No upper bound on torch: each release of vLLM wants one release of
     # torch exactly, and CI trains on the newest that megatron-core runs on.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 import etp
 from benchmarks.spawned import free_port, run_ranks
 
-ETP, FSDP2 = "/transformer_engine/etp/", "/torch/distributed/fsdp/"
+ETP, FSDP2 = f"{Path(etp.__file__).parent}/", "/torch/distributed/fsdp/"
 _SIDE, _TOKENS = 64, 4
 _RANKS = 2
 _LIMIT_S = 120.0

@@ -30,12 +30,12 @@ _GPU_WORK = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "sets"}
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 # Parts of a file's path that tell whose function it is; the first that fits.
 _OWNERS = (
-    ("etp", "/transformer_engine/etp/"),
     ("megatron_patches", "/megatron_patches/"),
     ("megatron", "/megatron/"),
     ("transformer_engine", "/transformer_engine/"),
     ("torch", "/torch/"),
     ("triton", "/triton/"),
+    ("etp", "/etp/"),  # last, because the repository may lie in a folder of that name
 )
 
 type Profile = dict[str, Any]

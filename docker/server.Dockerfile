@@ -10,7 +10,7 @@ FROM vllm/vllm-openai:v${VLLM}
 
 WORKDIR /opt/etp
 COPY setup.py pyproject.toml README.md LICENSE ./
-COPY transformer_engine transformer_engine
+COPY etp etp
 COPY megatron_patches megatron_patches
 RUN python3 -m pip install --no-cache-dir . && rm -rf /opt/etp/*
 

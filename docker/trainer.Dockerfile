@@ -19,7 +19,7 @@ COPY requirements/ci.lock requirements/
 RUN pip install --constraint requirements/ci.lock ninja numpy packaging setuptools torch wheel
 
 COPY setup.py pyproject.toml README.md LICENSE ./
-COPY transformer_engine transformer_engine
+COPY etp etp
 COPY megatron_patches megatron_patches
 RUN pip install --no-build-isolation --constraint requirements/ci.lock '.[megatron,te,nixl,metrics]'
 

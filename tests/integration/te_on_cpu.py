@@ -15,7 +15,7 @@ import torch
 
 from tests.integration.megatron_run import Trajectory
 from tests.support import te_apart
-from tests.support.te_site import add_fp8_kernels, put_on_path
+from tests.support.te_site import add_fp8_kernels
 
 _NORMS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 # As the shim replaces these for the whole process, Megatron would take it for one with GPUs.
@@ -44,7 +44,7 @@ def prepare(shim: str) -> None:
     if "te_cpu_shim" in sys.modules:
         return
     cuda = {name: getattr(torch.cuda, name) for name in _FOR_MEGATRON}
-    put_on_path(shim)
+    sys.path.append(shim)
     import te_cpu_shim  # type: ignore[import-not-found]
 
     add_fp8_kernels()

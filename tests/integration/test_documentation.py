@@ -229,7 +229,7 @@ def test_messages_of_troubleshooting_are_in_the_sources() -> None:
     rows = [line.removeprefix("| ").split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     messages = [found[1] for row in rows if (found := re.fullmatch(r"`([^`]+)`", row))]
     assert len(messages) > 30
-    files = [file for name in ("transformer_engine", "megatron_patches") for file in (ROOT / name).rglob("*.py")]
+    files = [file for name in ("etp", "megatron_patches") for file in (ROOT / name).rglob("*.py")]
     told = [text.replace("%s", "...") for file in files for text in _told(ast.parse(file.read_text()))]
     for message in messages:
         words = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")), re.DOTALL)

@@ -41,9 +41,8 @@ def tree(folder: Path) -> Path:
     (folder / "vllm-0.26.0+cpu.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0+cpu\n"
     )
-    for name in ("megatron_patches", "tests", "examples"):
+    for name in ("etp", "megatron_patches", "tests", "examples"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "etp").symlink_to(ROOT / "transformer_engine" / "etp")
     return folder
 
 

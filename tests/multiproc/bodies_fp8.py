@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -18,7 +19,7 @@ import etp
 from etp.formats import quantize_nvfp4
 from tests.support import te_apart
 from tests.support.launch import device, on_gpus
-from tests.support.te_site import add_fp8_kernels, put_on_path
+from tests.support.te_site import add_fp8_kernels
 
 IN, EXPERTS = 256, 3
 # Rows of blocks that do not divide over the ranks, so that the last shard has padding.
@@ -33,7 +34,7 @@ def prepare(shim: str, recipe: str = "") -> None:
     """Put Transformer Engine's Python layer on CPU kernels where there is no GPU."""
     if on_gpus():
         return
-    put_on_path(shim)
+    sys.path.append(shim)
     import te_cpu_shim  # type: ignore[import-not-found]
 
     add_fp8_kernels()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import etp
-from tests.support.te_site import put_on_path
 
 IN, OUT, ROWS, EXPERTS = 64, 104, 24, 3
 SPLITS = [8, 10, 6]
@@ -87,7 +87,7 @@ def _compare(rank: int, world_size: int, kind: str, bias: bool, fuse: bool, reco
 
 def te_modules_equal_whole(rank: int, world_size: int, shim: str) -> int:
     """Every kind, with and without bias, fused accumulation and recomputation. Returns how many were compared."""
-    put_on_path(shim)
+    sys.path.append(shim)
     import te_cpu_shim  # type: ignore[import-not-found]  # noqa: F401 - puts CPU kernels under TE's Python layer
 
     count = 0
@@ -116,7 +116,7 @@ def _note_hooks(sharded: nn.Module) -> tuple[dict[str, int], dict[str, torch.Ten
 
 def hooks_of_two_uses(rank: int, world_size: int, shim: str) -> dict[str, dict[str, int]]:
     """One loss of two calls, three times: each hook sees the whole sum. Returns how often each weight's hook ran."""
-    put_on_path(shim)
+    sys.path.append(shim)
     import te_cpu_shim  # noqa: F401 - see above
 
     answers: dict[str, dict[str, int]] = {}
@@ -140,7 +140,7 @@ def hooks_of_two_uses(rank: int, world_size: int, shim: str) -> dict[str, dict[s
 
 def chosen_inputs(rank: int, world_size: int, shim: str) -> dict[str, list[list[str]]]:
     """Which weights have a gradient after ``backward(inputs=...)`` of one weight, and of the input, by layer."""
-    put_on_path(shim)
+    sys.path.append(shim)
     import te_cpu_shim  # noqa: F401 - see above
 
     answers: dict[str, list[list[str]]] = {}
@@ -165,7 +165,7 @@ def chosen_inputs(rank: int, world_size: int, shim: str) -> dict[str, list[list[
 
 def paths_past_the_protocol(rank: int, world_size: int, shim: str) -> dict[str, str]:
     """What is refused of TE's paths that do not ask for weights again, by case."""
-    put_on_path(shim)
+    sys.path.append(shim)
     import te_cpu_shim  # noqa: F401 - see above
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from benchmarks.host_calls import EXPERTS, Calls, all_calls, counted
+from benchmarks.host_calls import ETP, EXPERTS, Calls, all_calls, counted
 from etp.layout import ShardLayout
 from tests.support.launch import run_distributed
 
@@ -79,7 +79,7 @@ def test_every_model_has_limits(found: dict[str, dict[str, Calls]]) -> None:
 
 
 def test_own_calls_are_those_of_the_package() -> None:
-    layout, calls = counted(lambda: ShardLayout((8, 3), 2), "/transformer_engine/etp/")
+    layout, calls = counted(lambda: ShardLayout((8, 3), 2), ETP)
     assert layout.rows == 8
     # Its own initialization and the look at its rows; Python calls generated ones from nowhere.
     assert calls.files == 1
@@ -88,5 +88,5 @@ def test_own_calls_are_those_of_the_package() -> None:
 
 def test_a_failure_ends_the_counting() -> None:
     with pytest.raises(ZeroDivisionError):
-        counted(lambda: 1 // 0, "/transformer_engine/etp/")
+        counted(lambda: 1 // 0, ETP)
     assert sys.getprofile() is None

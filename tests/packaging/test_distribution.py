@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from tests.packaging.conftest import run
 
-PACKAGES = {"etp": Path("transformer_engine/etp"), "megatron_patches": Path("megatron_patches")}
+PACKAGES = {"etp": Path("etp"), "megatron_patches": Path("megatron_patches")}
 
 
 def _expected(sources: Path) -> set[str]:

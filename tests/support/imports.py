@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"etp": ROOT / "transformer_engine" / "etp", "megatron_patches": ROOT / "megatron_patches"}
+PACKAGES = {"etp": ROOT / "etp", "megatron_patches": ROOT / "megatron_patches"}
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),

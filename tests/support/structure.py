@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "structure.md"
-FOLDERS = ("transformer_engine", "megatron_patches", "examples", "benchmarks", "tests/support")
+FOLDERS = ("etp", "megatron_patches", "examples", "benchmarks", "tests/support")
 BEGIN, END = "<!-- files: begin -->", "<!-- files: end -->"
 ENTRY = re.compile(r"^- `(?P<name>[^`]+)`: (?P<summary>.+)$")
 

@@ -61,10 +61,3 @@ def add_fp8_kernels() -> None:
 
     tex.fp8_transpose, tex.split_quantize = transpose, split
     tex.fused_multi_row_padding = tex.fused_multi_row_unpadding = repad
-
-
-def put_on_path(folder: str) -> None:
-    """Let this process find what :func:`unpack` wrote, although ``import etp`` found no Transformer Engine."""
-    if sys.modules.get("transformer_engine", sys) is None:
-        del sys.modules["transformer_engine"]
-    sys.path.append(folder)

@@ -35,7 +35,7 @@ def test_there_is_a_container_for_each_side() -> None:
 def test_dockerfiles_copy_what_there_is_and_the_context_has(file: Path) -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     copied = [path for word, rest in _instructions(file) if word == "COPY" for path in rest.split()[:-1]]
-    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "transformer_engine", "megatron_patches"} <= {*copied}
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "etp", "megatron_patches"} <= {*copied}
     for path in copied:
         assert (ROOT / path).exists(), path
         assert any(path == name or path.startswith(f"{name}/") for name in kept), path

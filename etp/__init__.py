@@ -13,12 +13,10 @@ from etp.param import ETPShardedParam
 from etp.runtime import EtpRuntime
 from etp.shard_states import mark_own_shards
 from etp.state import full_state_dict, load_full_state_dict
-from etp.te import hide_source_tree
 from etp.wrap import resident_nbytes, shard_module, wait_async_comms
 
 __version__ = "0.1.0"
 
-hide_source_tree()
 
 __all__ = [
     "ETPShardedParam",

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from etp.formats import MXFP8, NVFP4, ApartFormat, Float8Block, Float8PerTensor, WeightFormat
-
-_NAME = "transformer_engine"
 
 GROUPED_TENSOR_VARIABLE = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
 """Makes TE compute all experts in one kernel, from weights that it does not request again in the backward pass."""
@@ -35,29 +31,11 @@ _UNSUPPORTED = {
 _WITH_WGRADS = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP")
 
 
-def hide_source_tree() -> None:
-    """Make ``find_spec("transformer_engine")`` return None if only this project's source tree has that name.
-
-    If Python is started in the repository's root, it finds the folder that holds this package. The folder steps aside
-    when it is imported, but libraries such as PEFT take the spec for an installed package, and do not expect its import
-    to fail. None in ``sys.modules`` is Python's own marker for a missing module.
-    """
-    path = [entry for entry in sys.path if not (Path(entry) / _NAME / "etp").is_dir()]
-    if _NAME in sys.modules or len(path) == len(sys.path):
-        return
-    for finder in sys.meta_path:
-        spec = finder.find_spec(_NAME, path if finder is PathFinder else None)
-        if spec is not None and spec.origin is not None:
-            return
-    sys.modules[_NAME] = None  # type: ignore[assignment]
-
-
 def te_available() -> bool:
     """Whether Transformer Engine is installed and has a device to run on."""
     if not torch.cuda.is_available():
         return False
     try:
-        # Not find_spec, which finds the folder of this engine's source in this repository's root.
         import transformer_engine  # noqa: F401
     except ModuleNotFoundError:
         return False

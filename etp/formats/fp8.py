@@ -115,9 +115,8 @@ class Float8Quantization(Quantization):
         """The transpose of each weight of group ``index``, ``[columns, rows]`` without padding, in one launch."""
         rows = self.layouts[index].rows
         if self.device.type == "cuda" and len(gathered) == 1:
-            from transformer_engine_torch import fp8_transpose
-
             from transformer_engine.pytorch.constants import DType
+            from transformer_engine_torch import fp8_transpose
 
             # In a profile its launch took the host a fifth of the time of one by Triton.
             return [fp8_transpose(gathered[0][:rows], DType.kFloat8E4M3, out=None)]
