@@ -50,11 +50,14 @@ def answer_jobs(descriptor: int, stacks: str, parent: int | None = None) -> None
             except EOFError:
                 return
             answer = _answer(job)
-            if parent is None and isinstance(answer, Failed):
-                # End as a training process does, which closes its connections. A collective that waits for a peer
-                # keeps the group, and with it them, until a time-out; the peer may be waiting for this rank.
+            if isinstance(answer, Failed):
+                # First of all, because to leave a group may take until a time-out: a collective that waits for a peer
+                # keeps the group, and the peer may be waiting for this rank.
                 connection.send(answer)
-                return
+                if parent is None:
+                    return  # as a training process ends, which closes its connections
+                _leave_group()
+                continue
             _leave_group()
             connection.send(answer)
 
