@@ -102,7 +102,8 @@ def _captures_any_number_of_tokens(args: argparse.Namespace) -> bool:
     if args.cuda_graph_impl == "full_iteration":
         return True
     modules = _graph_modules(args)
-    return args.cuda_graph_impl == "local" and (not modules or ("attn" in modules and not _splits_layers(args)))
+    routed = bool(modules & {"moe_router", "moe_preprocess"}) or ("attn" in modules and not _splits_layers(args))
+    return args.cuda_graph_impl == "local" and (not modules or routed)
 
 
 REFUSALS = (
@@ -412,6 +413,16 @@ GRAPH_REFUSALS = (
         "use --cuda-graph-impl full_iteration or local",
     ),
     Refusal(
+        "--cuda-graph-impl full_iteration and stages that wait for each other",
+        lambda args: (
+            args.cuda_graph_impl == "full_iteration"
+            and args.pipeline_model_parallel_size > 1
+            and not args.overlap_p2p_comm
+        ),
+        "set --num-layers-per-virtual-pipeline-stage and leave --no-overlap-p2p-communication out: otherwise "
+        "megatron-core waits for the device in each exchange, which a capture forbids",
+    ),
+    Refusal(
         "--cuda-graph-impl full_iteration and --overlap-param-gather",
         lambda args: args.cuda_graph_impl == "full_iteration" and args.overlap_param_gather,
         "drop --overlap-param-gather: its gathers begin in the optimizer step, outside of the graph that uses them",
@@ -425,12 +436,6 @@ GRAPH_REFUSALS = (
         "--cuda-graph-impl local where only experts are sharded",
         lambda args: args.cuda_graph_impl == "local" and args.etp_size == 1,
         "use --cuda-graph-impl full_iteration, or shard the dense weights as well",
-    ),
-    Refusal(
-        "--cuda-graph-modules moe_router or moe_preprocess",
-        lambda args: args.cuda_graph_impl == "local" and bool(_graph_modules(args) & {"moe_router", "moe_preprocess"}),
-        "drop them: what reads the plan of a replayed router read out of range in a trial on GPUs; name moe where "
-        "experts are padded to a capacity",
     ),
     Refusal(
         "--cuda-graph-modules moe outside of a hybrid model",

@@ -27,6 +27,8 @@ PADDED_MOE = f"{MOE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-
 BLOCKWISE = f"{OVERLAPPED} --fp8-format e4m3 --fp8-recipe blockwise"
 TENSORWISE = f"{OVERLAPPED} --fp8-format hybrid --fp8-recipe tensorwise"
 STAGES = "--pipeline-model-parallel-size 2"
+VIRTUAL_STAGES = f"{STAGES} --num-layers-per-virtual-pipeline-stage 1"
+FOUR_LAYERS = LLAMA.replace("--num-layers 2", "--num-layers 4")
 # 20 steps, of which Megatron captures the fourth.
 REPLAYED_STEPS = 16
 
@@ -102,7 +104,21 @@ GRAPHS = (
         common=PADDED_MOE,
         per_step=16,
     ),
-    Graphs("stages_full_iteration", "full_iteration", ranks=4, common=STAGES),
+    Graphs(
+        "attention_and_router",
+        "local --cuda-graph-modules attn moe_router",
+        sharded=EXPERTS,
+        common=PADDED_MOE,
+        per_step=16,
+    ),
+    Graphs(
+        "attention_router_and_preprocess",
+        "local --cuda-graph-modules attn moe_router moe_preprocess",
+        sharded=EXPERTS,
+        common=PADDED_MOE,
+        per_step=16,
+    ),
+    Graphs("stages_full_iteration", "full_iteration", ranks=4, model=FOUR_LAYERS, common=VIRTUAL_STAGES),
     Graphs("stages_layers", "local", ranks=4, common=STAGES, per_step=8),
 )
 

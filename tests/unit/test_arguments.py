@@ -403,6 +403,13 @@ def test_what_can_be_captured_is_not_refused(implementation: str) -> None:
     check_graphs(applied("--etp-size", "2", cuda_graph_impl=implementation))
 
 
+def test_a_whole_iteration_is_captured_only_if_its_stages_do_not_wait_for_the_device() -> None:
+    stages = {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2}
+    check_graphs(applied("--etp-size", "2", **stages, overlap_p2p_comm=True))
+    with pytest.raises(UnsupportedConfigurationError, match="set --num-layers-per-virtual-pipeline-stage"):
+        check_graphs(applied("--etp-size", "2", **stages, overlap_p2p_comm=False))
+
+
 ANY_NUMBER = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
 PADDED = {**ANY_NUMBER, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 HYBRID = {"hybrid_layer_pattern": "*E*E"}
@@ -411,8 +418,9 @@ HYBRID = {"hybrid_layer_pattern": "*E*E"}
 @pytest.mark.parametrize(
     ("settings", "culprit"),
     [
-        ({"cuda_graph_modules": ["moe_router"], **ANY_NUMBER}, "moe_router or moe_preprocess"),
-        ({"cuda_graph_modules": ["attn", "moe_preprocess"], **ANY_NUMBER, **HYBRID}, "moe_router or moe_preprocess"),
+        ({"cuda_graph_modules": ["moe_router"], **ANY_NUMBER}, "any number of tokens"),
+        ({"cuda_graph_modules": ["attn", "moe_preprocess"], **ANY_NUMBER, **HYBRID}, "any number of tokens"),
+        ({"cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"], **PADDED}, ""),
         ({"cuda_graph_modules": ["moe"], **PADDED}, "outside of a hybrid model"),
         ({"cuda_graph_modules": ["attn"], **ANY_NUMBER}, "any number of tokens"),
         ({"cuda_graph_modules": [], **ANY_NUMBER}, "any number of tokens"),
