@@ -294,9 +294,12 @@ class Bench:
 
     def _push(self, party: SourceParty | DestinationParty, assembly: Assembly, version: int, found: Outcome) -> None:
         staged: dict[str, torch.Tensor] = {}
+        settled = 0.0
         with self._all_at_once() as taken:
             if isinstance(party, SourceParty) and self.source is not None:
+                started = time.perf_counter()
                 self.source.settle()
+                settled = time.perf_counter() - started
                 party.push(version, self.source.look_up)
             elif isinstance(party, DestinationParty):
                 staged = self._storages()
@@ -310,6 +313,7 @@ class Bench:
         slowest = self._gather(parts)[self.sources :]
         for part in parts:
             found.seconds.setdefault(part, []).append(max(item[part] for item in slowest))
+        found.seconds.setdefault("settle", []).append(max(self._gather(settled)))
         found.seconds.setdefault("push", []).append(taken[0])
         for part in ("commit", "pause"):
             found.seconds.setdefault(part, []).append(committing[0])

@@ -126,10 +126,11 @@ class Float8Quantization(Quantization):
             return kernels.transpose(gathered, rows)
         return gathered.block()[:, :rows].transpose(1, 2).contiguous().unbind(0)
 
-    def tables(self, places: Sequence[int], strides: Sequence[int]) -> list[TileTable]:
-        """The tiles of all shards, a table for each type; see :class:`etp.formats.kernels.TileTable`."""
-        from etp.formats.kernels import TileTable
+    def tables(self, places: Sequence[int], steps: Sequence[tuple[int, int]]) -> list[TileTable]:
+        """The tiles of all shards, a table for each type; see :class:`etp.formats.kernels.Tiled`."""
+        from etp.formats.kernels import Tiled, tables_of
 
-        rows = list(zip(self.weights(), places, strides, strict=True))
-        dtypes = dict.fromkeys(weight.dtype for (weight, _), _, _ in rows)
-        return [TileTable([row for row in rows if row[0][0].dtype is dtype]) for dtype in dtypes]
+        return tables_of(
+            Tiled(weight, copy, place, step)
+            for (weight, copy), place, step in zip(self.weights(), places, steps, strict=True)
+        )

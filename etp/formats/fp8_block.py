@@ -137,7 +137,7 @@ class _BlockQuantization(Float8Quantization):
 
     @cached_property
     def _tables(self) -> list[TileTable]:
-        return self.tables(self._places, [across for _, across in self._shapes])
+        return self.tables(self._places, [(across, 1) for _, across in self._shapes])
 
     def cast(self, everyone: torch.Tensor) -> None:
         """Put the scales of all ranks in the order of the weights; the bytes are complete already."""

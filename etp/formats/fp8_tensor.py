@@ -94,7 +94,7 @@ class _TensorQuantization(Float8Quantization):
     @cached_property
     def _tables(self) -> list[TileTable]:
         count = self.firsts[-1]
-        return self.tables(range(count), [0] * count)
+        return self.tables(range(count), [(0, 0)] * count)
 
     def assemble(
         self, index: int, gathered: Stack, dtype: torch.dtype, trained: Sequence[bool], *, transposed: bool

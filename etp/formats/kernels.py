@@ -9,7 +9,9 @@ block of 128 x 128 it would keep an address and a mask for each element in regis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -25,32 +27,69 @@ _ALIGNMENT = 16
 _DOWN, _ACROSS, _TRANSPOSE_WARPS = 128, 64, 4
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """A matrix, cut into tiles from its first element on.
+
+    Attributes:
+        source: the matrix ``[rows, columns]``. The elements of a row are adjacent.
+        target: its bytes, uint8 ``[rows, columns]``, with as many elements from one row to the next as the matrix has.
+        place: where the number of the first tile lies in a vector of fp32.
+        steps: distance there from a tile to the one below it, and to the one right of it. 0 if the matrix has a single
+            number.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    place: int
+    steps: tuple[int, int] = (0, 0)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Tiles from top to bottom, and from left to right."""
+        rows, columns = self.source.shape
+        return -(-rows // TILE), -(-columns // TILE)
+
+
 class TileTable:
     """The tiles of some matrices of one type; see [Note: tiles].
 
     Args:
-        rows: for each matrix: the matrix ``[rows, columns]`` and its bytes, of the same shape, both contiguous; the
-            place of its numbers in a vector of fp32; and the distance there from one row of tiles to the next, 0 if
-            the matrix has a single number.
+        matrices: the matrices. Their memory must live as long as the table.
     """
 
-    def __init__(self, rows: Sequence[tuple[tuple[torch.Tensor, torch.Tensor], int, int]]) -> None:
-        counts = [-(-source.shape[0] // TILE) * -(-source.shape[1] // TILE) for (source, _), _, _ in rows]
+    def __init__(self, matrices: Sequence[Tiled]) -> None:
+        counts = [down * across for down, across in (one.counts for one in matrices)]
         firsts = [0, *accumulate(counts)]
         self.count = firsts.pop()
         entries = [
-            (source.data_ptr(), target.data_ptr(), *source.shape, place, stride, first)
-            for ((source, target), place, stride), first in zip(rows, firsts, strict=True)
+            (
+                one.source.data_ptr(),
+                one.target.data_ptr(),
+                *one.source.shape,
+                one.source.stride(0),
+                one.place,
+                *one.steps,
+                first,
+            )
+            for one, first in zip(matrices, firsts, strict=True)
         ]
-        first = rows[0][0][0]
-        self.dtype = first.dtype
-        self.matrices = torch.tensor(entries, dtype=torch.int64, device=first.device)
+        source = matrices[0].source
+        self.dtype = source.dtype
+        self.matrices = torch.tensor(entries, dtype=torch.int64, device=source.device)
         owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-        self.owners = owners.to(first.device)
-        self.aligned = all(entry[i] % _ALIGNMENT == 0 for entry in entries for i in (0, 1, 3))
-        """Whether all rows begin at multiples of 16 bytes."""
-        # The addresses are of memory that must live as long as the table.
-        self._kept = rows
+        self.owners = owners.to(source.device)
+        self.aligned = all(entry[i] % _ALIGNMENT == 0 for entry in entries for i in (0, 1, 3, 4))
+        """Whether all rows begin and end at multiples of 16 elements and bytes."""
+        self._kept = matrices
+
+
+def tables_of(matrices: Iterable[Tiled]) -> list[TileTable]:
+    """The tiles of some matrices, a table for each type."""
+    found: dict[torch.dtype, list[Tiled]] = defaultdict(list)
+    for one in matrices:
+        found[one.source.dtype].append(one)
+    return list(map(TileTable, found.values()))
 
 
 # Without annotations, which Triton would interpret as its own types.
@@ -58,52 +97,62 @@ class TileTable:
 def _tile(matrices, owners, aligned: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of this program's tile: its addresses, the distance between rows, its rows and columns, its number's place."""
     program = tl.program_id(0)
-    matrix = matrices + tl.load(owners + program).to(tl.int64) * 7
+    matrix = matrices + tl.load(owners + program).to(tl.int64) * 9
     source, target = tl.load(matrix), tl.load(matrix + 1)
-    rows, columns = tl.load(matrix + 2), tl.load(matrix + 3)
-    place, stride, first = tl.load(matrix + 4), tl.load(matrix + 5), tl.load(matrix + 6)
+    rows, columns, pitch = tl.load(matrix + 2), tl.load(matrix + 3), tl.load(matrix + 4)
+    place, step_down, step_right, first = (
+        tl.load(matrix + 5),
+        tl.load(matrix + 6),
+        tl.load(matrix + 7),
+        tl.load(matrix + 8),
+    )
     if aligned:
         # So that loads and stores are of 16 bytes: Triton cannot know it of numbers that it reads from memory.
-        source, target, columns = tl.multiple_of(source, 16), tl.multiple_of(target, 16), tl.multiple_of(columns, 16)
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+        columns, pitch = tl.multiple_of(columns, 16), tl.multiple_of(pitch, 16)
     across = (columns + tile - 1) // tile
     number = program - first
     down, right = number // across, number % across
-    place = tl.where(stride == 0, place, place + down * stride + right)
+    place += down * step_down + right * step_right
     # 32 bits, because they are compared with an offset for each element.
     down_left, across_left = (rows - down * tile).to(tl.int32), (columns - right * tile).to(tl.int32)
-    return source, target, (down * columns + right) * tile, columns, down_left, across_left, place
+    return source, target, (down * pitch + right) * tile, pitch, down_left, across_left, place
 
 
 @triton.jit
-def _quarter(columns, down, across, number: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quarter(pitch, down, across, number: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets and mask of a quarter of a tile's rows; see [Note: quarters]."""
     row, column = tl.arange(0, tile // 4)[:, None], tl.arange(0, tile)[None, :]
     mask = (row < down - number * (tile // 4)) & (column < across)
     # 64 bits for the first element only.
-    return number * (tile // 4) * columns, row * columns.to(tl.int32) + column, mask
+    return number * (tile // 4) * pitch, row * pitch.to(tl.int32) + column, mask
 
 
 @triton.jit
-def _read(source, columns, down, across, number: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    begin, offsets, mask = _quarter(columns, down, across, number, tile)
+def _read(source, pitch, down, across, number: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    begin, offsets, mask = _quarter(pitch, down, across, number, tile)
     return tl.load(source + begin + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    target, values, scale, columns, down, across, number: tl.constexpr, tile: tl.constexpr
+    target, values, scale, pitch, down, across, number: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    begin, offsets, mask = _quarter(columns, down, across, number, tile)
+    begin, offsets, mask = _quarter(pitch, down, across, number, tile)
     bytes_ = (values.to(tl.float32) * scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(target + begin + offsets, bytes_, mask=mask)
 
 
 @triton.jit
-def _magnitude(a, b, c, d):  # type: ignore[no-untyped-def]
-    """The largest magnitude in the quarters of a tile."""
-    upper = tl.maximum(tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)))
-    lower = tl.maximum(tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32)))
-    return tl.max(tl.maximum(upper, lower))
+def _magnitude(a, b, c, d, checked: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest magnitude in the quarters of a tile. NaN is the largest if ``checked``, and else ignored."""
+    a, b, c, d = tl.abs(a.to(tl.float32)), tl.abs(b.to(tl.float32)), tl.abs(c.to(tl.float32)), tl.abs(d.to(tl.float32))
+    if not checked:
+        return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+    # As integers, magnitudes have the same order, and NaN comes last.
+    a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    c, d = c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True)
+    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -128,34 +177,45 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr,
     aligned: tl.constexpr,
     power_of_two: tl.constexpr,
+    checked: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    source, target, begin, columns, down, across, place = _tile(matrices, owners, aligned, tile)
+    source, target, begin, pitch, down, across, place = _tile(matrices, owners, aligned, tile)
     source, target = source.to(tl.pointer_type(dtype)) + begin, target.to(tl.pointer_type(tl.uint8)) + begin
-    a = _read(source, columns, down, across, 0, tile)
-    b = _read(source, columns, down, across, 1, tile)
-    c = _read(source, columns, down, across, 2, tile)
-    d = _read(source, columns, down, across, 3, tile)
-    scale = _scale(_magnitude(a, b, c, d), epsilon, largest, power_of_two)
-    _write(target, a, scale, columns, down, across, 0, tile)
-    _write(target, b, scale, columns, down, across, 1, tile)
-    _write(target, c, scale, columns, down, across, 2, tile)
-    _write(target, d, scale, columns, down, across, 3, tile)
-    tl.store(numbers + place, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    a = _read(source, pitch, down, across, 0, tile)
+    b = _read(source, pitch, down, across, 1, tile)
+    c = _read(source, pitch, down, across, 2, tile)
+    d = _read(source, pitch, down, across, 3, tile)
+    amax = _magnitude(a, b, c, d, checked)
+    scale = _scale(amax, epsilon, largest, power_of_two)
+    _write(target, a, scale, pitch, down, across, 0, tile)
+    _write(target, b, scale, pitch, down, across, 1, tile)
+    _write(target, c, scale, pitch, down, across, 2, tile)
+    _write(target, d, scale, pitch, down, across, 3, tile)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if checked:
+        inverse = tl.where(amax < float("inf"), inverse, float("nan"))
+    tl.store(numbers + place, inverse)
 
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
+    matrices,
+    owners,
+    numbers,
+    dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    checked: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
-    source, _, begin, columns, down, across, place = _tile(matrices, owners, aligned, tile)
+    source, _, begin, pitch, down, across, place = _tile(matrices, owners, aligned, tile)
     source = source.to(tl.pointer_type(dtype)) + begin
-    a = _read(source, columns, down, across, 0, tile)
-    b = _read(source, columns, down, across, 1, tile)
-    c = _read(source, columns, down, across, 2, tile)
-    d = _read(source, columns, down, across, 3, tile)
+    a = _read(source, pitch, down, across, 0, tile)
+    b = _read(source, pitch, down, across, 1, tile)
+    c = _read(source, pitch, down, across, 2, tile)
+    d = _read(source, pitch, down, across, 3, tile)
     # Of numbers that are not negative, the order of the bits is that of the values.
-    magnitude = _magnitude(a, b, c, d).to(tl.int32, bitcast=True)
+    magnitude = _magnitude(a, b, c, d, checked).to(tl.int32, bitcast=True)
     tl.atomic_max((numbers + place).to(tl.pointer_type(tl.int32)), magnitude)
 
 
@@ -163,17 +223,17 @@ def _largest(  # type: ignore[no-untyped-def]
 def _cast(  # type: ignore[no-untyped-def]
     matrices, owners, numbers, dtype: tl.constexpr, aligned: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    source, target, begin, columns, down, across, place = _tile(matrices, owners, aligned, tile)
+    source, target, begin, pitch, down, across, place = _tile(matrices, owners, aligned, tile)
     source, target = source.to(tl.pointer_type(dtype)) + begin, target.to(tl.pointer_type(tl.uint8)) + begin
     scale = tl.load(numbers + place)
-    a = _read(source, columns, down, across, 0, tile)
-    b = _read(source, columns, down, across, 1, tile)
-    c = _read(source, columns, down, across, 2, tile)
-    d = _read(source, columns, down, across, 3, tile)
-    _write(target, a, scale, columns, down, across, 0, tile)
-    _write(target, b, scale, columns, down, across, 1, tile)
-    _write(target, c, scale, columns, down, across, 2, tile)
-    _write(target, d, scale, columns, down, across, 3, tile)
+    a = _read(source, pitch, down, across, 0, tile)
+    b = _read(source, pitch, down, across, 1, tile)
+    c = _read(source, pitch, down, across, 2, tile)
+    d = _read(source, pitch, down, across, 3, tile)
+    _write(target, a, scale, pitch, down, across, 0, tile)
+    _write(target, b, scale, pitch, down, across, 1, tile)
+    _write(target, c, scale, pitch, down, across, 2, tile)
+    _write(target, d, scale, pitch, down, across, 3, tile)
 
 
 @triton.jit
@@ -193,8 +253,13 @@ def _transpose(  # type: ignore[no-untyped-def]
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def quantize_blocks(table: TileTable, numbers: torch.Tensor, *, power_of_two: bool, epsilon: float) -> None:
-    """Quantize each tile to E4M3 with a scale of its own, whose inverse goes to the tile's place in ``numbers``."""
+def quantize_blocks(
+    table: TileTable, numbers: torch.Tensor, *, power_of_two: bool, epsilon: float, checked: bool = False
+) -> None:
+    """Quantize each tile to E4M3 with a scale of its own, whose inverse goes to the tile's place in ``numbers``.
+
+    If ``checked``, NaN goes there for a tile that has an element which is infinite or NaN.
+    """
     _quantize_blocks[(table.count,)](
         table.matrices,
         table.owners,
@@ -204,26 +269,31 @@ def quantize_blocks(table: TileTable, numbers: torch.Tensor, *, power_of_two: bo
         dtype=_TYPES[table.dtype],
         aligned=table.aligned,
         power_of_two=power_of_two,
+        checked=checked,
         tile=TILE,
         num_warps=_WARPS * table.dtype.itemsize,
     )
 
 
-def largest_magnitudes(table: TileTable, numbers: torch.Tensor) -> None:
-    """The largest magnitude of each matrix, into its place in ``numbers``, which is 0 or a lower bound before."""
+def largest_magnitudes(table: TileTable, numbers: torch.Tensor, *, checked: bool = False) -> None:
+    """The largest magnitude of each tile, into its place in ``numbers``, which is 0 or a lower bound before.
+
+    Tiles may share a place. NaN is the largest if ``checked``, and else ignored.
+    """
     _largest[(table.count,)](
         table.matrices,
         table.owners,
         numbers,
         dtype=_TYPES[table.dtype],
         aligned=table.aligned,
+        checked=checked,
         tile=TILE,
         num_warps=_WARPS * table.dtype.itemsize,
     )
 
 
 def cast(table: TileTable, scales: torch.Tensor) -> None:
-    """Cast each matrix to E4M3 after multiplying it with its number in ``scales``."""
+    """Cast each tile to E4M3 after multiplying it with its number in ``scales``."""
     _cast[(table.count,)](
         table.matrices,
         table.owners,

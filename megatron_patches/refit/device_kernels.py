@@ -176,6 +176,6 @@ def move_boxes(
         move=int(move),
         tile_rows=shape.rows,
         tile_columns=shape.columns,
-        loops=fields.LOOPS,
+        loops=shape.loops,
         num_warps=_WARPS,
     )

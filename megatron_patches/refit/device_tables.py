@@ -25,8 +25,9 @@ FIELDS = 17
 the two inner levels of rows; steps in memory of the three levels and of a column; the first row's index in the whole
 tensor and the levels' steps of that index; the first column's index; where to add the digest."""
 
-LOOPS = 16
-"""Groups of rows that a tile processes one after the other."""
+LOOPS, BYTE_LOOPS = 16, 64
+"""Groups of rows that a tile processes one after the other; of single bytes more, because to hash columns takes
+longer than to read so few bytes."""
 
 _ELEMENTS = 2048  # of one group of rows
 _MOST_COLUMNS = 1024  # of a tile: enough for full memory transactions; the rest are rows, which share column hashes
@@ -54,6 +55,11 @@ class Shape:
     def rows(self) -> int:
         """Rows of a tile that are processed at once."""
         return _ELEMENTS // self.columns
+
+    @property
+    def loops(self) -> int:
+        """How often so many rows are processed, one group after the other."""
+        return BYTE_LOOPS if self.width == 1 else LOOPS
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def describe(
 
 def _part(shape: Shape, entries: Sequence[tuple[list[int], int]]) -> Part:
     table = np.array([entry for entry, _ in entries], dtype=np.int64)
-    down = -(-table[:, ROWS] // (shape.rows * LOOPS))
+    down = -(-table[:, ROWS] // (shape.rows * shape.loops))
     counts = down * -(-table[:, COLUMNS] // shape.columns)
     table[:, FIRST_TILE] = np.cumsum(counts) - counts
     tiles = np.repeat(np.arange(len(entries), dtype=np.int32), counts)

@@ -1,6 +1,8 @@
-"""The kernel that packs and digests boxes of a refit, and the port that uses it, on a GPU."""
+"""The kernels that pack, digest and quantize boxes of a refit, on a GPU."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,10 +10,14 @@ import torch
 
 from megatron_patches.refit.boxes import Box, View
 from megatron_patches.refit.device_port import DevicePort
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.exchange import SingleProcess
 from megatron_patches.refit.ports import Batch, HostPort, Piece
+from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.staging import StagingPool
 from tests.gpu.devices import needs_gpus
 from tests.unit.refit.test_device_kernels import compare
+from tests.unit.refit.test_fp8_block import WEIGHT, held_by, run, uneven
 
 pytestmark = needs_gpus(1)
 
@@ -86,3 +92,43 @@ def test_a_port_packs_and_unpacks_as_the_host_does(on_host: bool) -> None:
     assert torch.equal(view.tensor(fresh), view.tensor(held))
     assert pool.leased_bytes == 0
     assert pool.peak_bytes == (nbytes if on_host else 0)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_weights_are_quantized_as_on_a_cpu(dtype: torch.dtype, power_of_two: bool) -> None:
+    """Random cuts, so that most blocks have several parts; then one that is no number."""
+    rng = np.random.default_rng(11)
+    for case in range(8):
+        shape = tuple(int(extent) for extent in rng.integers(60, 900, 2))
+        step = 16 if case % 2 else 1  # aligned, or not
+        cuts = [
+            [0, *sorted({int(cut) * step for cut in rng.integers(1, extent // step, 2)}), extent] for extent in shape
+        ]
+        boxes = [Box(WEIGHT, (a, c), (b, d)) for a, b in pairwise(cuts[0]) for c, d in pairwise(cuts[1])]
+        weights = {WEIGHT: uneven(shape, case, dtype)}
+        manifest, memory = held_by(0, weights, boxes, padding=16)
+        quantizers = [
+            BlockQuantizer(
+                {WEIGHT: shape},
+                manifest,
+                power_of_two=power_of_two,
+                device=torch.device(device),
+                exchange=SingleProcess(),
+            )
+            for device in ("cpu", "cuda")
+        ]
+        for one, held in zip(quantizers, (memory, {name: flat.cuda() for name, flat in memory.items()}), strict=True):
+            for flat in one.quantized.values():
+                flat.view(torch.uint8).fill_(0x55)
+            run(one, held)
+        expected, found = (one.quantized for one in quantizers)
+        for name, flat in expected.items():
+            assert torch.equal(found[name].view(torch.uint8).cpu(), flat.view(torch.uint8)), (shape, name)
+        for value in (torch.nan, torch.inf, -torch.inf):
+            place = int(rng.integers(0, shape[0] * shape[1]))
+            bad = {name: flat.clone() for name, flat in memory.items()}
+            next(iter(bad.values()))[place] = value
+            for one, held in zip(quantizers, (bad, {name: flat.cuda() for name, flat in bad.items()}), strict=True):
+                with pytest.raises(RefitError, match="cannot be quantized: a weight in it is infinite or not a number"):
+                    run(one, held)

@@ -12,6 +12,7 @@ import torch
 from etp.collectives.sums import accumulate_parts
 from etp.formats.fp8_block import quantize_blocks
 from etp.stack import Stack
+from tests.support.e4m3 import is_near
 from tests.support.launch import run_distributed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -105,31 +106,26 @@ def quantizes_tiles(rank: int, world_size: int) -> int:
         pairs = [(weight, copy[:-1]) for weight, copy in zip(weights, memory, strict=True)]
         expected = [quantize_blocks(weight, power_of_two=power_of_two) for weight in weights]
         places = [0, *itertools.accumulate(scales.numel() for _, scales in expected)]
-        strides = [scales.shape[1] for _, scales in expected]
+        steps = [(scales.shape[1], 1) for _, scales in expected]
         numbers = torch.full((places.pop(),), float("nan"))
-        table = kernels.TileTable(list(zip(pairs, places, strides, strict=True)))
+        table = kernels.TileTable(
+            [kernels.Tiled(*pair, place, step) for pair, place, step in zip(pairs, places, steps, strict=True)]
+        )
         kernels.quantize_blocks(table, numbers, power_of_two=power_of_two, epsilon=0.0)
         assert torch.equal(numbers, torch.cat([scales.flatten() for _, scales in expected]))
         largest = torch.zeros(len(weights))
-        whole = kernels.TileTable([(pair, place, 0) for place, pair in enumerate(pairs)])
+        whole = kernels.TileTable([kernels.Tiled(*pair, place) for place, pair in enumerate(pairs)])
         kernels.largest_magnitudes(whole, largest)
         assert torch.equal(largest, torch.stack([weight.float().abs().max() for weight in weights]))
         for (bytes_, _), copy in zip(expected, memory, strict=True):
             assert (copy[-1] == 7).all()
-            assert _is_near(copy[:-1], bytes_)
+            assert is_near(copy[:-1], bytes_)
             compared += bytes_.numel()
         kernels.cast(whole, 448.0 / largest)
         for weight, copy, magnitude in zip(weights, memory, largest, strict=True):
             cast = (weight.float() * (448.0 / magnitude)).to(torch.float8_e4m3fn).view(torch.uint8)
-            assert _is_near(copy[:-1], cast)
+            assert is_near(copy[:-1], cast)
     return compared
-
-
-def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    values, wanted = (bytes_.view(torch.float8_e4m3fn).float() for bytes_ in (found, expected))
-    normal = wanted.abs() >= 2.0**-5
-    ratio = values[normal] / wanted[normal]
-    return bool(((ratio >= 0.5) & (ratio <= 1.125)).all())
 
 
 def test_tiles_of_any_size_are_quantized() -> None:

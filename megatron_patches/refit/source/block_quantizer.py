@@ -15,18 +15,19 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etp.formats.fp8 import scale_of, to_e4m3
+from etp.formats.fp8 import scale_of
 from megatron_patches.refit.boxes import Box, View, coalesce, row_major_strides, subtract
 from megatron_patches.refit.dtypes import FLOAT_DTYPES
 from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
+from megatron_patches.refit.source.block_parts import BlockParts, HostParts, KernelParts, Part
 from megatron_patches.refit.weight_format import (
     BLOCK,
     QUANTIZED,
@@ -38,8 +39,6 @@ from megatron_patches.refit.weight_format import (
 if TYPE_CHECKING:
     from megatron_patches.refit.exchange import NumberExchange
     from megatron_patches.refit.ports import Memory
-
-_CHUNK = 1 << 24  # elements that are quantized at a time
 
 Shape = tuple[int, ...]
 
@@ -84,6 +83,12 @@ class _Grid:
             offset = sum((low - first) * step for low, first, step in zip(box.start, self.first, strides, strict=True))
             yield Placement(box, View(scales_of(self.tensor), offset, box.shape, strides))
 
+    def part(self, one: Placement, place: int) -> Part:
+        """One of the boxes, given the place of the rectangle's first block among all blocks of the rank."""
+        down, right = (low // BLOCK - first for low, first in zip(one.box.start, self.first, strict=True))
+        pitch = self.blocks[1]
+        return Part(one.box, one.view, self.shape, place + down * pitch + right, pitch)
+
     def incomplete(self) -> NDArray[np.int64]:
         """Places in the rectangle of the blocks of which the rank has a part but not all, ascending."""
         held = np.zeros(self.blocks, dtype=np.int64)
@@ -107,90 +112,6 @@ class _Grid:
         start = tuple((first + index) * BLOCK for first, index in zip(self.first, at, strict=True))
         stop = tuple(min(low + BLOCK, extent) for low, extent in zip(start, self.shape, strict=True))
         return Box(self.tensor, start, stop)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One box of a weight.
-
-    Attributes:
-        storage: name of the trainer's memory.
-        view: the box in it.
-        before: rows and columns of the box's first block before the box.
-        dtype: of the weights.
-        blocks: places of the blocks that the box has a part of, among all of the rank, [down, across].
-        quantized: the quantized box, bytes [rows, columns].
-    """
-
-    storage: str
-    view: View
-    before: tuple[int, int]
-    dtype: str
-    blocks: NDArray[np.int64]
-    quantized: torch.Tensor
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What parts must have in common to be quantized together."""
-        return self.view.shape, self.before, self.dtype
-
-
-class _Batch:
-    """Parts of one form, which are quantized together: thousands of experts one by one would take long on a GPU.
-
-    Args:
-        parts: the parts.
-        power_of_two: whether scales are powers of two.
-    """
-
-    def __init__(self, parts: Sequence[_Part], *, power_of_two: bool) -> None:
-        self._parts = parts
-        # In bfloat16 a power of two changes nothing but the exponent, whose range is that of fp32. This moves a third
-        # of the bytes.
-        self._is_exact = power_of_two and parts[0].dtype == "bfloat16"
-        self._places = torch.from_numpy(np.stack([part.blocks for part in parts])).to(parts[0].quantized.device)
-
-    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
-        """Takes the magnitudes of weights into those of their blocks. Not a number counts as infinite.
-
-        Args:
-            weights: flat memory, by storage.
-            amax: the largest magnitude of each of the rank's blocks, fp32.
-        """
-        blocks = self._blocks(weights)
-        largest = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float()
-        largest.masked_fill_(largest.isnan(), torch.inf)
-        # Two parts may have a block in common.
-        amax.scatter_reduce_(0, self._places.flatten(), largest.flatten(), "amax")
-
-    def cast(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor) -> None:
-        """Quantizes.
-
-        Args:
-            weights: flat memory, by storage.
-            scales: what to multiply the weights of each of the rank's blocks with, fp32.
-        """
-        blocks = self._blocks(weights)
-        scale = scales[self._places][:, :, None, :, None]
-        if self._is_exact:
-            quantized = (blocks * scale.to(blocks.dtype)).to(getattr(torch, QUANTIZED)).view(torch.uint8)
-        else:
-            quantized = to_e4m3(blocks, scale)
-        (above, left), (rows, columns) = self._parts[0].before, self._parts[0].view.shape
-        boxes = quantized.flatten(3).flatten(1, 2)[:, above : above + rows, left : left + columns]
-        torch._foreach_copy_([part.quantized for part in self._parts], list(boxes))
-
-    def _blocks(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The elements of the blocks, [parts, down, 128, across, 128]; 0 where a block is not the box's."""
-        first = self._parts[0]
-        (above, left), (rows, columns), (down, across) = first.before, first.view.shape, first.blocks.shape
-        boxes = [part.view.tensor(weights[part.storage]) for part in self._parts]
-        if (rows, columns) != (down * BLOCK, across * BLOCK):
-            whole = boxes[0].new_zeros(len(boxes), down * BLOCK, across * BLOCK)
-            torch._foreach_copy_(list(whole[:, above : above + rows, left : left + columns]), boxes)
-        else:
-            whole = torch.stack(boxes) if len(boxes) > 1 else boxes[0][None]
-        return whole.view(len(boxes), down, BLOCK, across, BLOCK)
 
 
 class BlockQuantizer:
@@ -247,8 +168,9 @@ class BlockQuantizer:
         memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._bytes = dict(zip((storage.name for storage in storages), memory.split(sizes), strict=True))
         at = {grid.tensor: (grid, place) for grid, place in zip(self._grids, self._places, strict=True)}
-        parts = [self._part(one, *at[one.box.tensor]) for placement in mine for one in _chunks(placement)]
-        self._batches = [_Batch(batch, power_of_two=power_of_two) for batch in _batches(parts)]
+        kind: type[BlockParts] = KernelParts if device.type == "cuda" else HostParts
+        parts = [at[one.box.tensor][0].part(one, at[one.box.tensor][1]) for one in mine]
+        self._parts = kind(parts, self._bytes, power_of_two=power_of_two)
         scales = self._inverse.split([grid.size for grid in self._grids])
         self.quantized: Mapping[str, torch.Tensor] = {
             **{name: bytes_.view(getattr(torch, QUANTIZED)) for name, bytes_ in self._bytes.items()},
@@ -265,15 +187,14 @@ class BlockQuantizer:
         )
 
     def measure(self, memory: Memory) -> None:
-        """Finds the largest magnitude of each block, of what this rank has of it.
+        """Finds the largest magnitude of each block that other parts belong to as well, of what this rank has of it.
 
         Args:
             memory: what the rank holds.
         """
         self._amax.zero_()
-        weights = self._weights(memory)
-        for batch in self._batches:
-            batch.measure(weights, self._amax)
+        self._parts.measure(self._weights(memory), self._amax)
+        self._amax.masked_fill_(self._amax.isnan(), torch.inf)  # NCCL's maximum of NaN and a number is the number
 
     def agree(self) -> None:
         """Agrees with the other ranks on blocks that straddle them. Collective."""
@@ -296,12 +217,10 @@ class BlockQuantizer:
                 self._amax[part], power_of_two=self._power_of_two, epsilon=0.0, largest=largest
             )
         torch.reciprocal(self._scale, out=self._inverse)
+        self._parts.quantize(self._weights(memory), self._scale, self._inverse)
         usable = self._amax.isfinite() & self._inverse.isfinite() & (self._inverse > 0)
         if not usable.all():
             self._refuse(int(torch.nonzero(~usable)[0]))
-        weights = self._weights(memory)
-        for batch in self._batches:
-            batch.cast(weights, self._scale)
 
     def _weights(self, memory: Memory) -> dict[str, torch.Tensor]:
         """The weights to quantize, as flat tensors that share memory with what the rank holds."""
@@ -310,17 +229,6 @@ class BlockQuantizer:
             held = memory[name]
             found[name] = torch.from_numpy(held).view(dtype) if isinstance(held, np.ndarray) else held
         return found
-
-    def _part(self, one: Placement, grid: _Grid, place: int) -> _Part:
-        blocks = _blocks_in(one.box)
-        rows, columns = (
-            slice(low - first, high - first)
-            for low, high, first in zip(blocks.start, blocks.stop, grid.first, strict=True)
-        )
-        places = place + np.arange(grid.size, dtype=np.int64).reshape(grid.blocks)[rows, columns]
-        before = one.box.start[0] % BLOCK, one.box.start[1] % BLOCK
-        storage = one.view.storage
-        return _Part(storage, one.view, before, grid.dtype, places, one.view.tensor(self._bytes[storage]))
 
     def _of_each_dtype(self) -> Iterator[tuple[str, slice]]:
         """The blocks of all weights of each dtype; those of a dtype lie together."""
@@ -396,27 +304,6 @@ def _grids(mine: Sequence[Placement], shapes: Mapping[str, Shape], held: Manifes
         blocks = tuple(high - low for low, high in zip(first, stop, strict=True))
         grids.append(_Grid(tensor, tuple(shapes[tensor]), tuple(found), first, blocks, dtype))
     return grids
-
-
-def _chunks(placement: Placement) -> Iterator[Placement]:
-    """A box in rows of blocks, some at a time, because they take several times their size while they are quantized."""
-    box, view = placement.box, placement.view
-    across = _blocks_in(box).shape[1]
-    step = max(1, _CHUNK // (across * BLOCK * BLOCK)) * BLOCK
-    cuts = [box.start[0], *range((box.start[0] // BLOCK) * BLOCK + step, box.stop[0], step), box.stop[0]]
-    for low, high in pairwise(cuts):
-        part = box.with_range(0, low, high)
-        yield Placement(part, view.cut(box, part))
-
-
-def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Parts of one form, as many as are quantized at a time."""
-    alike: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
-    for part in parts:
-        alike[part.form].append(part)
-    for found in alike.values():
-        count = max(1, _CHUNK // (found[0].blocks.size * BLOCK * BLOCK))
-        yield from (found[at : at + count] for at in range(0, len(found), count))
 
 
 def _quantized(storage: Storage) -> Storage:

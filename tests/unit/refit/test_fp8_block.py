@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from etp.formats import quantize_blocks
+from etp.formats import quantize_blocks, scale_of
 from megatron_patches.refit.boxes import Box, View, row_major_strides
 from megatron_patches.refit.errors import RefitError, UnsupportedModelError
 from megatron_patches.refit.exchange import SingleProcess
@@ -21,7 +20,8 @@ from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.parties.messages import Held
 from megatron_patches.refit.planning.tensors import agree_on_tensors
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.source import block_quantizer
+from megatron_patches.refit.source import block_parts
+from megatron_patches.refit.source.block_parts import HostParts, KernelParts, Part
 from megatron_patches.refit.source.block_quantizer import BlockQuantizer
 from megatron_patches.refit.source.fp8_block import Fp8BlockSource
 from megatron_patches.refit.source.modules import ModuleSource
@@ -32,6 +32,8 @@ from megatron_patches.refit.weight_format import (
     scales_of,
     with_scales,
 )
+from tests.support.e4m3 import is_near
+from tests.support.launch import run_distributed
 
 CPU = torch.device("cpu")
 WEIGHT = "model.layers.3.mlp.down_proj.weight"
@@ -156,7 +158,7 @@ def test_ranks_that_cut_blocks_quantize_them_as_one_would(
     """Random cuts of rows and columns, several boxes a rank, changed weights, memory of another version in place."""
     generator = np.random.default_rng(7)
     for case in range(4):
-        monkeypatch.setattr(block_quantizer, "_CHUNK", (1 << 18, 1 << 16, 1, 1 << 24)[case])  # of one block or more
+        monkeypatch.setattr(block_parts, "_CHUNK", (1 << 18, 1 << 16, 1, 1 << 24)[case])  # of one block or more
         shape = tuple(int(extent) for extent in generator.integers(60, 420, 2))
         cuts = [[0, *sorted(int(cut) for cut in generator.integers(1, extent, 3)), extent] for extent in shape]
         boxes = [
@@ -357,26 +359,50 @@ def test_what_is_quantized_follows_the_published_checkpoints() -> None:
         quantized_weights(quantized | {"backbone.layers.0.mixer.A_log": (4,)})
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations that would launch a kernel."""
+def quantizes_with_kernels(rank: int, world_size: int) -> int:
+    """Triton's kernels under its interpreter, which does not round to E4M3: numbers are equal, and bytes are near."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    shape, columns = (200, 260), (0, 130, 260)
+    weight, compared = uneven(shape, 1), 0
+    parts, memory = [], torch.full((80_000,), float("nan"), dtype=weight.dtype)
+    for (a, b), (c, d) in product(pairwise((0, 40, 200)), pairwise(columns)):
+        box, view = Box(WEIGHT, (a, c), (b, d)), View("m", 300 * a + c, (b - a, d - c), (300, 1))
+        parts.append(Part(box, view, shape, a // 128 * 3 + c // 128, 3))
+        view.tensor(memory).copy_(weight[a:b, c:d])
+    for power_of_two in (True, False):
+        wanted, scales = reference(weight, power_of_two=power_of_two)
+        for kind in (HostParts, KernelParts):
+            bytes_ = torch.full((80_000,), 0x55, dtype=torch.uint8)
+            by_kind = kind(parts, {"m": bytes_}, power_of_two=power_of_two)
+            amax = torch.zeros(6)
+            by_kind.measure({"m": memory}, amax)
+            # All but one of zeros; kernels measure no whole blocks.
+            assert amax.nonzero().flatten().tolist() == ([1, 2, 3, 4, 5] if kind is HostParts else [1, 2, 4])
+            scale = scale_of(amax, power_of_two=power_of_two, epsilon=0.0)
+            inverse = 1.0 / scale
+            by_kind.quantize({"m": memory}, scale, inverse)
+            if kind is KernelParts:
+                assert torch.equal(inverse, scales.flatten())
+            for part in parts:
+                found = part.view.tensor(bytes_)
+                assert is_near(found, wanted[tuple(map(slice, part.box.start, part.box.stop))])
+                found.fill_(0x55)
+                compared += found.numel()
+            assert (bytes_ == 0x55).all()
+    memory[300 * 150 + 5] = float("nan")  # in block 3, which is whole
+    memory[300 * 7 + 258] = -torch.inf  # in block 2, which is cut
+    by_kind.measure({"m": memory}, amax)
+    by_kind.quantize({"m": memory}, scale, inverse)
+    assert amax.isinf().nonzero().flatten().tolist() == [2]
+    assert inverse.isnan().nonzero().flatten().tolist() == [3]
+    return compared
 
-    count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(
-            argument.alias_info and not argument.alias_info.is_write for argument in func._schema.returns
-        )
-        return func(*args, **(kwargs or {}))
+def test_kernels_quantize_parts_of_any_size() -> None:
+    assert run_distributed(quantizes_with_kernels, 1, None, fresh=True) == [4 * 200 * 260]
 
 
-def test_launches_do_not_depend_on_how_many_experts_there_are() -> None:
-    def launches(experts: int) -> int:
-        names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(experts)]
-        weights = {name: uneven((256, 192), number) for number, name in enumerate(names)}
-        manifest, memory = held_by(0, weights, [Box(name, (0, 0), (256, 192)) for name in names])
-        one = quantizer(weights, manifest, members(1)[0])
-        with Launches() as found:
-            run(one, memory)
-        return found.count
-
-    assert launches(40) == launches(2) < 60
+def test_a_transposed_weight_is_refused_where_kernels_would_read_it_wrongly() -> None:
+    part = Part(Box(WEIGHT, (0, 0), (128, 256)), View("m", 0, (128, 256), (1, 128)), (128, 256), 0, 2)
+    with pytest.raises(RefitError, match=r"down_proj\.weight\[0:128, 0:256\] lies transposed"):
+        KernelParts([part], {}, power_of_two=True)

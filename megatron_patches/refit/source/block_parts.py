@@ -1,0 +1,219 @@
+"""Measures and casts what a rank holds of quantized weights: with PyTorch on the host, with Triton on a GPU.
+
+On a GPU, blocks that are whole on this rank are read once: one kernel finds their scales and casts them. The others are
+measured first, because their scales depend on other parts. A push takes three launches, however many weights there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import TYPE_CHECKING
+
+import torch
+
+from etp.formats.fp8 import to_e4m3
+from megatron_patches.refit.boxes import Box, View
+from megatron_patches.refit.errors import RefitError
+from megatron_patches.refit.weight_format import BLOCK, blocks_of
+
+if TYPE_CHECKING:
+    from etp.formats.kernels import TileTable
+
+_CHUNK = 1 << 24  # elements that PyTorch quantizes at a time, because they take several times their size meanwhile
+
+
+@dataclass(frozen=True)
+class Part:
+    """One box of a weight, with two dimensions.
+
+    Attributes:
+        box: where it lies in the weight.
+        view: where it lies in the trainer's memory, and in memory of the same form for its bytes.
+        extents: the weight's shape.
+        place: place of the box's first block among all blocks of the rank.
+        pitch: distance from there to the block below. The block to the right is next.
+    """
+
+    box: Box
+    view: View
+    extents: tuple[int, ...]
+    place: int
+    pitch: int
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """How many blocks it has a part of, from top to bottom and from left to right."""
+        down, across = blocks_of(self.box.stop)
+        return down - self.box.start[0] // BLOCK, across - self.box.start[1] // BLOCK
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether all elements of its blocks are in it."""
+        return all(
+            low % BLOCK == 0 and (high % BLOCK == 0 or high == extent)
+            for low, high, extent in zip(self.box.start, self.box.stop, self.extents, strict=True)
+        )
+
+    def cut(self, rows: tuple[int, int], columns: tuple[int, int]) -> Part:
+        """A part of it: a range of rows and a range of columns of the weight."""
+        box = self.box.with_range(0, *rows).with_range(1, *columns)
+        down, right = (low // BLOCK - first // BLOCK for low, first in zip(box.start, self.box.start, strict=True))
+        return replace(self, box=box, view=self.view.cut(self.box, box), place=self.place + down * self.pitch + right)
+
+    def numbers(self, of_blocks: torch.Tensor) -> torch.Tensor:
+        """Its blocks' numbers among those of all blocks of the rank, ``[down, across]``."""
+        return of_blocks.as_strided(self.blocks, (self.pitch, 1), of_blocks.storage_offset() + self.place)
+
+
+class BlockParts(ABC):
+    """The parts of quantized weights that a rank holds.
+
+    Args:
+        parts: the parts.
+        quantized: flat memory for their bytes, uint8, by the storage of their views.
+        power_of_two: whether scales are powers of two.
+    """
+
+    @abstractmethod
+    def __init__(self, parts: Sequence[Part], quantized: Mapping[str, torch.Tensor], *, power_of_two: bool) -> None: ...
+
+    @abstractmethod
+    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+        """Raises the magnitudes of blocks to those of this rank's weights. NaN is the largest.
+
+        May leave out blocks whose scales :meth:`quantize` computes.
+
+        Args:
+            weights: flat memory, by storage.
+            amax: the largest magnitude of each of the rank's blocks, fp32.
+        """
+
+    @abstractmethod
+    def quantize(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor, inverse: torch.Tensor) -> None:
+        """Casts.
+
+        Args:
+            weights: flat memory, by storage.
+            scales: what to multiply the weights of each of the rank's blocks with, fp32.
+            inverse: their inverses, fp32. Overwritten for blocks that :meth:`measure` left out, with NaN for a block
+                that has an element which is infinite or not a number.
+        """
+
+
+class HostParts(BlockParts):
+    """With PyTorch; see :class:`BlockParts`."""
+
+    def __init__(self, parts: Sequence[Part], quantized: Mapping[str, torch.Tensor], *, power_of_two: bool) -> None:
+        self._parts = [chunk for part in parts for chunk in _chunks(part)]
+        self._quantized, self._power_of_two = quantized, power_of_two
+
+    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+        """See :class:`BlockParts`."""
+        for part in self._parts:
+            blocks = _blocks(part, weights)
+            largest = torch.maximum(blocks.amax((1, 3)), -blocks.amin((1, 3))).float()
+            known = part.numbers(amax)  # of other parts of the same blocks
+            torch.maximum(known, largest, out=known)
+
+    def quantize(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor, inverse: torch.Tensor) -> None:
+        """See :class:`BlockParts`."""
+        del inverse
+        for part in self._parts:
+            blocks, scale = _blocks(part, weights), part.numbers(scales)[:, None, :, None]
+            if self._power_of_two and blocks.dtype is torch.bfloat16:
+                # Exact, because only the exponent changes, whose range is that of fp32; moves a third of the bytes.
+                bytes_ = (blocks * scale.bfloat16()).to(torch.float8_e4m3fn).view(torch.uint8)
+            else:
+                bytes_ = to_e4m3(blocks, scale)
+            above, left = (low % BLOCK for low in part.box.start)
+            rows, columns = part.box.shape
+            found = bytes_.flatten(2).flatten(0, 1)[above : above + rows, left : left + columns]
+            part.view.tensor(self._quantized[part.view.storage]).copy_(found)
+
+
+class KernelParts(BlockParts):
+    """With the engine's Triton kernels; see :class:`BlockParts`.
+
+    Raises:
+        RefitError: if the elements of a row are not adjacent.
+    """
+
+    def __init__(self, parts: Sequence[Part], quantized: Mapping[str, torch.Tensor], *, power_of_two: bool) -> None:
+        for part in parts:
+            if part.view.shape[1] > 1 and part.view.strides[1] != 1:
+                raise RefitError(f"{part.box} lies transposed in the trainer's memory, where it cannot be quantized")
+        pieces = [piece for part in parts for piece in _at_block_borders(part)]
+        self._whole = [piece for piece in pieces if piece.has_whole_blocks]
+        self._others = [piece for piece in pieces if not piece.has_whole_blocks]
+        self._quantized, self._power_of_two = quantized, power_of_two
+        self._addresses: tuple[int, ...] = ()
+        self._tables: tuple[list[TileTable], list[TileTable]] = [], []
+
+    def measure(self, weights: Mapping[str, torch.Tensor], amax: torch.Tensor) -> None:
+        """See :class:`BlockParts`."""
+        from etp.formats import kernels
+
+        addresses = tuple(memory.data_ptr() for memory in weights.values())
+        if addresses != self._addresses:  # the optimizer may have moved the weights
+            whole, others = (self._tables_of(pieces, weights) for pieces in (self._whole, self._others))
+            self._tables, self._addresses = (whole, others), addresses
+        for table in self._tables[1]:
+            kernels.largest_magnitudes(table, amax, checked=True)
+
+    def quantize(self, weights: Mapping[str, torch.Tensor], scales: torch.Tensor, inverse: torch.Tensor) -> None:
+        """See :class:`BlockParts`; :meth:`measure` must have been called with the same weights."""
+        from etp.formats import kernels
+
+        del weights
+        whole, others = self._tables
+        for table in whole:
+            kernels.quantize_blocks(table, inverse, power_of_two=self._power_of_two, epsilon=0.0, checked=True)
+        for table in others:
+            kernels.cast(table, scales)
+
+    def _tables_of(self, pieces: Sequence[Part], weights: Mapping[str, torch.Tensor]) -> list[TileTable]:
+        from etp.formats.kernels import Tiled, tables_of
+
+        return tables_of(
+            Tiled(
+                piece.view.tensor(weights[piece.view.storage]),
+                piece.view.tensor(self._quantized[piece.view.storage]),
+                piece.place,
+                (piece.pitch, 1),
+            )
+            for piece in pieces
+        )
+
+
+def _at_block_borders(part: Part) -> Iterator[Part]:
+    """Cuts off the blocks that begin or end within the part, so that the first block of each piece is its own."""
+    bands = []
+    for low, high in zip(part.box.start, part.box.stop, strict=True):
+        inner = -(-low // BLOCK) * BLOCK, high // BLOCK * BLOCK
+        cuts = sorted({low, high, *(cut for cut in inner if low < cut < high)})
+        bands.append(list(pairwise(cuts)))
+    for rows, columns in product(*bands):
+        yield part.cut(rows, columns)
+
+
+def _chunks(part: Part) -> Iterator[Part]:
+    """Some rows of blocks at a time."""
+    low, high = part.box.start[0], part.box.stop[0]
+    step = max(1, _CHUNK // (part.blocks[1] * BLOCK * BLOCK)) * BLOCK
+    for rows in pairwise((low, *range(low // BLOCK * BLOCK + step, high, step), high)):
+        yield part.cut(rows, (part.box.start[1], part.box.stop[1]))
+
+
+def _blocks(part: Part, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The elements of a part's blocks, ``[down, 128, across, 128]``; 0 where a block is not the part's."""
+    down, across = part.blocks
+    (above, left), (rows, columns) = (low % BLOCK for low in part.box.start), part.box.shape
+    box = part.view.tensor(weights[part.view.storage])
+    if (rows, columns) != (down * BLOCK, across * BLOCK):
+        whole = box.new_zeros(down * BLOCK, across * BLOCK)
+        whole[above : above + rows, left : left + columns] = box
+        box = whole
+    return box.reshape(down, BLOCK, across, BLOCK)
