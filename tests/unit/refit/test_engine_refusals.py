@@ -15,11 +15,13 @@ if importlib.util.find_spec("vllm") is None:
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.device_allocator import AllocationData
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
 from megatron_patches.refit.boxes import TensorSpec
 from megatron_patches.refit.delta import PayloadKind
@@ -50,6 +52,11 @@ OF_SOME_RELEASES = {
 """Options that others do not have."""
 
 
+def online(linear: str, moe: str = "") -> OnlineQuantizationConfig:
+    """As of ``--quantization``, with another way for experts."""
+    return OnlineQuantizationConfig(QuantizationConfigArgs(linear=linear, moe=moe or linear))
+
+
 def test_an_engine_without_options_is_taken() -> None:
     check_options(VllmConfig())
 
@@ -60,12 +67,27 @@ def test_an_engine_in_block_fp8_is_taken() -> None:
     check_options(config)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
+def test_an_engine_that_quantizes_to_fp8_what_it_loads_is_taken(quantization: str) -> None:
+    """With vLLM 0.26.0 alone: with 0.32.0, workers agree on scales while they quantize."""
+    config = VllmConfig()
+    if VLLM == "0.26.0":
+        object.__setattr__(config, "quant_config", Fp8Config() if quantization == "fp8" else online(quantization))
+        check_options(config)
+    elif quantization != "fp8":
+        object.__setattr__(config, "quant_config", online(quantization))
+        with pytest.raises(UnsupportedEngineError, match=r"as they are quantized here \(online\)"):
+            check_options(config)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\), not in blocks of 128 x 128; start it without"),
-        ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"\(fp8\), not in blocks of 128 x 128"),
-        ("quant_config", Fp8Config(True), r"\(fp8\), not in blocks of 128 x 128"),
+        ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"as they are quantized here \(fp8\); start it"),
+        ("quant_config", Fp8Config(True), r"as they are quantized here \(fp8\); start it from a configuration without"),
+        ("quant_config", Fp8Config(True, "static"), r"as they are quantized here \(fp8\)"),
+        ("quant_config", online("mxfp8"), r"as they are quantized here \(online\)"),
+        ("quant_config", online("fp8_per_tensor", moe="mxfp8"), r"as they are quantized here \(online\)"),
         ("parallel_config.enable_eplb", True, r"--enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, r"--offload-group-size"),
