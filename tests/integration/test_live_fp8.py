@@ -172,7 +172,7 @@ def test_a_trainer_that_holds_blocks_itself_sends_them_as_they_are(tmp_path: Pat
     with host(paths[2], tmp_path / "second") as one:
         second = After(one.connect().parameters(), one.connect().log_probabilities(PROMPTS))
     model, config = module_of(paths[2]), json.loads((paths[2] / "config.json").read_text())
-    layer = model.get_submodule("model.layers.1.mlp.down_proj")
+    layer: Any = model.get_submodule("model.layers.1.mlp.down_proj")
     options = RefitOptions(timeout_s=60.0, staging_bytes=STAGING, on_engine_failure=OnEngineFailure.DROP)
     with host(paths[1], tmp_path / "first") as running:
         engine = running.connect()

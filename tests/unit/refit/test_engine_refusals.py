@@ -23,14 +23,16 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import (
     ModelMismatchError,
     RefitError,
+    TransferError,
     UnmappedParameterError,
     UnsupportedEngineError,
 )
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.vllm.engine_refusals import (
@@ -40,7 +42,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_options,
 )
 from megatron_patches.refit.vllm.joining import describe_layout
-from megatron_patches.refit.vllm.quantized import check_scales
+from megatron_patches.refit.vllm.quantized import check_scale_values, check_scales
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
 VLLM = vllm.__version__.partition("+")[0]
@@ -180,6 +182,27 @@ def test_quantized_weights_need_their_scales() -> None:
     for shape, dtype in (((4, 3), "float32"), ((2, 3), "bfloat16")):
         with pytest.raises(ModelMismatchError, match=rf"^{name} is {dtype} of shape .* for blocks of 128 x 128"):
             check_scales([weight, TensorSpec(name, shape, dtype)])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_must_be_positive_and_finite(value: float) -> None:
+    """Those that came: what else is in their memory, or no scale, may be anything."""
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight_scale_inv" for number in range(2)]
+    storages = (Storage("scales", "float32", 12, 12), Storage("norm", "float32", 2, 2))
+    placements = (
+        *(
+            Placement(Box(name, (0, 0), (2, 2)), View("scales", 6 * at, (2, 2), (3, 1)))
+            for at, name in enumerate(names)
+        ),
+        Placement(Box("model.norm.weight", (0,), (2,)), View("norm", 0, (2,), (1,))),
+    )
+    manifest = Manifest(0, "here", storages, placements)
+    arrived = {"scales": torch.full((12,), 0.5), "norm": torch.full((2,), value)}
+    arrived["scales"][[2, 5, 8, 11]] = value
+    check_scale_values(manifest, arrived)
+    arrived["scales"][9] = value
+    with pytest.raises(TransferError, match=rf"^{names[1]}\[0:2, 0:2\] has a scale of {value}; it must be positive"):
+        check_scale_values(manifest, arrived)
 
 
 def test_every_parameter_must_come_from_the_trainer() -> None:
