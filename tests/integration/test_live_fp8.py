@@ -24,7 +24,7 @@ from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.weight_format import WeightFormat
 from tests.integration.live_fp8 import After, Step, export_body, push_body
 from tests.integration.live_refit import PROMPTS, STAGING
-from tests.integration.tiny_models import QWEN3, QWEN3_MOE
+from tests.integration.tiny_models import QWEN2, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
 from tests.support.prepared import engine_release
@@ -41,6 +41,7 @@ DENSE = QWEN3 | SIZES
 EXPERTS = QWEN3_MOE | SIZES | {"moe_intermediate_size": 128}
 WIDE = QWEN3 | SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 """With a block for each of two ranks of an engine in every weight."""
+BIASED = QWEN2 | SIZES
 WIDE_EXPERTS = QWEN3_MOE | SIZES | {"hidden_size": 256, "moe_intermediate_size": 128}
 
 FORMAT = WeightFormat.FP8_BLOCK
@@ -121,7 +122,7 @@ def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(t
 
 @pytest.mark.parametrize(
     ("config", "quantization", "workers"),
-    [(WIDE, "fp8", 2), (DENSE, "fp8_per_channel", 1), (WIDE_EXPERTS, "fp8_per_block", 1)],
+    [(WIDE, "fp8", 2), (BIASED, "fp8_per_channel", 1), (WIDE_EXPERTS, "fp8_per_block", 1)],
     ids=["tensor", "channel", "block"],
 )
 def test_an_engine_that_quantizes_what_it_loads_holds_and_answers_what_a_fresh_one_does(
