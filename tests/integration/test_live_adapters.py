@@ -261,6 +261,7 @@ def test_adapters_that_an_engine_would_not_apply_in_full_are_refused(tmp_path: P
     assert "model.layers.0.self_attn.q_proj has rank 9, and the engine takes at most 8 (--max-lora-rank)" in reasons[1]
     assert "the engine has no module lm_head to which an adapter can be added" in reasons[2]
     assert "this engine has served another math@1" in again
+    assert not any("\n" in reason for reason in (*reasons, again))
     assert not list(folder.iterdir())
     merged = model.merge_and_unload()
     with VllmHost(base, plain) as host:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megatron_patches.refit import OnEngineFailure, RefitOptions, WeightPublisher
 from megatron_patches.refit.delta import PayloadKind
+from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.source.mesh import TrainerMesh
 from megatron_patches.refit.weight_format import WeightFormat
 from tests.integration.live_fp8 import After, Step, export_body, push_body
-from tests.integration.live_refit import PROMPTS
-from tests.integration.tiny_models import QWEN3, QWEN3_MOE
+from tests.integration.live_refit import PROMPTS, STAGING
+from tests.integration.tiny_models import QWEN2, QWEN3, QWEN3_MOE
 from tests.support.launch import run_megatron
 from tests.support.live_models import Case
 from tests.support.prepared import engine_release
@@ -36,6 +41,8 @@ DENSE = QWEN3 | SIZES
 EXPERTS = QWEN3_MOE | SIZES | {"moe_intermediate_size": 128}
 WIDE = QWEN3 | SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
 """With a block for each of two ranks of an engine in every weight."""
+BIASED = QWEN2 | SIZES
+WIDE_EXPERTS = QWEN3_MOE | SIZES | {"hidden_size": 256, "moe_intermediate_size": 128}
 
 FORMAT = WeightFormat.FP8_BLOCK
 ALONE = TrainerMesh()
@@ -113,6 +120,89 @@ def test_an_engine_of_two_ranks_holds_what_one_of_the_exported_checkpoint_does(t
     assert fresh[1] != fresh[2]
 
 
+@pytest.mark.parametrize(
+    ("config", "quantization", "workers"),
+    [(WIDE, "fp8", 2), (BIASED, "fp8_per_channel", 1), (WIDE_EXPERTS, "fp8_per_block", 1)],
+    ids=["tensor", "channel", "block"],
+)
+def test_an_engine_that_quantizes_what_it_loads_holds_and_answers_what_a_fresh_one_does(
+    config: dict[str, Any], quantization: str, workers: int, tmp_path: Path
+) -> None:
+    """Pushes in bfloat16, beside, and in place as deltas; a commit that fails half done, and blocks, change nothing."""
+    trained = WeightFormat.TRAINED
+    options = {"quantization": quantization, "tensor_parallel_size": workers}
+    paths = {seed: export(config, tmp_path, trained, seed) for seed in (1, 2)}
+    with host(paths[1], tmp_path / "first", **options) as one:
+        first = After(one.connect().parameters(), one.connect().log_probabilities(PROMPTS))
+    with host(paths[2], tmp_path / "second", **options) as engine:
+        second = After(engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS))
+        steps = [Step(1), Step(2, "apply"), Step(2)]
+        pushed = push(config, TrainerMesh(etp=2), engine, 1, steps, weight_format=trained)
+        steps = [Step(1), Step(2, "replace"), Step(2)]
+        delta = {"memory": MemoryMode.IN_PLACE, "payload": PayloadKind.DELTA}
+        pushed += push(config, ALONE, engine, 9, steps, weight_format=trained, **delta)
+        (blocks,) = push(config, ALONE, engine, 20, [Step(1)])
+        after = After(engine.connect().parameters(), engine.connect().log_probabilities(PROMPTS))
+    assert first.parameters != second.parameters
+    held = [first, first, second, first, first, second, second]
+    assert [(one.parameters, one.answers) for one in [*pushed, after]] == [
+        (one.parameters, one.answers) for one in held
+    ]
+    assert len([one.reason for one in pushed if "failed to replace its weights" in one.reason]) == 2
+    assert "q_proj.weight is float8_e4m3fn in the trainer and bfloat16 in the engine" in blocks.reason
+
+
+def module_of(checkpoint: Path) -> torch.nn.Module:
+    """A module with the tensors of a checkpoint as parameters, under the same names."""
+    root = torch.nn.Module()
+    for file in checkpoint.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            *path, last = name.split(".")
+            module = root
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module._modules[part]
+            module.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def test_a_trainer_that_holds_blocks_itself_sends_them_as_they_are(tmp_path: Path) -> None:
+    """With scales that are positive and finite: others are refused in one line, and the old weights serve."""
+    paths = {seed: export(DENSE, tmp_path, FORMAT, seed) for seed in (1, 2)}
+    with host(paths[2], tmp_path / "second") as one:
+        second = After(one.connect().parameters(), one.connect().log_probabilities(PROMPTS))
+    model, config = module_of(paths[2]), json.loads((paths[2] / "config.json").read_text())
+    layer: Any = model.get_submodule("model.layers.1.mlp.down_proj")
+    options = RefitOptions(timeout_s=60.0, staging_bytes=STAGING, on_engine_failure=OnEngineFailure.DROP)
+    with host(paths[1], tmp_path / "first") as running:
+        engine = running.connect()
+
+        def reason_of(version: int) -> str:
+            with WeightPublisher(model, config=config, options=options) as publisher:
+                publisher.attach(engine)
+                try:
+                    reason = str(publisher.publish(version).result(60.0).engines[engine.name].reason)
+                except RefitError as error:
+                    reason = str(error)
+            assert After(engine.parameters(), engine.log_probabilities(PROMPTS)) == second
+            return reason
+
+        assert reason_of(1) == "None"
+        for version, value in enumerate((0.0, math.nan, -0.5, math.inf), 2):
+            kept = layer.weight_scale_inv.clone()
+            layer.weight_scale_inv[1, 2] = value
+            reason = reason_of(version)
+            assert f"down_proj.weight_scale_inv[0:2, 0:3] has a scale of {value}; it must be positive" in reason
+            assert "\n" not in reason
+            layer.weight_scale_inv.copy_(kept)
+        assert reason_of(8) == "None"
+        del layer.weight_scale_inv
+        reason = reason_of(9)
+        assert "down_proj.weight is float8_e4m3fn, and the trainer has no model.layers.1.mlp.down_proj" in reason
+        assert "\n" not in reason
+
+
 def test_weights_that_only_one_side_quantizes_are_refused_by_name(tmp_path: Path) -> None:
     """A layer or all that the engine keeps in bfloat16, and a trainer that sends bfloat16; the old weights serve."""
     trained, quantized = (export(DENSE, tmp_path, kind, 1) for kind in (WeightFormat.TRAINED, FORMAT))
@@ -128,6 +218,7 @@ def test_weights_that_only_one_side_quantizes_are_refused_by_name(tmp_path: Path
         before = engine.connect().parameters()
         (none,) = push(DENSE, ALONE, engine, 1, [Step(1)])
         assert engine.connect().parameters() == before
+    assert not any("\n" in one.reason for one in (kept, plain, none))
     assert (
         "model.layers.1.mlp.down_proj.weight is float8_e4m3fn in the trainer and bfloat16 in the engine" in kept.reason
     )

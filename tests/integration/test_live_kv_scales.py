@@ -132,6 +132,11 @@ def test_scales_serve_with_their_version(
             assert report.engines[pushed.name].fate is Fate.SERVES, report
 
         if memory is MemoryMode.BESIDE:
+            of_its_own = [(one.q_scale, one.k_scale, one.v_scale) for one in scales(9)]
+            pushed.run("set_kv_scales", of_its_own)
+            publish(0, 1, None)
+            assert held(pushed) == expected(9)
+            pushed.run("set_kv_scales", [(1.0, 1.0, 1.0)] * LAYERS)
             publish(1, 2, None)
             assert held(pushed) == expected(None)
             assert answers(pushed) == with_ones

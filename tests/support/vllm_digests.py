@@ -16,10 +16,17 @@ def digests_of(worker: Any) -> dict[str, str]:
     """Digest of each parameter and buffer of a worker's model, by name."""
     model = worker.get_model()
     return {
-        name: hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if tensor.dim()
     }
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A tensor's content, wherever it is."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 class DigestingWorker(RefitWorker):

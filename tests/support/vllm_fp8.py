@@ -9,19 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
+from tests.support.vllm_digests import DigestingWorker
+
 EXTENSION = "tests.support.vllm_fp8.CpuKernels"
 
 _BLOCK = 128
 
 
-class CpuKernels:
-    """Adds nothing to the worker; naming it is what loads this module."""
+class CpuKernels(DigestingWorker):
+    """A worker that can be asked for its digests; naming it is what loads this module."""
 
 
 def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -81,3 +84,17 @@ def _experts(*given: Any) -> torch.Tensor:
 linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, TransposingKernel)
 cpu_moe.prepare_fp8_moe_layer_for_cpu = _prepare
 cpu_moe.fused_experts_cpu = _experts
+
+
+def _scaled_fp8_quant(
+    values: torch.Tensor, scale: torch.Tensor | None = None, *, use_per_token_if_dynamic: bool = False, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 numbers, and the scale that brings the largest magnitude, of all or of each row, to 448."""
+    del kwargs
+    if scale is None:
+        largest = values.abs().amax(-1, keepdim=True) if use_per_token_if_dynamic else values.abs().amax().view(1)
+        scale = largest.float() / torch.finfo(torch.float8_e4m3fn).max
+    return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+_custom_ops.scaled_fp8_quant = _scaled_fp8_quant

@@ -1,8 +1,10 @@
 """Where a worker's attention layers keep the scales of their KV caches that a trainer gives; see [Note: KV scales].
 
 Attention reads a scale from a buffer of its layer, from a number beside it, or from both. The buffer is replaced like a
-weight, in its memory, to which captured graphs refer; :func:`follow_scales` makes the numbers follow. Backends that put
-the numbers into plans or graphs would go on with old ones, so only known backends are taken.
+weight, in its memory, to which captured graphs refer; :func:`follow_scales` makes the numbers follow. Only backends
+with which this is enough are taken. FlashInfer computes with the numbers: they are arguments of captured kernels, or
+factors of products that its first forward pass stores. Multi-latent attention may read the buffers alone, but sets them
+to one whenever it derives projections from new weights.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ def _check_layer(path: str, layer: Any) -> None:
     if backend not in _BACKENDS:
         other = "start the engine with --attention-backend FLASH_ATTN or TRITON_ATTN, "
         raise UnsupportedEngineError(
-            f"kv_scales: {path} computes with {backend}, which may keep scales in its plans or in captured graphs; "
+            f"kv_scales: {path} computes with {backend}, which would keep old scales or lose new ones; "
             f"{other if isinstance(layer, Attention) else ''}{_INSTEAD}"
         )
     if not _has_scales(layer):

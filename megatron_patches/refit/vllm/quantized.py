@@ -6,13 +6,15 @@ and be wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_patches.refit.boxes import TensorSpec
-from megatron_patches.refit.errors import ModelMismatchError
+from megatron_patches.refit.errors import ModelMismatchError, TransferError
+from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.vllm.recording import Recording, record_loading
 from megatron_patches.refit.weight_format import BLOCK, QUANTIZED, blocks_of, is_scale, scales_of
 
@@ -35,6 +37,36 @@ def check_scales(tensors: Sequence[TensorSpec]) -> None:
                 f"{scales.name} is {scales.dtype} of shape {scales.shape}; {spec.name} of shape {spec.shape} needs "
                 f"float32 of shape {wanted}, for blocks of {BLOCK} x {BLOCK}"
             )
+
+
+def check_scale_values(manifest: Manifest, arrived: Mapping[str, torch.Tensor]) -> None:
+    """Checks that scales are positive and finite. With others, a weight would be lost, or no number.
+
+    Args:
+        manifest: what the worker wants.
+        arrived: flat memory of what came, by storage.
+
+    Raises:
+        TransferError: with the box that has another scale.
+    """
+    placements = [place for place in manifest.placements if is_scale(place.box.tensor)]
+    if not placements:
+        return
+    # All experts of a layer have one storage, and most storages have nothing but scales: few operations, one wait.
+    names = dict.fromkeys(place.view.storage for place in placements)
+    lowest_and_highest = [torch.stack(torch.aminmax(arrived[name])) for name in names]
+    bounds = torch.stack(lowest_and_highest).tolist()
+    suspects = {name for name, (low, high) in zip(names, bounds, strict=True) if not 0.0 < low <= high < math.inf}
+    for place in placements:
+        if place.view.storage in suspects:
+            _check_scales_in(place, arrived)
+
+
+def _check_scales_in(place: Placement, arrived: Mapping[str, torch.Tensor]) -> None:
+    values = place.view.tensor(arrived[place.view.storage])
+    usable = (values > 0.0) & values.isfinite()
+    if not usable.all():
+        raise TransferError(f"{place.box} has a scale of {float(values[~usable][0])}; it must be positive and finite")
 
 
 def record_in_one_format(load: Any, parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Recording:

@@ -48,6 +48,7 @@ from megatron_patches.refit.vllm.device_memory import DeviceMemory
 from megatron_patches.refit.vllm.engine_refusals import check_awake
 from megatron_patches.refit.vllm.in_place import InPlace
 from megatron_patches.refit.vllm.layers import Layers
+from megatron_patches.refit.vllm.quantized import check_scale_values
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.relaying import Relays
 from megatron_patches.refit.vllm.reload import Replacement, refresh_attention
@@ -307,6 +308,7 @@ class WorkerSession:
         try:
             party.receive(version, step, linked, make, begin if self._may_begin else None, self._memory.base)
             made[0].bits.clear()  # the receiver may keep the dictionary
+            check_scale_values(self._layout.manifest, made[0].tensors)
             if self._takes_deltas:
                 self._memory.keep(made[0])
             parameters = finish(self._layout.manifest, self._layout.fills, made[0].tensors)

@@ -15,20 +15,24 @@ if importlib.util.find_spec("vllm") is None:
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.device_allocator import AllocationData
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
-from megatron_patches.refit.boxes import TensorSpec
+from megatron_patches.refit.boxes import Box, TensorSpec, View
 from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.errors import (
     ModelMismatchError,
     RefitError,
+    TransferError,
     UnmappedParameterError,
     UnsupportedEngineError,
 )
+from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.vllm.engine_refusals import (
@@ -38,7 +42,7 @@ from megatron_patches.refit.vllm.engine_refusals import (
     check_options,
 )
 from megatron_patches.refit.vllm.joining import describe_layout
-from megatron_patches.refit.vllm.quantized import check_scales
+from megatron_patches.refit.vllm.quantized import check_scale_values, check_scales
 from megatron_patches.refit.vllm.worker_session import ServingModel
 
 VLLM = vllm.__version__.partition("+")[0]
@@ -48,6 +52,11 @@ OF_SOME_RELEASES = {
     "parallel_config.dcp_q_replicate": "0.32.0",
 }
 """Options that others do not have."""
+
+
+def online(linear: str, moe: str = "") -> OnlineQuantizationConfig:
+    """As of ``--quantization``, with another way for experts."""
+    return OnlineQuantizationConfig(QuantizationConfigArgs(linear=linear, moe=moe or linear))
 
 
 def test_an_engine_without_options_is_taken() -> None:
@@ -60,12 +69,27 @@ def test_an_engine_in_block_fp8_is_taken() -> None:
     check_options(config)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"])
+def test_an_engine_that_quantizes_to_fp8_what_it_loads_is_taken(quantization: str) -> None:
+    """With vLLM 0.26.0 alone: with 0.32.0, workers agree on scales while they quantize."""
+    config = VllmConfig()
+    if VLLM == "0.26.0":
+        object.__setattr__(config, "quant_config", Fp8Config() if quantization == "fp8" else online(quantization))
+        check_options(config)
+    elif quantization != "fp8":
+        object.__setattr__(config, "quant_config", online(quantization))
+        with pytest.raises(UnsupportedEngineError, match=r"as they are quantized here \(online\)"):
+            check_options(config)
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("quant_config", Fp8Config(), r"it quantizes them \(fp8\), not in blocks of 128 x 128; start it without"),
-        ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"\(fp8\), not in blocks of 128 x 128"),
-        ("quant_config", Fp8Config(True), r"\(fp8\), not in blocks of 128 x 128"),
+        ("quant_config", Fp8Config(True, weight_block_size=[64, 128]), r"as they are quantized here \(fp8\); start it"),
+        ("quant_config", Fp8Config(True), r"as they are quantized here \(fp8\); start it from a configuration without"),
+        ("quant_config", Fp8Config(True, "static"), r"as they are quantized here \(fp8\)"),
+        ("quant_config", online("mxfp8"), r"as they are quantized here \(online\)"),
+        ("quant_config", online("fp8_per_tensor", moe="mxfp8"), r"as they are quantized here \(online\)"),
         ("parallel_config.enable_eplb", True, r"--enable-eplb"),
         ("offload_config.uva.cpu_offload_gb", 1.0, r"--cpu-offload-gb"),
         ("offload_config.prefetch.offload_group_size", 2, r"--offload-group-size"),
@@ -158,6 +182,27 @@ def test_quantized_weights_need_their_scales() -> None:
     for shape, dtype in (((4, 3), "float32"), ((2, 3), "bfloat16")):
         with pytest.raises(ModelMismatchError, match=rf"^{name} is {dtype} of shape .* for blocks of 128 x 128"):
             check_scales([weight, TensorSpec(name, shape, dtype)])
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_must_be_positive_and_finite(value: float) -> None:
+    """Those that came: what else is in their memory, or no scale, may be anything."""
+    names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight_scale_inv" for number in range(2)]
+    storages = (Storage("scales", "float32", 12, 12), Storage("norm", "float32", 2, 2))
+    placements = (
+        *(
+            Placement(Box(name, (0, 0), (2, 2)), View("scales", 6 * at, (2, 2), (3, 1)))
+            for at, name in enumerate(names)
+        ),
+        Placement(Box("model.norm.weight", (0,), (2,)), View("norm", 0, (2,), (1,))),
+    )
+    manifest = Manifest(0, "here", storages, placements)
+    arrived = {"scales": torch.full((12,), 0.5), "norm": torch.full((2,), value)}
+    arrived["scales"][[2, 5, 8, 11]] = value
+    check_scale_values(manifest, arrived)
+    arrived["scales"][9] = value
+    with pytest.raises(TransferError, match=rf"^{names[1]}\[0:2, 0:2\] has a scale of {value}; it must be positive"):
+        check_scale_values(manifest, arrived)
 
 
 def test_every_parameter_must_come_from_the_trainer() -> None:

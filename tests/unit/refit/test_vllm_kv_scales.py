@@ -141,8 +141,11 @@ def test_every_layer_gets_scales_and_every_scale_has_a_layer(layers: tuple[int |
     [
         (Layer(0, "auto"), r"KV cache is not in FP8 \(--kv-cache-dtype auto\); start it with --kv-cache-dtype fp8"),
         (Layer(0, "fp8_per_token_head"), "KV cache is not in FP8"),
-        (Layer(0, backend="FLASHINFER"), "FLASHINFER, which may keep.*--attention-backend FLASH_ATTN or TRITON_ATTN"),
-        (Latent(), "FLASHMLA, which may keep scales in its plans or in captured graphs; or pub"),
+        (
+            Layer(0, backend="FLASHINFER"),
+            "FLASHINFER, which would keep old.*--attention-backend FLASH_ATTN or TRITON_ATTN",
+        ),
+        (Latent(), "FLASHMLA, which would keep old scales or lose new ones; or pub"),
         (Layer(0, heads=2), "has scales for each head"),
     ],
 )

@@ -80,6 +80,10 @@ class Release:
 
     names: tuple[str, ...] = ()
 
+    def quantizes_to_fp8(self, quantization: Any) -> bool:  # noqa: ARG002 - a release may know a way
+        """Whether weights are loaded as they are trained and then quantized, by itself alone in each worker."""
+        return False
+
     def missing_names(self) -> list[str]:
         """The names that refit uses and this vLLM lacks."""
         return [name for name in (*_NAMES, *self.names) if not _exists(name)]
@@ -91,11 +95,11 @@ class Release:
     def refusals(self, config: VllmConfig) -> Iterator[str]:
         """Why new weights would not reach everything that serves under a configuration, each with the way out."""
         quantization = config.quant_config
-        if quantization is not None and not _is_block_fp8(quantization):
+        if quantization is not None and not _is_block_fp8(quantization) and not self.quantizes_to_fp8(quantization):
             yield (
-                f"it quantizes them ({quantization.get_name()}), not in blocks of {BLOCK} x {BLOCK}; start it "
-                "without --quantization, from a configuration without quantization_config or from what `refit export "
-                "--weight-format fp8_block` writes"
+                f"trainers do not send them as they are quantized here ({quantization.get_name()}); start it from a "
+                "configuration without quantization_config (docs/live_refit.md says with which --quantization), or "
+                "from what `refit export --weight-format fp8_block` writes"
             )
         if config.parallel_config.enable_eplb:
             yield "it moves experts between ranks, where their loader does not look for them (--enable-eplb)"

@@ -1,4 +1,10 @@
-"""vLLM 0.26.0, for torch 2.11. Its CPU build is tested with a trainer in the same environment."""
+"""vLLM 0.26.0, for torch 2.11. Its CPU build is tested with a trainer in the same environment.
+
+[Note: quantized on load] With ``--quantization fp8`` and the like, vLLM loads weights as they are trained, and then
+quantizes each layer, with a scale for the tensor that a worker holds, or for its channels or blocks. Its weight loaders
+know the weights as they are trained, so that is what a trainer sends, and the commit quantizes them as vLLM does after
+loading. The loaders of a checkpoint in FP8 with a scale for each tensor know E4M3 numbers and their scales instead.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,17 @@ from typing import Any
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
 
 from megatron_patches.refit.vllm.releases.release import Release
+
+_FP8 = (kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym)
 
 
 class Vllm026(Release):
@@ -23,6 +38,15 @@ class Vllm026(Release):
     def is_deferred(self, layer: nn.Module) -> bool:
         """Attention layers, which vLLM processes after all others."""
         return isinstance(layer, Attention | MLAAttention | MMEncoderAttention)
+
+    def quantizes_to_fp8(self, quantization: Any) -> bool:
+        """With ``--quantization`` ``fp8``, ``fp8_per_tensor``, ``fp8_per_channel`` or ``fp8_per_block``."""
+        if type(quantization) is Fp8Config:
+            return not quantization.is_checkpoint_fp8_serialized
+        if type(quantization) is not OnlineQuantizationConfig:
+            return False
+        specs = (quantization.args.linear, quantization.args.moe)
+        return all(spec is None or spec.weight is None or spec.weight in _FP8 for spec in specs)
 
     def adapter_names(self, model: nn.Module) -> Any:
         """Without stacking: adapters name the projections that the engine's layers stack."""
