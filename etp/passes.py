@@ -30,6 +30,7 @@ from torch import nn
 
 from etp.group import Reading, WeightGroup
 from etp.mode import Mode
+from etp.terms import inside_applied_function
 from etp.versions import WeightVersions
 
 # Passes of an iteration that are recorded.
@@ -237,7 +238,7 @@ class Passes:
         being inside an applied autograd function: in an evaluation, layers apply none.
         """
         root = self._root() if self._root is not None else None
-        return torch.is_grad_enabled() or root is None or root.training or _inside_applied_function()
+        return torch.is_grad_enabled() or root is None or root.training or inside_applied_function()
 
     def begin_forward(self) -> None:
         """Begin a forward pass."""
@@ -320,11 +321,3 @@ class Passes:
 def inside_backward() -> bool:
     """Whether the calling thread runs an autograd graph task."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _inside_applied_function() -> bool:
-    """Whether the calling thread is in the forward of an autograd function, which turns off both modes of autograd.
-
-    ``torch.no_grad()`` leaves forward-mode autograd on.
-    """
-    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
