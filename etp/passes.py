@@ -234,8 +234,8 @@ class Passes:
     def may_have_backward(self) -> bool:
         """Whether the current forward pass may be followed by a backward pass: not while evaluating.
 
-        Reentrant checkpointing runs its forward with gradients off, so training mode of the root counts too. So does
-        being inside an applied autograd function: in an evaluation, layers apply none.
+        Reentrant checkpointing runs its forward pass with gradients off, so a root in training mode counts too. So does
+        running inside the forward of an autograd function, because layers apply none during an evaluation.
         """
         root = self._root() if self._root is not None else None
         return torch.is_grad_enabled() or root is None or root.training or inside_applied_function()
