@@ -13,12 +13,15 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from etp.errors import EtpStateError, StaleWeightError
 from etp.stack import Stack
+
+if TYPE_CHECKING:
+    from etp.group import WeightGroup
 
 
 @dataclass(frozen=True)
@@ -46,30 +49,12 @@ class BufferSpec:
         return self.count * math.prod(self.shape) * self.dtype.itemsize
 
 
-class Owner(Protocol):
-    """What a slot needs from the group that gathers into it (:class:`etp.group.WeightGroup`).
-
-    A protocol, because the group imports the cache that it gathers into.
-    """
-
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether its gather has not been handed out yet."""
-
-    def abandon_gather(self) -> None:
-        """Wait for the gather, and drop it."""
-
-
 class Slot:
     """Storage for the gathered weights of one group at a time. Made by :meth:`BufferCache.reserve`."""
 
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
-        self.owner: Owner | None = None
+        self.owner: WeightGroup | None = None
         """The group that claimed it last."""
         self.generation = 0
         self.reads: dict[Any, Any] = {}
@@ -119,7 +104,7 @@ class Slot:
             made = self._aliases[rows, trained] = _aliases(self.buffers, rows, trained)
         return list(made)
 
-    def claim(self, owner: Owner) -> int:
+    def claim(self, owner: WeightGroup) -> int:
         """Assign the slot to ``owner`` for a new gather, which voids its content. Returns the new generation."""
         self.owner = owner
         self.generation += 1
@@ -127,7 +112,7 @@ class Slot:
         torch.autograd.graph.increment_version(self.buffers.tensors[0])
         return self.generation
 
-    def check(self, owner: Owner, generation: int) -> None:
+    def check(self, owner: WeightGroup, generation: int) -> None:
         """Raise StaleWeightError unless the slot still holds what ``owner`` gathered as ``generation``."""
         if self.owner is owner and self.generation == generation:
             return

@@ -101,7 +101,9 @@ class Gathers:
         in_backward, is_part = self._passes.in_backward, self._modes.now.is_part
         if is_part:
             self._require_observer(group)
-        elif group.is_published or not (in_backward or route.device in self._weights.final):
+        elif not (in_backward or route.device in self._weights.final) or (
+            group.is_published and not group.is_observed(self._weights.stamp)
+        ):
             self._weights.observe(group, route, self._passes.number, in_backward=in_backward)
         # See [Note: reuse].
         gathered_in = None if in_backward or self._weights.trusted else self._passes.number

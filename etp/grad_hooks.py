@@ -9,7 +9,9 @@ hooks do. If a reduction ends before the visit, its hooks are *owed*: they run w
 differentiates the term by its own shard, and autograd delivers this gradient to the shard's node, without a reduction.
 It is ordered after any reduction that adds to the same memory. If gradients are summed over the ranks, the term's
 gradient must count once per rank, because each rank has the term in its loss; ``etp/terms.py`` scales it. That module
-cannot see inside a user's ``torch.autograd.Function`` of a shard, so a gradient that it has not scaled is scaled here.
+cannot scale what a user's own ``torch.autograd.Function`` of a shard returns, so a gradient that it has not scaled is
+scaled here. If autograd has added gradients of both kinds, or one that is reduced already, they cannot be told apart:
+that is refused.
 If the shard has ``main_grad``, the gradient is added to it here: Megatron takes what autograd leaves in ``grad`` for
 part of what the reduction has added, and drops it. If Transformer Engine fuses the accumulation, autograd has added
 TE's placeholder to this gradient. Both are then left to be dropped, as in Megatron without sharding.
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from etp.config import EtpConfig, GradReduction
 from etp.differentiate import is_asked_for
+from etp.errors import EtpStateError
 from etp.grads import Destinations, PendingReduction
 from etp.group import WeightGroup
 from etp.mode import Modes
@@ -131,12 +134,23 @@ class GradHooks:
         return own
 
     def _times(self, shard: Any) -> int:
-        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already."""
-        counted, shard.term_counted = shard.term_counted, False
-        if counted or self._config.grad_reduction is GradReduction.MEAN:
+        """Factor for a gradient that autograd brings to ``shard``: 1 if it was scaled or reduced already.
+
+        Raises:
+            EtpStateError: if only a part of it may have been.
+        """
+        is_right, shard.term_counted = shard.term_counted, False
+        unseen, shard.used_by_function = shard.used_by_function, False
+        if self._config.grad_reduction is GradReduction.MEAN:
             return 1
-        reduced = id(shard) in self.behind_autograd or bool(returned_by_autograd(shard))
-        return 1 if reduced else shard.layout.num_shards
+        is_right = is_right or id(shard) in self.behind_autograd or bool(returned_by_autograd(shard))
+        if is_right and unseen:
+            raise EtpStateError(
+                f"a torch.autograd.Function of your own got the shard {shard.fqn} itself. Its gradient must count once "
+                "per rank, but autograd has added it to one that is summed over the ranks already: pass the function "
+                "weight * 1 instead of the weight"
+            )
+        return 1 if is_right else shard.layout.num_shards
 
     # Complete gradients --------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Any, Self
 
 import torch
@@ -43,9 +43,9 @@ BlockKind = tuple[int, torch.dtype, torch.device, Any]
 class _Block:
     """A flat block of the pool, and its views as stacks."""
 
-    def __init__(self, flat: torch.Tensor, stream: Any) -> None:
-        self.flat = flat
-        self.stream = stream
+    def __init__(self, kind: BlockKind) -> None:
+        numel, dtype, device, _ = self.kind = kind
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
         self._stacks: dict[tuple[int, tuple[int, ...]], Stack] = {}
 
     def as_stack(self, count: int, shape: tuple[int, ...]) -> Stack:
@@ -71,9 +71,9 @@ class WgradPool:
         self, count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: Any = None
     ) -> Stack:
         """``count`` tensors of ``shape`` in one block, with arbitrary content, which ``stream`` may write."""
-        numel = count * math.prod(shape)
-        free = self._free[numel, dtype, device, stream]
-        block = free.pop() if free else _Block(torch.empty(numel, dtype=dtype, device=device), stream)
+        kind = count * math.prod(shape), dtype, device, stream
+        free = self._free[kind]
+        block = free.pop() if free else _Block(kind)
         self._lent[block.flat.data_ptr()] = block
         return block.as_stack(count, shape)
 
@@ -88,10 +88,11 @@ class WgradPool:
     def leased(self, tensors: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Stack | None:
         """The leased stack whose tensors, of ``shape``, have the addresses of ``tensors``; None if there is none."""
         block = self._lent.get(tensors[0].data_ptr())
-        if block is None or block.flat.numel() != len(tensors) * math.prod(shape):
+        if block is None or block.kind[0] != len(tensors) * math.prod(shape):
             return None
         stack = block.as_stack(len(tensors), shape)
-        return stack if list(map(_ADDRESS, tensors)) == list(map(_ADDRESS, stack.tensors)) else None
+        # The first tensor's address is the block's.
+        return stack if list(map(_ADDRESS, tensors[1:])) == list(map(_ADDRESS, stack.tensors[1:])) else None
 
     def restore(self, buffer: torch.Tensor) -> None:
         """Take a block back by its first tensor; its stream may write it from now on."""
@@ -101,7 +102,7 @@ class WgradPool:
                 f"a gradient buffer of shape {tuple(buffer.shape)} was returned to a pool that did not lend it, "
                 "or was returned twice"
             )
-        self._free[block.flat.numel(), block.flat.dtype, block.flat.device, block.stream].append(block)
+        self._free[block.kind].append(block)
 
     def write_off(self) -> None:
         """Forget all leases: their users have failed and will not return them."""
@@ -233,6 +234,10 @@ class Destinations:
             shards: at least one, of one layout.
             former: what this function returned for the same shards before; returned again if nothing has changed.
         """
+        if former is not None:
+            mains = [getattr(shard, "main_grad", None) for shard in shards]
+            if len(mains) == len(former.sinks.tensors) and all(map(is_, mains, former.sinks.tensors)):
+                return former
         # Otherwise each attribute of a Tensor subclass would cost a Python call.
         with torch._C.DisableTorchFunctionSubclass():
             mains = [getattr(shard, "main_grad", None) for shard in shards]
@@ -243,8 +248,6 @@ class Destinations:
                 if target is not None and target.is_contiguous()
             ]
         if len(known) == len(shards):
-            if former is not None and list(map(_ADDRESS, known)) == list(map(_ADDRESS, former.sinks.tensors)):
-                return former
             # A list: a generator would cost a Python call per shard.
             lasting = all([main is not None for main in mains])  # noqa: C419
             return cls(Stack(known), accumulate=True, lasting=lasting)
@@ -265,6 +268,8 @@ class Destinations:
 
     def publish(self) -> None:
         """Make the gradients in new tensors visible on their shards, once the reduction is done."""
+        if not self.fresh:
+            return
         with torch._C.DisableTorchFunctionSubclass():
             for shard, made in self.fresh:
                 # Autograd may have set a gradient meanwhile, for example that of a penalty on the shard itself.

@@ -110,6 +110,7 @@ class WeightGroup:
         :meth:`read_shards`."""
         self.read_in_pass = -1
         """Number of the pass of the last :meth:`read_shards`."""
+        self._trained = self.trained()
         self._spec_of: Stack | None = None
         self._local: Stack | None = None
         self._addresses: tuple[int, ...] = ()
@@ -219,12 +220,25 @@ class WeightGroup:
         return self._quantized
 
     def read_shards(self, pass_number: int) -> None:
-        """Update :attr:`version`, and drop :meth:`local_shards` if the storage of a shard has changed."""
+        """Update :attr:`version`, and drop :meth:`local_shards` if the storage of a shard has changed.
+
+        Collects whatever a visit needs of the shards themselves, because each look at them costs host time. One shard
+        is read without the maps that are fast for many.
+        """
         shards = self.shards
         with torch._C.DisableTorchFunctionSubclass():
-            aliases = [data for data in map(_DATA, shards) if data is not None]
-            counted = sum(map(_VERSION, shards)) + sum(map(_FORMER_VERSIONS, shards)) + sum(map(_VERSION, aliases))
-            addresses = tuple(map(_ADDRESS, shards))
+            if len(shards) == 1:
+                shard = shards[0]
+                counted = shard._version + shard._former_versions
+                if shard._data is not None:
+                    counted += shard._data._version
+                addresses: tuple[int, ...] = (shard.data_ptr(),)
+                self._trained = (shard.requires_grad,)
+            else:
+                aliases = [data for data in map(_DATA, shards) if data is not None]
+                counted = sum(map(_VERSION, shards)) + sum(map(_FORMER_VERSIONS, shards)) + sum(map(_VERSION, aliases))
+                addresses = tuple(map(_ADDRESS, shards))
+                self._trained = tuple(map(_REQUIRES_GRAD, shards))
         self.version, self.read_in_pass = (counted, addresses), pass_number
         if self._local is not None and self._addresses != addresses:
             self._local = None
@@ -360,8 +374,8 @@ class WeightGroup:
             transposed: in a format, whether the consumer reads columns.
 
         Returns:
-            the weights in the group's order, of logical shape, with the shards' ``requires_grad``: views of the slot
-            or, in a format, quantized tensors around such views.
+            the weights in the group's order, of logical shape, with the ``requires_grad`` that :meth:`read_shards` has
+            found: views of the slot or, in a format, quantized tensors around such views.
 
         Raises:
             StaleWeightError: if the slot was claimed by another group since the gather.
@@ -378,16 +392,17 @@ class WeightGroup:
             slot.reads.clear()
         slot.reads[reader] = None
         if self.format is None:
-            return slot.weights(self.layout.rows, self.trained())
+            return slot.weights(self.layout.rows, self._trained)
         quantization, index = self._copies()
-        return quantization.assemble(
-            index, slot.buffers, self.local_shards().dtype, self.trained(), transposed=transposed
-        )
+        dtype = self.local_shards().dtype
+        return quantization.assemble(index, slot.buffers, dtype, self._trained, transposed=transposed)
 
     def trained(self) -> tuple[bool, ...]:
         """For each weight, whether it is trained."""
         # Not through __torch_function__, which would take most of the time.
         with torch._C.DisableTorchFunctionSubclass():
+            if len(self.shards) == 1:
+                return (self.shards[0].requires_grad,)
             return tuple(map(_REQUIRES_GRAD, self.shards))
 
     def abandon_gather(self) -> None:

@@ -179,6 +179,13 @@ class ETPShardedParam(Shard):
         """
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(cls, func, types, args, kwargs)
+        kwargs = kwargs or {}
+        sharded = _SHARDED_FUNCTIONS.get(func)
+        if sharded is not None:
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            if isinstance(weight, cls):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return sharded(*args, **kwargs)
         if func == _READ_GRAD:
             return owned_grad(args[0], args[0]._reference)
         if func == _READ_DATA:
@@ -187,14 +194,8 @@ class ETPShardedParam(Shard):
             args[0]._forget_data()
             # Memory that was assigned before may have changed since, or be other memory at the same address.
             args[0]._former_versions += 1
-        kwargs = kwargs or {}
         if func in RUNS_BACKWARD:
             return run_backward(func, args, kwargs)
-        sharded = _SHARDED_FUNCTIONS.get(func)
-        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
-        if sharded is not None and isinstance(weight, cls):
-            with torch._C.DisableTorchFunctionSubclass():
-                return sharded(*args, **kwargs)
         if func not in ALLOWED and (sharded is not None or is_refused(func)):
             if func in _NUMEL:
                 return args[0].numel()

@@ -30,6 +30,7 @@ from torch import nn
 
 from etp.group import Reading, WeightGroup
 from etp.mode import Mode
+from etp.terms import inside_applied_function
 from etp.versions import WeightVersions
 
 # Passes of an iteration that are recorded.
@@ -233,11 +234,11 @@ class Passes:
     def may_have_backward(self) -> bool:
         """Whether the current forward pass may be followed by a backward pass: not while evaluating.
 
-        Reentrant checkpointing runs its forward with gradients off, so training mode of the root counts too. So does
-        being inside an applied autograd function: in an evaluation, layers apply none.
+        Reentrant checkpointing runs its forward pass with gradients off, so a root in training mode counts too. So does
+        running inside the forward of an autograd function, because layers apply none during an evaluation.
         """
         root = self._root() if self._root is not None else None
-        return torch.is_grad_enabled() or root is None or root.training or _inside_applied_function()
+        return torch.is_grad_enabled() or root is None or root.training or inside_applied_function()
 
     def begin_forward(self) -> None:
         """Begin a forward pass."""
@@ -320,11 +321,3 @@ class Passes:
 def inside_backward() -> bool:
     """Whether the calling thread runs an autograd graph task."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _inside_applied_function() -> bool:
-    """Whether the calling thread is in the forward of an autograd function, which turns off both modes of autograd.
-
-    ``torch.no_grad()`` leaves forward-mode autograd on.
-    """
-    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()

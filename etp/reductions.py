@@ -125,7 +125,7 @@ class Reductions:
         return list(whole) if layout.pad_rows == 0 else [padded[: layout.rows] for padded in whole]
 
     def buffer(self, group: WeightGroup, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One of the group's buffers, for a consumer that requests them one at a time, and all before it fills any."""
+        """One of the group's buffers, for consumers that request them one at a time, all before they fill any."""
         if len(group.shards) == 1:
             return self.buffers(group, dtype)[0]
         self._modes.update()
@@ -324,7 +324,7 @@ class Reductions:
             self._modes.now.pool.restore(padded[0])
 
     def _expect_gradients(self, group: WeightGroup, chosen: Chosen) -> None:
-        """If gradients are reduced only at the iteration's end, set them to zeros, to detect a ``zero_grad()``."""
+        """With ``reduce_once_per_iteration``, give the shards zeros as ``grad``, so that ``zero_grad()`` is noticed."""
         if self._config.reduce_once_per_iteration:
             for param in itertools.compress(group.shards, chosen or itertools.repeat(True)):
                 if gradient_is_absent(param):

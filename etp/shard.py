@@ -54,12 +54,15 @@ class Shard(OneOfMany, torch.nn.Parameter):
             record it too.
         has_reduce_hooks: whether any hook waits for its complete gradient.
         term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
+        used_by_function: whether an autograd function that is not the engine's has computed with the shard since the
+            last backward pass.
     """
 
     group: dist.ProcessGroup
     group_rank: int
     fqn: str
     term_counted: bool
+    used_by_function: bool
     knows_copies = True
 
     def __new__(
@@ -95,7 +98,7 @@ class Shard(OneOfMany, torch.nn.Parameter):
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
         param._data, param._former_versions = None, 0
-        param._placeholder_due = param.term_counted = False
+        param._placeholder_due = param.term_counted = param.used_by_function = False
         return param
 
     weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]

@@ -2,7 +2,8 @@
 
 Each rank has the term in its loss, so the term's gradient must count once per rank. It reaches the shard through
 autograd, which adds it to any other gradient there, and one that a reduction has summed already must not be scaled.
-So a term's gradient is multiplied where it leaves the arithmetic, and the shard's ``term_counted`` is set.
+So a term's gradient is multiplied where it leaves the arithmetic, and the shard's ``term_counted`` is set. Within the
+forward of an autograd function, autograd is off: its use of the shard is only noted, in ``used_by_function``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from etp.allowed import COMPUTES
 from etp.derived import reaches_node
+from etp.shard import Shard
 
 
 class _Counted(torch.autograd.Function):
@@ -45,7 +47,13 @@ def call_with_counted(
     Returns:
         what ``func`` returns.
     """
-    if func not in COMPUTES or not torch.is_grad_enabled() or reaches_node(func, args):
+    if func not in COMPUTES or reaches_node(func, args):
+        return func(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        if inside_applied_function():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Shard):
+                    value.used_by_function = True
         return func(*args, **kwargs)
     counted: dict[int, tuple[Any, torch.Tensor]] = {}
 
@@ -66,6 +74,14 @@ def call_with_counted(
     # If ``func`` returned its argument, as ``p.float()`` may, return the shard.
     original, _ = counted.get(id(result), (result, None))
     return original
+
+
+def inside_applied_function() -> bool:
+    """Whether the calling thread is in the forward of an autograd function, which turns off both modes of autograd.
+
+    ``torch.no_grad()`` leaves forward-mode autograd on.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _is_in_place(func: Callable[..., Any]) -> bool:

@@ -11,20 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from megatron_patches import arguments, cpu, hf_training, last_line, refit_training
 from megatron_patches.registry import PatchRecord
+from megatron_patches.seam import WeightShardSeam
 
 USAGE_ERROR = 2
 RANK_0_HEAD_START_S = 10.0
-
-
-class Configurable(Protocol):
-    """An object that receives the parsed options before Megatron builds a model."""
-
-    def configure(self, config: arguments.MegatronEtpConfig) -> None:
-        """Take the options of the run."""
 
 
 def exit_with(message: str, rank: int) -> NoReturn:
@@ -107,7 +101,7 @@ def _with_cpu_settings(parse_args: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _with_checks(validate_args: Callable[..., Any], *, api: Configurable) -> Callable[..., Any]:
+def _with_checks(validate_args: Callable[..., Any], *, api: WeightShardSeam) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def replacement(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         try:
@@ -155,7 +149,7 @@ def _accepting_gathers(args: argparse.Namespace) -> Iterator[None]:
         vars(args).update(given)
 
 
-def records(api: Configurable) -> tuple[PatchRecord, ...]:
+def records(api: WeightShardSeam) -> tuple[PatchRecord, ...]:
     """The replacements in Megatron's parser.
 
     Args:

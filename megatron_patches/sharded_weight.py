@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etp import ETPShardedParam, ShardLayout
+from etp import ETPShardedParam
 
 
 class MegatronShardedParam(ETPShardedParam):
@@ -99,17 +99,6 @@ def shard_parameter(
         shard = MegatronShardedParam.from_full(param, group, pad_for_alignment)
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from error
-    _adopt_attributes(shard, param)
-    return shard
-
-
-def wrap_shard(
-    param: torch.nn.Parameter, group: dist.ProcessGroup, pad_for_alignment: int, pad_length: int
-) -> MegatronShardedParam:
-    """Convert a parameter that was built with the size of a shard to a sharded parameter."""
-    rows = param.shape[0] * dist.get_world_size(group) - pad_length
-    layout = ShardLayout((rows, *param.shape[1:]), dist.get_world_size(group), pad_for_alignment)
-    shard = MegatronShardedParam(param.detach(), layout, group, param.requires_grad)
     _adopt_attributes(shard, param)
     return shard
 

@@ -27,7 +27,7 @@ from etp.runtime import EtpRuntime
 from etp.te import refuse_unsupported_te
 from megatron_patches.arguments import MegatronEtpConfig, UnsupportedConfigurationError
 from megatron_patches.refusals import FP4_ALIGNMENT, FP8_RECIPES
-from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter, wrap_shard
+from megatron_patches.sharded_weight import EmbeddingWeight, MegatronShardedParam, shard_parameter
 from megatron_patches.symmetric_parameters import move_into_symmetric_memory
 
 
@@ -74,7 +74,7 @@ class WeightShardApi:
             "HAVE_GTP": True,
             "GTPChain": WeightChain,
             "GTPEmbeddingWeight": EmbeddingWeight,
-            "attach_gtp_to_presharded_module": self.attach_presharded,
+            "attach_gtp_to_presharded_module": _refuse_presharded,
             "classify_gtp_remat_chains": self.classify_chains,
             "configure_gtp_remat_from_recipe": self.configure_from_recipe,
             "dequantize_gtp_native_fp8": _no_fp8,
@@ -153,21 +153,6 @@ class WeightShardApi:
             self._register(module, name, shard, group)
             shards.append(shard)
         self._form_groups(shards, group, bool(is_grouped))
-
-    def attach_presharded(
-        self, module: torch.nn.Module, group: dist.ProcessGroup, pad_length: int, is_grouped: bool = False
-    ) -> None:
-        """Convert the weights of a layer that was built with the size of a shard to shards."""
-        names = [f"weight{index}" for index in range(int(module.num_gemms))] if is_grouped else ["weight"]  # type: ignore[arg-type]
-        shards: list[MegatronShardedParam] = []
-        for name in names:
-            param = getattr(module, name, None)
-            if param is None or is_sharded(param):
-                continue
-            shard = wrap_shard(param, group, self._engine.pad_for_alignment, pad_length)
-            self._register(module, name, shard, group)
-            shards.append(shard)
-        self._form_groups(shards, group, is_grouped)
 
     def _register(
         self, module: torch.nn.Module, name: str, shard: MegatronShardedParam, group: dist.ProcessGroup
@@ -332,6 +317,11 @@ def _print_chain(label: str, runtime: EtpRuntime) -> None:
     if first:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         print(f"pipeline stage {stage}, {label}: {runtime.gathers.describe_chain()}", flush=True)  # noqa: T201
+
+
+def _refuse_presharded(*_: Any, **__: Any) -> None:
+    # Called only by what megatron_patches/fixes/te_construction.py replaces.
+    raise UnsupportedConfigurationError("a layer was built with the size of a shard; build it at full size")
 
 
 def _no_fp8(*_: Any, **__: Any) -> None:

@@ -38,7 +38,7 @@ class Transport(ABC):
     def stage(self, outputs: Stack) -> Stack:
         """Memory for shards that the calling stream writes and the next gather, into ``outputs``, reads. Collective.
 
-        Needed of a transport within a host; see ``etp/collectives/hierarchical.py``.
+        Only a transport that is used within hosts needs it; see ``etp/collectives/hierarchical.py``.
 
         Returns:
             a shard for each of ``outputs``, in one block.
@@ -81,7 +81,7 @@ class Transport(ABC):
 
         Args:
             groups: the shards, or their quantized copies.
-            write: called once no peer reads what was published before; completes the copies.
+            write: called once no peer still reads the previous publication; fills in the new copies.
         """
         del groups
         if write is not None:

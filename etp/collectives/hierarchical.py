@@ -3,15 +3,15 @@
 With H hosts of L ranks, the shards of rank i of every host are *column* i of a weight. A gather has two steps: rank i
 of each host gathers column i from its H - 1 counterparts over the network, and then the L ranks of a host exchange
 their columns. A host thus receives each shard of other hosts once, spread over the network interfaces of all its GPUs.
-A reduction is the mirror image: the ranks of a host sum their gradients, each one column of them, and then each column
-is summed over the hosts. (DeepSpeed's ZeRO++ and Horovod call such collectives hierarchical.)
+A reduction is the mirror image: each rank of a host sums one column of that host's gradients, and then each column is
+summed over the hosts. (DeepSpeed's ZeRO++ and Horovod call such collectives hierarchical.)
 
 Each step is a collective of another transport: ``c10d`` between hosts; within a host whatever serves the host's ranks.
-The rows of one host are one block of the weight, because ranks are numbered host by host. So to the step within the
-host, a weight is a stack of H weights, one for each host, and no step knows of the other.
+The rows of one host are one block of the weight, because ranks are numbered host by host. The step within the host can
+therefore treat a weight as a stack of H weights, one for each host, and neither step knows about the other.
 
-A CUDA graph has the collectives of ``c10d`` over the whole group instead, with its order of sums: the flags of staged
-shards order the gathers of one stream, not those of a graph beside them (see [Note: capture] in
+Inside a CUDA graph, ``c10d``'s collectives over the whole group run instead, and sums are in its order: the flags of
+staged shards order gathers on one stream, but not those of a graph that is replayed beside it (see [Note: capture] in
 ``etp/collectives/copy_engine.py``).
 
 With fp32 accumulation, the sums within hosts travel in fp32, so that the result is rounded once. It is the sum over
@@ -50,9 +50,9 @@ def hosts_of(group: dist.ProcessGroup) -> list[str]:
 
 
 def parts_of(group: dist.ProcessGroup, hosts: int) -> tuple[list[int], list[int]]:
-    """The group's ranks on this host, and those with this rank's number on each of ``hosts``, which have equally many.
+    """The group's ranks on this host, and the ranks at this rank's position on every host; as global ranks.
 
-    Both as global ranks.
+    All ``hosts`` have equally many.
     """
     ranks = dist.get_process_group_ranks(group)
     per_host = len(ranks) // hosts
@@ -80,7 +80,7 @@ def obstacle_to_two_steps(group: dist.ProcessGroup, hosts: Sequence[str]) -> str
 
 
 class HierarchicalTransport(C10dTransport):
-    """See the module's docstring. What is not gathered or reduced goes over the whole group, as in a graph.
+    """See the module's docstring. Everything but gathers and reductions runs over the whole group, as in a graph.
 
     Args:
         group: the shard group, whose ranks are numbered host by host.
@@ -142,7 +142,7 @@ class HierarchicalTransport(C10dTransport):
         return self._within.nbytes()
 
     def _by_host(self, whole: Stack) -> Stack:
-        """Each tensor's part of each host, without its shape, by tensor and then by host."""
+        """The part of each tensor that belongs to each host, flat; ordered by tensor, then by host."""
         notes = whole.notes_of(self)
         if "by host" not in notes:
             notes["by host"] = Stack([part for tensor in whole for part in tensor.view(self._hosts, -1)])
@@ -150,7 +150,7 @@ class HierarchicalTransport(C10dTransport):
         return by_host
 
     def _columns(self, parts: Stack, shards: Stack) -> Stack:
-        """``parts`` of columns, by tensor and host and in one block, as whole columns of ``shards``."""
+        """``parts``, one block ordered by tensor and then by host, as whole columns: one for each of ``shards``."""
         notes = parts.notes_of(self)
         shape = (self._hosts * shards.shape[0], *shards.shape[1:])
         if shape not in notes:

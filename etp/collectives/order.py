@@ -1,4 +1,4 @@
-"""Detects ranks whose collectives differ, if the backend pairs each collective with the one that peers start next.
+"""Detects ranks that run different collectives, for backends that pair each one with whatever the peers start next.
 
 [Note: order] A collective of NCCL or gloo knows its group and its size, not its weight. If one rank skips a layer that
 its peers visit, its next gather of the same size pairs with theirs: every rank gets a plausible weight, made of parts
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etp.collectives.works import WorkLine, free_bytes, reported
+from etp.collectives.works import WorkLine, free_bytes, gather_numbers
 from etp.errors import PeerMismatchError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ ORDER_LABEL = "exchange of the order of collectives"
 _MOST_COLLECTIVES = 2**20
 # Of these, the names kept for the message.
 _MOST_NAMES = 4096
-_WORDS = 2
 # Timeout for names, which go through the process group's store: ranks reach this point at different times.
 _PATIENCE_S = 30.0
 
@@ -88,7 +87,7 @@ class CollectiveOrder:
         return self._answer is not None and self._answer.arrived is None
 
     def record(self, name: str) -> None:
-        """Record that a collective starts now. Where each one counts, do what this does without the call."""
+        """Record that a collective starts now. Hot paths append to :attr:`names` themselves, to save the call."""
         if self.recording:
             self.names.append(name)
 
@@ -105,12 +104,7 @@ class CollectiveOrder:
         on_gpu = self._device.type == "cuda"
         own = torch.tensor([word, count], dtype=torch.int64, pin_memory=on_gpu)
         own = own.to(self._device, non_blocking=True)
-        everyone = own.new_empty(len(self._ranks) * _WORDS)
-        with reported(ORDER_LABEL, self._group):
-            # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
-            work = dist.all_gather_into_tensor(everyone, own, group=self._group, async_op=not on_gpu)
-            if work is not None:
-                self._line.wait(work, self._timeout_s, keep=not on_gpu)
+        everyone = gather_numbers(own, self._group, self._line, self._timeout_s, ORDER_LABEL)
         words = torch.empty(everyone.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(everyone, non_blocking=on_gpu)
         arrived = None
         if on_gpu:
@@ -120,7 +114,7 @@ class CollectiveOrder:
             free_bytes(own)
             free_bytes(everyone)
         latest = tuple(islice(self.names, max(count - _MOST_NAMES, 0), None))
-        self._answer = _Answer(words.view(-1, _WORDS), arrived, latest, count)
+        self._answer = _Answer(words, arrived, latest, count)
         self.names.clear()
 
     def verify(self) -> None:

@@ -88,13 +88,13 @@ class Signals:
     frozen in a graph.) The caller must ensure that a flag is safe to raise again; see
     ``etp/collectives/copy_engine.py``.
 
-    Work waits for a peer only through these flags, and nothing that the peer must run before it raises a flag waits
-    for a later flag. The waits of all ranks therefore follow one order, and cannot form a cycle even if the device runs
-    all streams one after the other (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or a graph's branches in any order that its
-    edges allow.
+    Streams wait for a peer only through these flags, and whatever a peer must run before it raises a flag waits only
+    for earlier flags. The waits of all ranks therefore have one common order and cannot deadlock, even if the device
+    runs all streams one after the other (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or a graph's branches in any order that
+    its edges allow.
 
     A flag is raised with a number that identifies its purpose, and the receiver waits for that number. A rank that runs
-    another collective than its peer therefore waits until its timeout, rather than take data sent for another purpose.
+    another collective than its peer therefore waits until its timeout; it never takes data sent for another purpose.
 
     Args:
         group: the ranks.

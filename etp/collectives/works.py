@@ -34,7 +34,7 @@ class WorkLine:
 
     def __init__(self) -> None:
         self.finished: deque[dist.Work] = deque(maxlen=_KEPT)
-        """The latest finished works; whoever waits for one otherwise than by :meth:`wait` appends it."""
+        """The latest finished works; code that waits for one without :meth:`wait` must append it."""
 
     def wait(self, work: dist.Work, timeout_s: float | None, *, keep: bool) -> None:
         """Block until ``work`` is done (with streams: order the current stream after it).

@@ -55,6 +55,12 @@ class _Replay(torch.autograd.Function):
         return None, ctx.memory.detach(), None
 
 
+def _replay(x: torch.Tensor, weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        replayed: torch.Tensor = _Replay.apply(x, weight, memory)
+    return replayed
+
+
 def _captured(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """The memory that replays of the layer's backward pass would fill."""
     captured, now = patch.object(Modes, "_current_capture", lambda *_: 1), patch.object(Modes, "captures_part")
@@ -122,12 +128,56 @@ def penalties_beside_captures(rank: int, world_size: int, mean: bool) -> dict[st
     memory = _captured(layer, x)
     compare("captured", memory, wanted(of_layer), hooks=0)
     differentiated("behind a capture")
-    with torch._C.DisableTorchFunctionSubclass():
-        replayed = _Replay.apply(x, weight, memory)
-    replayed.backward()
+    _replay(x, weight, memory).backward()
     compare("replayed", weight.grad, wanted(of_layer))
-    with torch._C.DisableTorchFunctionSubclass():
-        replayed = _Replay.apply(x, weight, memory)
-    (replayed + _penalty(weight)).backward()
+    (_replay(x, weight, memory) + _penalty(weight)).backward()
     compare("replayed beside a penalty", weight.grad, wanted(of_layer, of_penalty))
+    (model(x).square().sum() + of_own(weight * 1, x)).backward()
+    compare("the user's own function, behind a capture", weight.grad, wanted(of_layer, of_own))
+    return answers
+
+
+def own_functions_beside_reduced_gradients(rank: int, world_size: int) -> dict[str, str]:
+    """What PyTorch adds up before the engine sees it: a gradient of the user's own function, and another one.
+
+    Returns:
+        the error for each kind of other gradient; empty where there was none.
+    """
+    del world_size
+    model = nn.Sequential(nn.Linear(SIDE, SIDE, bias=False)).to(device())
+    config = etp.EtpConfig(pad_for_alignment=1, grad_reduction=etp.GradReduction.SUM)
+    runtime = etp.shard_module(model, dist.group.WORLD, config=config)
+    runtime.modes.possible = True  # on a CPU as well
+    layer: Any = model[0]
+    weight, x = layer.weight, _input(rank)
+
+    def own() -> torch.Tensor:
+        result: torch.Tensor = _Halves.apply(weight)
+        return result.square().sum()
+
+    def backward() -> None:
+        (model(x).square().sum() + own()).backward()
+
+    def beside_a_penalty() -> None:
+        (model(x).square().sum() + own() + _penalty(weight)).backward()
+
+    def returned() -> None:
+        torch.autograd.grad(model(x).square().sum() + own(), [weight])
+
+    answers = {}
+
+    def attempt(name: str, differentiate: Callable[[], None]) -> None:
+        answers[name] = ""
+        try:
+            differentiate()
+        except etp.EtpStateError as error:
+            answers[name] = str(error)
+        model.zero_grad()
+
+    attempt("layer", backward)
+    attempt("penalty", beside_a_penalty)
+    attempt("layer, behind an error", backward)
+    attempt("returned by autograd", returned)
+    _captured(layer, x)
+    attempt("behind a capture", backward)
     return answers

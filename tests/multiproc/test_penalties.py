@@ -13,5 +13,12 @@ pytestmark = pytest.mark.multiproc
 @pytest.mark.parametrize("mean", [False, True])
 def test_a_penalty_counts_once_for_each_rank_whose_loss_has_it(mean: bool) -> None:
     for answers in run_distributed(bodies.penalties_beside_captures, 2, args=(mean,)):
-        assert len(answers) == 2 * 12
+        assert len(answers) == 2 * 13
         assert {name: value for name, value in answers.items() if abs(value) > 1e-5} == {}
+
+
+def test_a_function_of_the_users_own_is_refused_where_its_gradient_cannot_be_told_apart() -> None:
+    for answers in run_distributed(bodies.own_functions_beside_reduced_gradients, 2):
+        assert [name for name, error in answers.items() if not error] == ["layer", "layer, behind an error"]
+        assert all("pass the function weight * 1" in error for error in answers.values() if error)
+        assert len(answers) == 5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,22 +12,17 @@ from hypothesis import strategies as st
 
 from etp.cache import BufferCache, BufferSpec, Slot
 from etp.errors import EtpStateError, StaleWeightError
+from etp.group import WeightGroup
 
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Weight:
-    """An owner of slots."""
-
-    name: str
-    pending: bool = False
-
-    def abandon_gather(self) -> None:
-        """No gather is ever pending."""
+def weight(name: str) -> WeightGroup:
+    """An owner of slots, as far as the cache asks for it."""
+    return cast("WeightGroup", SimpleNamespace(name=name))
 
 
-W, V = Weight("layers.0.weight"), Weight("layers.2.weight")
+W, V = weight("layers.0.weight"), weight("layers.2.weight")
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, count: int = 1) -> BufferSpec:
@@ -86,7 +82,7 @@ def test_an_address_stays_the_same_whoever_reserves_or_claims() -> None:
     address = slot.buffers[0].data_ptr()
     for round_number in range(5):
         cache.reserve(spec(8, 4))
-        slot.claim(Weight(f"weight {round_number}"))
+        slot.claim(weight(f"weight {round_number}"))
         assert slot.buffers[0].data_ptr() == address
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from etp.config import EtpConfig
-from etp.grad_hooks import Chosen, GradHooks
+from etp.grad_hooks import Chosen, GradHooks, returned_by_autograd
 from etp.grads import Destinations, PendingReduction
 from etp.group import WeightGroup
 from etp.mode import Modes
@@ -237,3 +237,9 @@ def test_what_was_released_is_watched_no_more(world: dist.ProcessGroup) -> None:
     assert case.hooks.watched == {}
     assert case.brought == []
     assert case.ran == []
+
+
+def test_only_the_error_of_autograd_grad_is_taken_for_an_answer(world: dist.ProcessGroup) -> None:
+    (shard,) = Case(world, "a").shards
+    with pytest.raises(RuntimeError, match="backward"):
+        returned_by_autograd(shard)

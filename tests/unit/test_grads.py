@@ -149,6 +149,10 @@ def test_gradients_go_to_main_grad_then_grad_then_a_new_tensor(world: dist.Proce
     assert Destinations.of([shard], into) is into
     shard.main_grad = shard.main_grad.clone()
     assert Destinations.of([shard], into).sinks[0] is shard.main_grad
+    other = bf16_shard(world)
+    other.main_grad = torch.randn(4, 3)
+    both = Destinations.of([shard, other])
+    assert len(Destinations.of([shard], both).sinks) == 1, "a pass that reaches fewer of the group's shards"
 
 
 def test_some_of_a_group_may_have_a_gradient_to_add_to(world: dist.ProcessGroup) -> None:

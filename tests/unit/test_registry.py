@@ -12,14 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_patches import command_line, contract, cpu, fixes, registry
+from megatron_patches import MegatronEtpConfig, command_line, contract, cpu, fixes, registry
 from megatron_patches.checkpoint import patches as checkpoint
 from megatron_patches.registry import IncompatibleMegatronError, PatchRecord, SourceRecord
-
-
-class _NoApi:
-    def configure(self, config: object) -> None:
-        """Not called here."""
+from megatron_patches.weight_shard_api import WeightShardApi
 
 
 def all_records() -> tuple[PatchRecord | SourceRecord, ...]:
@@ -29,7 +25,7 @@ def all_records() -> tuple[PatchRecord | SourceRecord, ...]:
         *fixes.records(),
         *checkpoint.records(),
         *cpu.records(),
-        *command_line.records(_NoApi()),
+        *command_line.records(WeightShardApi(MegatronEtpConfig())),
     )
 
 
