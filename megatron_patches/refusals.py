@@ -428,6 +428,12 @@ GRAPH_REFUSALS = (
         "drop --overlap-param-gather: its gathers begin in the optimizer step, outside of the graph that uses them",
     ),
     Refusal(
+        "--cuda-graph-impl local and pipeline stages",
+        lambda args: args.cuda_graph_impl == "local" and args.pipeline_model_parallel_size > 1,
+        "use --cuda-graph-impl full_iteration with --num-layers-per-virtual-pipeline-stage: megatron-core frees the "
+        "output of a stage, and asserts that it is not a view, which the output of a layer's graph is",
+    ),
+    Refusal(
         "--cuda-graph-impl local and --etp-reduce-once-per-iteration",
         lambda args: args.cuda_graph_impl == "local" and args.etp_reduce_once_per_iteration,
         "drop one: each layer's graph finishes its own gradients; full_iteration graphs do go with it",

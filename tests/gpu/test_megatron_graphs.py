@@ -26,8 +26,7 @@ OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce"
 PADDED_MOE = f"{MOE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 BLOCKWISE = f"{OVERLAPPED} --fp8-format e4m3 --fp8-recipe blockwise"
 TENSORWISE = f"{OVERLAPPED} --fp8-format hybrid --fp8-recipe tensorwise"
-STAGES = "--pipeline-model-parallel-size 2"
-VIRTUAL_STAGES = f"{STAGES} --num-layers-per-virtual-pipeline-stage 1"
+VIRTUAL_STAGES = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 FOUR_LAYERS = LLAMA.replace("--num-layers 2", "--num-layers 4")
 # 20 steps, of which Megatron captures the fourth.
 REPLAYED_STEPS = 16
@@ -73,7 +72,7 @@ class Graphs:
 
 EXPERTS = "--etp-size 2 --expert-etp-size 2"
 # Each layer, or part of it, has a graph for its forward and one for its backward pass. There are two layers of a kind
-# on each rank, one with pipeline stages, and four microbatches.
+# on each rank, and four microbatches.
 GRAPHS = (
     Graphs("full_iteration", "full_iteration"),
     Graphs("full_iteration_tied_recomputed", "full_iteration", model=GPT2, common="--recompute-activations"),
@@ -119,7 +118,6 @@ GRAPHS = (
         per_step=16,
     ),
     Graphs("stages_full_iteration", "full_iteration", ranks=4, model=FOUR_LAYERS, common=VIRTUAL_STAGES),
-    Graphs("stages_layers", "local", ranks=4, common=STAGES, per_step=8),
 )
 
 

@@ -408,6 +408,8 @@ def test_a_whole_iteration_is_captured_only_if_its_stages_do_not_wait_for_the_de
     check_graphs(applied("--etp-size", "2", **stages, overlap_p2p_comm=True))
     with pytest.raises(UnsupportedConfigurationError, match="set --num-layers-per-virtual-pipeline-stage"):
         check_graphs(applied("--etp-size", "2", **stages, overlap_p2p_comm=False))
+    with pytest.raises(UnsupportedConfigurationError, match="--cuda-graph-impl local and pipeline stages"):
+        check_graphs(applied("--etp-size", "2", **stages | {"cuda_graph_impl": "local"}))
 
 
 ANY_NUMBER = {"num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
