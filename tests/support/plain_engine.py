@@ -30,9 +30,8 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
 from megatron_patches.refit.parties.messages import Invitation, Model
-from megatron_patches.refit.parties.relay import Committed, Relay
-from megatron_patches.refit.parties.taking import Taking
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.sender import Sender
@@ -156,7 +155,7 @@ class Engine:
         if self._manifest is None:
             raise RefitError("nobody has joined")
         manifest, invitation = self._manifest, Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-        others = Taking(invitation, 0, "engine worker 0", _links(call), "cpu", call["lease_s"])
+        others = Taking(invitation, call["sources"], "engine worker 0", _links(call), "cpu", call["lease_s"])
         self._others = others
         self._start(lambda: others.meet(manifest))
 

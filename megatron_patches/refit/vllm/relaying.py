@@ -9,12 +9,9 @@ import torch
 
 from megatron_patches.refit.errors import UnsupportedEngineError
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import Invitation, Model
-from megatron_patches.refit.parties.relay import Committed, Relay
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.fan_out import Committed, Relay
+from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays_awake
 from megatron_patches.refit.vllm.layers import Layers
@@ -50,15 +47,9 @@ class Relays:
             version: number of the serving weights; -1 if they did not come in this session.
             digests: of the boxes of the manifest, as compared with the trainer's.
         """
-        options = LinkOptions(
-            transport=named_transport(call.transport),
-            staging_bytes=call.staging_bytes,
-            sources=call.sources,
-            memory=MemoryMode(call.memory),
-        )
-        invitation = Invitation(call.host, call.port, call.key, call.timeout_s)
-        party, device = call.first + self._worker, str(self._device)
-        relay, aside = Relay(invitation, party, self._name, options, device, call.lease_s), Aside(self._device)
+        number, device = call.first + self._worker, str(self._device)
+        relay = Relay(call.invitation, number, self._name, call.links, device, call.lease_s)
+        aside = Aside(self._device)
 
         def committed() -> Committed:
             return Committed(version, self._model, self._manifest, self._memory(), digests)

@@ -33,15 +33,12 @@ from megatron_patches.refit.errors import (
 )
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Invitation, State, StateLog
-from megatron_patches.refit.parties.taking import Taking
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.fan_out import Taking
+from megatron_patches.refit.parties.messages import State, StateLog
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
-from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.device_memory import DeviceMemory
@@ -156,15 +153,8 @@ class WorkerSession:
         """
         self._leave_others()
         self._come_to_rest()
-        options = LinkOptions(
-            transport=named_transport(call.transport),
-            staging_bytes=call.staging_bytes,
-            sources=call.sources,
-            memory=MemoryMode(call.memory),
-        )
-        invitation = Invitation(call.host, call.port, call.key, call.timeout_s)
-        device = str(self._serving.device)
-        others = Taking(invitation, self._party.rank, self._party.name, options, device, call.lease_s)
+        number, device = call.sources + self._party.rank, str(self._serving.device)
+        others = Taking(call.invitation, number, self._party.name, call.links, device, call.lease_s)
         self._aside.start(f"meet-{call.version}", lambda: others.meet(self._layout.manifest))
         self._others = others
 

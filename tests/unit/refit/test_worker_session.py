@@ -208,8 +208,8 @@ def test_a_version_that_comes_from_other_engines_is_committed_like_one_of_the_tr
     party, others, met = Party(), Party(), list[object]()
     party.rank, party.name, party.backup_bytes = 1, "worker 1", 5  # type: ignore[attr-defined]
 
-    def taking(_: object, worker: int, *__: object) -> SimpleNamespace:
-        met.append(worker)
+    def taking(_: object, number: int, *__: object) -> SimpleNamespace:
+        met.append(number)
         return SimpleNamespace(party=others, meet=met.append, leave=others.leave)
 
     monkeypatch.setattr(worker_session, "Taking", taking)
@@ -219,7 +219,7 @@ def test_a_version_that_comes_from_other_engines_is_committed_like_one_of_the_tr
     others.verified = [5]
     under_test.receive(7, 8, False, from_others=True)
     under_test.commit(7)
-    assert met == [1, under_test._layout.manifest]
+    assert met == [4, under_test._layout.manifest]
     assert others.asked == ["received 7 at 8, linked: False", "close"]
     assert party.asked == ["received 6 at 0, linked: False", "commit of 7: None"]
     under_test.relay(cast(Any, "call"))

@@ -1,7 +1,7 @@
-"""An engine worker's part in fan-out: sends a version that it has committed to the workers of another engine.
+"""An engine worker's part in fan-out: sends a version that it has committed to another engine, or takes one.
 
-To the receiving workers, it is a source like a trainer rank: it describes what it holds, checks what they request of
-it, and sends boxes with digests.
+All is as in a push. A worker that sends is a source like a trainer rank: it describes what it holds, checks what is
+requested of it, and sends boxes with digests. One that takes plans, proves and verifies what it wants.
 
 [Note: the same version] Those digests only prove that what arrives is what the worker holds. That it holds what the
 trainer published is proved by the digests that it compared with the trainer's when it received the version, and has
@@ -14,10 +14,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_patches.refit.assembly import Assembly
 from megatron_patches.refit.errors import DigestError, PartyFailedError, RefitError
 from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.destination import DestinationParty
 from megatron_patches.refit.parties.messages import Held, Invitation, Model
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
@@ -67,12 +69,12 @@ class Committed:
                 )
 
 
-class Relay:
-    """Sends one version to one engine.
+class _Meeting[P: (SourceParty, DestinationParty)]:
+    """A worker's party at a rendezvous of engines.
 
     Args:
-        invitation: to the rendezvous of that engine's workers.
-        party: number of this worker there.
+        invitation: to the rendezvous.
+        number: of this worker's party there.
         name: of this worker, for messages.
         options: how to move bytes.
         device: device of the storages: ``cpu``, or torch's name of a GPU.
@@ -80,13 +82,43 @@ class Relay:
     """
 
     def __init__(
-        self, invitation: Invitation, party: int, name: str, options: LinkOptions, device: str, lease_s: float
+        self, invitation: Invitation, number: int, name: str, options: LinkOptions, device: str, lease_s: float
     ) -> None:
-        self._invitation, self._party, self._name = invitation, party, name
+        self._invitation, self._number, self._name = invitation, number, name
         self._options, self._device, self._lease_s = options, device, lease_s
         self._lock = threading.Lock()
-        self._source: SourceParty | None = None
-        self._is_stopped = self._reads = False
+        self._party: P | None = None
+        self._has_left = False
+
+    def leave(self) -> None:
+        """Ends it. Whatever is under way in another thread fails and closes its links."""
+        with self._lock:
+            self._has_left = True
+            party = self._party
+        if party is not None:
+            party.leave()
+
+    def _agree(self, kind: type[P], prepare: Callable[[P], object]) -> P:
+        """Joins, and agrees on a plan with all parties by means of ``prepare``."""
+        assembly = Assembly(self._invitation, self._number, self._name)
+        party = kind(assembly, self._options, self._device)
+        with self._lock:
+            self._party = party
+            if self._has_left:
+                party.leave()
+        try:
+            prepare(party)
+        except BaseException:
+            party.close()
+            raise
+        assembly.most_silence_s = self._lease_s  # only now, as long messages before it may delay others
+        return party
+
+
+class Relay(_Meeting[SourceParty]):
+    """Sends one version to one engine."""
+
+    _reads = False
 
     def run(self, version: int, committed: Callable[[], Committed]) -> None:
         """Sends the version. Returns once all workers of the receiving engine have verified it.
@@ -98,28 +130,26 @@ class Relay:
         Raises:
             PartyFailedError: on all parties, if any failed, or after :meth:`stop`.
         """
-        assembly = Assembly(self._invitation, self._party, self._name)
-        source = SourceParty(assembly, self._options, self._device)
-        with self._lock:
-            self._source = source
-        found: list[Committed] = []
 
-        def held() -> Held:
+        @cache
+        def held() -> Committed:
             with self._lock:
-                if self._is_stopped:
+                if self._has_left:
                     raise PartyFailedError(f"{self._name} takes another version, so it cannot send version {version}")
                 self._reads = True
-            found.append(committed())
-            if found[0].version != version:
-                raise RefitError(f"{self._name} was to send version {version}, but serves version {found[0].version}")
-            return Held({}, {}, replace(found[0].manifest, rank=self._party))
+            found = committed()
+            if found.version != version:
+                raise RefitError(f"{self._name} was to send version {version}, but serves version {found.version}")
+            return found
 
+        def prepare(party: SourceParty) -> None:
+            party.prepare(lambda: Held({}, {}, replace(held().manifest, rank=self._number)))
+
+        party = self._agree(SourceParty, prepare)
         try:
-            source.prepare(held)
-            assembly.most_silence_s = self._lease_s  # only now, as long messages before it may delay others
-            source.push(version, lambda: found[0].memory, confirm=lambda _: found[0].check())
+            party.push(version, lambda: held().memory, confirm=lambda _: held().check())
         finally:
-            source.close()
+            party.close()
 
     def stop(self) -> bool:
         """Ends it, because the memory is about to change. :meth:`run` then ends in its own thread.
@@ -127,9 +157,33 @@ class Relay:
         Returns:
             Whether it may still read the memory, until :meth:`run` has ended.
         """
-        with self._lock:
-            self._is_stopped = True
-            source = self._source
-        if source is not None:
-            source.leave()
+        self.leave()
         return self._reads
+
+
+class Taking(_Meeting[DestinationParty]):
+    """Takes a version from other engines."""
+
+    _met: DestinationParty | None = None
+
+    def meet(self, manifest: Manifest) -> None:
+        """Agrees on a plan with all parties.
+
+        Args:
+            manifest: what this worker wants.
+
+        Raises:
+            PartyFailedError: on all parties, if any failed, or after :meth:`leave`.
+        """
+        self._met = self._agree(DestinationParty, lambda party: party.prepare(lambda _: manifest))
+
+    @property
+    def party(self) -> DestinationParty:
+        """This worker's party.
+
+        Raises:
+            PartyFailedError: if no plan has been agreed on.
+        """
+        if self._met is None:
+            raise PartyFailedError(f"{self._name} has agreed on no plan with other engines")
+        return self._met
