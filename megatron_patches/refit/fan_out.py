@@ -81,7 +81,8 @@ class FanOut:
                 self._end_following(one, known, version)
             busy = {server.name for _, take in self._taking.values() for server in take.servers}
             free = {one.name: one for one in _able(known, version) if one.name not in busy}
-            behind = {one.name: one for one in self._behind(known, version)}
+            # Those that will send it as well come first.
+            behind = {one.name: one for one in sorted(self._behind(known, version), key=lambda one: not one.can_send)}
             for name, servers in self._assign([*free], [*behind], version):
                 self._begin(behind[name], version, [free[server] for server in servers])
 
@@ -188,12 +189,20 @@ class FanOut:
 
         Returns:
             Numbers of those to which the trainer sends, and of those that follow. Engines with the oldest versions are
-            sent to first, so that none waits for ever if pushes come too fast.
+            sent to first, so that none waits for ever if pushes come too fast, and of equally old ones those that can
+            send it to others. One that can is among them; if there is none, all are sent to.
         """
         width = len(ready) if self._options.fan_out_width is None else self._options.fan_out_width
         with self._lock:
             able = [number for number in ready if known[number].name not in self._cannot_follow]
-        following = set(sorted(able, key=lambda number: known[number].serves)[width:])
+        able.sort(key=lambda number: (known[number].serves, not known[number].can_send))
+        if not any(known[number].can_send for number in able[:width]):
+            sender = next((number for number in able if known[number].can_send), None)
+            if sender is None:
+                return list(ready), []
+            able.remove(sender)
+            able.insert(0, sender)
+        following = set(able[width:])
         return [number for number in ready if number not in following], sorted(following)
 
     def _failed(self, name: str, version: int) -> _Failures:
@@ -234,4 +243,4 @@ def _newest(known: Collection[Subscription]) -> int:
 
 def _able(known: Collection[Subscription], version: int) -> list[Subscription]:
     """Those that can send a version, now or once they have sent it to others."""
-    return [one for one in known if one.is_idle and one.serves == version >= 0]
+    return [one for one in known if one.can_send and one.is_idle and one.serves == version >= 0]

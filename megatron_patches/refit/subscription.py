@@ -171,6 +171,11 @@ class Subscription:
         return 0 if self._control is None else self._control.workers
 
     @property
+    def can_send(self) -> bool:
+        """On the first rank, whether the engine's workers could send what they serve to others."""
+        return self._control is not None and not self._control.cannot_send
+
+    @property
     def standing(self) -> Standing:
         """What it is at."""
         return self._log.standing(self._awaited)
@@ -345,6 +350,8 @@ class Subscription:
             self._party.prepare(self._trainer.describe, self._have_recorded)
             if self._control is not None:
                 self._control.wait()
+                if self._control.options.fan_out and not self.can_send:
+                    logger.warning("refit: %s sends nothing to other engines: %s", self.name, self._control.cannot_send)
         except Exception as error:
             of_engine = self._control.failure if self._control is not None else None
             reason = of_engine or describe_error(error)

@@ -69,6 +69,7 @@ class Engine:
         self._calls: list[str] = []
         self._relays: list[tuple[Relay, threading.Thread]] = []
         self._others: Taking | None = None
+        self._cannot_send = ""
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`megatron_patches.refit.engines.EngineClient`."""
@@ -127,6 +128,10 @@ class Engine:
 
         Sender.pack_into = slow  # type: ignore[method-assign, assignment]
 
+    def send_nothing(self) -> None:
+        """Lets it keep what it serves in a form in which others cannot take it, from when it joins next."""
+        self._cannot_send = "it keeps what it serves in another form"
+
     def know(self, dtypes: dict[str, str]) -> None:
         """Lets it know tensors of these names and dtypes alone, and keep them in these dtypes."""
         self._known = dtypes
@@ -182,6 +187,8 @@ class Engine:
         def committed() -> Committed:
             if self._model is None or self._manifest is None:
                 raise RefitError("nobody has joined")
+            if self._cannot_send:
+                raise RefitError(self._cannot_send)
             return Committed(self.version, self._model, self._manifest, self.serving, self._digests)
 
         try:
@@ -228,6 +235,8 @@ class Engine:
 
     def _want(self, model: Model) -> Manifest:
         self._model = model
+        if self._party is not None:
+            self._party.cannot_send = self._cannot_send
         if self._known is None:
             return whole(model)
         unknown = [spec.name for spec in model.tensors if spec.name not in self._known]

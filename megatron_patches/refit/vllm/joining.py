@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from concurrent.futures import Future, wait
@@ -37,6 +38,8 @@ from megatron_patches.refit.vllm.same_model import check_same_model
 from megatron_patches.refit.vllm.swap import make_ready
 from megatron_patches.refit.vllm.unwrapped import unwrapped
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, ServingModel, WorkerSession
+
+logger = logging.getLogger(__name__)
 
 
 class Joining:
@@ -145,6 +148,9 @@ class Joining:
             patience.tick()
             wait([self._layout], TICK_S)
         layout = self._layout.result(0)
+        self._party.cannot_send = refusal = layout.relays.refusal
+        if refusal:
+            logger.info("refit: %s", refusal)
         if layout.in_place is not None:
             self._party.backup_bytes = layout.in_place.backup.nbytes
         return layout.manifest

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_patches.refit.errors import UnsupportedEngineError
+from megatron_patches.refit.errors import RefitError, UnsupportedEngineError
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.parties.fan_out import Committed, Relay
 from megatron_patches.refit.parties.messages import Model
@@ -38,6 +38,15 @@ class Relays:
         self._worker, self._name = worker, name
         self._under_way: list[tuple[Relay, Aside]] = []
         self._lock = threading.Lock()
+
+    @property
+    def refusal(self) -> str:
+        """Why this worker could not send what it serves; empty if it could."""
+        try:
+            self._memory()
+        except RefitError as error:
+            return str(error)
+        return ""
 
     def start(self, call: RefitCall, version: int, digests: Sequence[int]) -> None:
         """Starts to send the version that serves.

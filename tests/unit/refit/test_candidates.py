@@ -42,8 +42,9 @@ def test_it_is_refused_over_nccl() -> None:
 class Engine:
     """A subscription as far as it matters here."""
 
-    def __init__(self, name: str, serves: int) -> None:
+    def __init__(self, name: str, serves: int, *, can_send: bool = True) -> None:
         self.name, self.serves, self.workers, self.has_all_workers = name, serves, 2, True
+        self.can_send = can_send
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.standing = Standing(State.READY, serves, 0.0)
@@ -203,6 +204,25 @@ def test_those_that_follow_are_told_if_nobody_has_the_version() -> None:
     for one in (first, second):
         assert one.told == [f"{one.name} did not take version 7 from other engines: nobody sends it"]
     assert not seed.takes
+
+
+def test_waves_are_planned_around_engines_that_cannot_send() -> None:
+    engines = [Engine(f"engine {number}", 6, can_send=number in {2, 4}) for number in range(6)]
+    fan_out = fan_out_of(engines, 2)
+    numbered = {number: cast(Subscription, one) for number, one in enumerate(engines)}
+    ready = [*range(6)]
+    assert fan_out.divide(numbered, ready) == ([2, 4], [0, 1, 3, 5])
+    assert fan_out.divide(numbered, [0, 1, 3, 4]) == ([0, 4], [1, 3])
+    assert fan_out.divide(numbered, [0, 1, 3]) == ([0, 1, 3], [])  # nobody could take it from another
+    engines[0].serves = engines[1].serves = 5
+    assert fan_out.divide(numbered, ready) == ([0, 2], [1, 3, 4, 5])  # the oldest, and one that can send
+    engines[0].serves = engines[1].serves = 7
+    fan_out.look()
+    assert not any(one.takes for one in engines)
+    assert not fan_out.candidates().sources
+    engines[2].serves = 7
+    fan_out.look()
+    assert [one.takes for one in engines] == [[], [], [], [], [(7, ["engine 2"])], []]  # it will send as well
 
 
 def test_a_width_needs_fan_out() -> None:

@@ -34,10 +34,14 @@ class Layers:
         return {name: tensor for name, tensor in self._tensors.items() if name in names}
 
 
-def memory(*storages: Storage, **tensors: torch.Tensor) -> Any:
+def relays(*storages: Storage, **tensors: torch.Tensor) -> Relays:
     manifest = Manifest(0, "here", storages, ())
     layers = cast(Any, Layers(**tensors))
-    return Relays(Model({}, ()), manifest, layers, torch.device("cpu"), worker=0, name="worker 0")._memory()
+    return Relays(Model({}, ()), manifest, layers, torch.device("cpu"), worker=0, name="worker 0")
+
+
+def memory(*storages: Storage, **tensors: torch.Tensor) -> Any:
+    return relays(*storages, **tensors)._memory()
 
 
 def test_weights_are_read_where_they_serve() -> None:
@@ -58,6 +62,11 @@ def test_weights_are_read_where_they_serve() -> None:
 def test_a_weight_of_another_form_is_refused(tensors: dict[str, torch.Tensor], told: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=told):
         memory(PLAIN, **tensors)
+
+
+def test_what_would_be_refused_is_known_beforehand() -> None:
+    assert not relays(PLAIN, w=torch.zeros(3, dtype=torch.bfloat16)).refusal
+    assert relays(PLAIN).refusal.endswith("vLLM has changed the form of w after loading")
 
 
 def test_a_converted_weight_is_refused() -> None:
