@@ -168,6 +168,8 @@ def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> A
     if first:
         found.append([engine.run("content") for engine in left])
         found.append([engine.run("calls").count("relay") for engine in clients[:2]])
+        calls = [engine.run("calls") for engine in left]
+        found.append([sum(each.count(name) for each in calls) for name in ("meet", "relay")])
     session.exchange.gather(None)
     return [({name: one.fate for name, one in each.engines.items()}, each.nbytes) for each in reports], lost, found
 
@@ -182,7 +184,9 @@ def test_a_push_reaches_engines_in_waves(tmp_path: Path) -> None:
     assert reports[3][0] == {**dict.fromkeys(NAMES[:2], Fate.TAKES), **dict.fromkeys(NAMES[3:], Fate.SENT)}
     assert not lost
     assert found[:3] == [[(1, expected(1))] * 5, [(2, expected(2))] * 4, [(4, expected(4))] * 4]
-    assert found[3:] == ([[0, 0]] if found else [])  # they were not even asked
+    assert found[3] == [0, 0]  # they were not even asked
+    met, relayed = found[4]
+    assert met < relayed  # engines that met before have a plan
     told = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
     served = [cost for cost in told if cost["version"] == 4 and cost["serves"]]
     assert sorted(cost["sources"][0] for cost in served) == ["0", "0", *["the trainer's first rank"] * 2]

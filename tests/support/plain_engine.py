@@ -67,7 +67,7 @@ class Engine:
         self._model: Model | None = None
         self._digests: list[int] = []
         self._calls: list[str] = []
-        self._relays: list[tuple[Relay, threading.Thread]] = []
+        self._relays: dict[str, tuple[Relay, threading.Thread]] = {}
         self._others: Taking | None = None
         self._cannot_send = ""
 
@@ -142,6 +142,9 @@ class Engine:
             self._party.leave()
             self._leave_others()
             self._stop_relays()
+            for relay, _ in self._relays.values():
+                relay.leave()
+            self._relays = {}
             self._finish()
             self._party.close()
         invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
@@ -170,17 +173,21 @@ class Engine:
         self._others = None
 
     def _receive(self, call: dict[str, Any]) -> None:
-        if not call.get("key"):
+        if not call.get("key") and self._thread is not None and self._thread.is_alive():
             self._leave_others()
         self._finish()
         self._received = None
         self._start(lambda: self._take(call))
 
     def _relay(self, call: dict[str, Any]) -> None:
-        invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-        relay = Relay(invitation, call["first"], "engine worker 0", _links(call), "cpu", call["lease_s"])
+        if call["key"] in self._relays:
+            relay, thread = self._relays[call["key"]]
+            thread.join()
+        else:
+            invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
+            relay = Relay(invitation, call["first"], "engine worker 0", _links(call), "cpu", call["lease_s"])
         thread = threading.Thread(target=self._send, args=(relay, call["version"]), daemon=True)
-        self._relays.append((relay, thread))
+        self._relays[call["key"]] = relay, thread
         thread.start()
 
     def _send(self, relay: Relay, version: int) -> None:
@@ -197,11 +204,11 @@ class Engine:
             logger.exception("version %d was not sent", version)
 
     def _stop_relays(self) -> None:
-        for relay, _ in self._relays:
+        under_way = [(relay, thread) for relay, thread in self._relays.values() if thread.is_alive()]
+        for relay, _ in under_way:
             relay.stop()
-        for _, thread in self._relays:
+        for _, thread in under_way:
             thread.join()
-        self._relays = []
 
     def _abandon(self, call: dict[str, Any]) -> None:  # noqa: ARG002 - likewise
         self._finish()
@@ -227,9 +234,12 @@ class Engine:
 
         try:
             found = party.receive(call["version"], call["step"], call["linked"], room, base=lambda: self._base)
-        finally:
+        except BaseException:
             if party is not self._party:
                 party.close()
+            raise
+        if party is not self._party:
+            party.unlink()
         arrays = {name: np.asarray(array) for name, array in found.items()}
         self._received = call["version"], arrays, list(party.verified)
 

@@ -94,7 +94,7 @@ class DestinationParty(Party[ReceivingEnd]):
         """
         self._assembly.next_step = step
         if not linked:
-            self._unlink()
+            self.unlink()
         try:
             end, manifest = self._link(ReceivingEnd, lambda end: end.offer(self._slot_bytes())), self._manifest
             if manifest is None:
@@ -120,7 +120,7 @@ class DestinationParty(Party[ReceivingEnd]):
             self._assembly.exchange(f"{SENDING} {version}", Moved, take)
             return received[0]
         except BaseException:
-            self._unlink()
+            self.unlink()
             raise
 
     @property
@@ -133,6 +133,7 @@ class DestinationParty(Party[ReceivingEnd]):
         """Reports a commit to the sources. ``reason`` is why it failed, or None."""
         self._assembly.post(commit_topic(version), reason)
 
-    def _unlink(self) -> None:
+    def unlink(self) -> None:
+        """See :class:`megatron_patches.refit.parties.party.Party`."""
         self._unpacker = None
-        super()._unlink()
+        super().unlink()

@@ -70,7 +70,9 @@ class Committed:
 
 
 class _Meeting[P: (SourceParty, DestinationParty)]:
-    """A worker's party at a rendezvous of engines.
+    """A worker's party at a rendezvous of engines. Its plan is kept for all versions that come this way.
+
+    Links are not: between versions, their memory is the engine's. Whatever fails ends the meeting.
 
     Args:
         invitation: to the rendezvous.
@@ -88,7 +90,17 @@ class _Meeting[P: (SourceParty, DestinationParty)]:
         self._options, self._device, self._lease_s = options, device, lease_s
         self._lock = threading.Lock()
         self._party: P | None = None
-        self._has_left = False
+        self._has_left = self._has_plan = False
+
+    @property
+    def key(self) -> str:
+        """What calls name the meeting by."""
+        return self._invitation.token
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another version may come this way, as all have agreed on a plan, and nobody has left."""
+        return self._has_plan and self._party is not None and self._party.is_complete
 
     def leave(self) -> None:
         """Ends it. Whatever is under way in another thread fails and closes its links."""
@@ -99,7 +111,9 @@ class _Meeting[P: (SourceParty, DestinationParty)]:
             party.leave()
 
     def _agree(self, kind: type[P], prepare: Callable[[P], object]) -> P:
-        """Joins, and agrees on a plan with all parties by means of ``prepare``."""
+        """Its party, after joining and agreeing on a plan with all parties by means of ``prepare``, if it has none."""
+        if self._party is not None and self._has_plan:
+            return self._party
         assembly = Assembly(self._invitation, self._number, self._name)
         party = kind(assembly, self._options, self._device)
         with self._lock:
@@ -112,11 +126,12 @@ class _Meeting[P: (SourceParty, DestinationParty)]:
             party.close()
             raise
         assembly.most_silence_s = self._lease_s  # only now, as long messages before it may delay others
+        self._has_plan = True
         return party
 
 
 class Relay(_Meeting[SourceParty]):
-    """Sends one version to one engine."""
+    """Sends versions to one engine, one after another."""
 
     _reads = False
 
@@ -148,11 +163,14 @@ class Relay(_Meeting[SourceParty]):
         party = self._agree(SourceParty, prepare)
         try:
             party.push(version, lambda: held().memory, confirm=lambda _: held().check())
-        finally:
+        except BaseException:
             party.close()
+            raise
+        party.unlink()
+        self._reads = False
 
     def stop(self) -> bool:
-        """Ends it, because the memory is about to change. :meth:`run` then ends in its own thread.
+        """Ends it, because the memory is about to change while :meth:`run` is under way in another thread.
 
         Returns:
             Whether it may still read the memory, until :meth:`run` has ended.
@@ -162,9 +180,7 @@ class Relay(_Meeting[SourceParty]):
 
 
 class Taking(_Meeting[DestinationParty]):
-    """Takes a version from other engines."""
-
-    _met: DestinationParty | None = None
+    """Takes versions from other engines, one after another."""
 
     def meet(self, manifest: Manifest) -> None:
         """Agrees on a plan with all parties.
@@ -175,7 +191,7 @@ class Taking(_Meeting[DestinationParty]):
         Raises:
             PartyFailedError: on all parties, if any failed, or after :meth:`leave`.
         """
-        self._met = self._agree(DestinationParty, lambda party: party.prepare(lambda _: manifest))
+        self._agree(DestinationParty, lambda party: party.prepare(lambda _: manifest))
 
     @property
     def party(self) -> DestinationParty:
@@ -184,6 +200,6 @@ class Taking(_Meeting[DestinationParty]):
         Raises:
             PartyFailedError: if no plan has been agreed on.
         """
-        if self._met is None:
+        if self._party is None or not self._has_plan:
             raise PartyFailedError(f"{self._name} has agreed on no plan with other engines")
-        return self._met
+        return self._party

@@ -18,6 +18,9 @@ from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.version_memory import bits_of
 
+_ENDING_S = 10.0
+"""Seconds for a thread to end after the last version has been sent."""
+
 
 class Relays:
     """What one worker sends to other engines.
@@ -36,7 +39,7 @@ class Relays:
     ) -> None:
         self._model, self._manifest, self._layers, self._device = model, manifest, layers, device
         self._worker, self._name = worker, name
-        self._under_way: list[tuple[Relay, Aside]] = []
+        self._relays: dict[str, tuple[Relay, Aside]] = {}  # by key of the meeting
         self._lock = threading.Lock()
 
     @property
@@ -56,29 +59,43 @@ class Relays:
             version: number of the serving weights; -1 if they did not come in this session.
             digests: of the boxes of the manifest, as compared with the trainer's.
         """
-        number, device = call.first + self._worker, str(self._device)
-        relay = Relay(call.invitation, number, self._name, call.links, device, call.lease_s)
-        aside = Aside(self._device)
 
         def committed() -> Committed:
             return Committed(version, self._model, self._manifest, self._memory(), digests)
 
         with self._lock:
-            self._under_way = [(relay, aside) for relay, aside in self._under_way if not aside.idle]
+            self._relays = {key: kept for key, kept in self._relays.items() if kept[0].goes_on or not kept[1].idle}
+            relay, aside = self._relays.get(call.key) or (self._meet(call), Aside(self._device))
+            aside.finish(_ENDING_S)
             aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
-            self._under_way.append((relay, aside))
+            self._relays[call.key] = relay, aside
 
     def stop(self, timeout_s: float) -> None:
-        """Ends all, because the serving memory is about to change. Any thread may call it.
+        """Ends all that is being sent, because the serving memory is about to change. Any thread may call it.
 
         Raises:
             RefitError: if one does not end in time.
         """
         with self._lock:
-            reading = [aside for relay, aside in self._under_way if relay.stop()]
+            reading = [aside for relay, aside in self._relays.values() if not aside.idle and relay.stop()]
             for aside in reading:
                 aside.finish(timeout_s)
-            self._under_way = []
+
+    def leave(self, timeout_s: float) -> None:
+        """Ends all, because the session ends.
+
+        Raises:
+            RefitError: if one does not end in time.
+        """
+        self.stop(timeout_s)
+        with self._lock:
+            for relay, _ in self._relays.values():
+                relay.leave()
+            self._relays = {}
+
+    def _meet(self, call: RefitCall) -> Relay:
+        number, device = call.first + self._worker, str(self._device)
+        return Relay(call.invitation, number, self._name, call.links, device, call.lease_s)
 
     def _memory(self) -> Memory:
         """The serving weights, by name of the storages in which they arrived.
