@@ -64,7 +64,10 @@ class Relays:
             return Committed(version, self._model, self._manifest, self._memory(), digests)
 
         with self._lock:
-            self._relays = {key: kept for key, kept in self._relays.items() if kept[0].goes_on or not kept[1].idle}
+            for key, (kept, thread) in list(self._relays.items()):
+                if thread.idle and not kept.goes_on:
+                    kept.leave()
+                    del self._relays[key]
             relay, aside = self._relays.get(call.key) or (self._meet(call), Aside(self._device))
             aside.finish(_ENDING_S)
             aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
