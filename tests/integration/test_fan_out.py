@@ -168,8 +168,6 @@ def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> A
     if first:
         found.append([engine.run("content") for engine in left])
         found.append([engine.run("calls").count("relay") for engine in clients[:2]])
-        calls = [engine.run("calls") for engine in left]
-        found.append([sum(each.count(name) for each in calls) for name in ("meet", "relay")])
     session.exchange.gather(None)
     return [({name: one.fate for name, one in each.engines.items()}, each.nbytes) for each in reports], lost, found
 
@@ -185,11 +183,22 @@ def test_a_push_reaches_engines_in_waves(tmp_path: Path) -> None:
     assert not lost
     assert found[:3] == [[(1, expected(1))] * 5, [(2, expected(2))] * 4, [(4, expected(4))] * 4]
     assert found[3] == [0, 0]  # they were not even asked
-    met, relayed = found[4]
-    assert met < relayed  # engines that met before have a plan
     told = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
     served = [cost for cost in told if cost["version"] == 4 and cost["serves"]]
     assert sorted(cost["sources"][0] for cost in served) == ["0", "0", *["the trainer's first rank"] * 2]
+
+
+def one_after_another(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Three versions go to engine 0, and from there to engine 1."""
+    for version in (1, 2, 3):
+        push(version, wait=True)
+    return [(engine.run("content"), engine.run("calls")) for engine in (clients if session.exchange.rank == 0 else [])]
+
+
+def test_engines_that_meet_again_keep_their_plan(tmp_path: Path) -> None:
+    (_, sent), (content, taken) = run(tmp_path, one_after_another, fan_out_width=1, **OPTIONS)[0]
+    assert content == (3, expected(3))
+    assert (sent.count("relay"), taken.count("receive"), taken.count("meet")) == (3, 3, 1)
 
 
 def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
