@@ -1,13 +1,14 @@
 """Time and memory of planning a refit between large clusters, from a configuration alone, on one core.
 
-    python benchmarks/refit_plan.py [--model qwen3-235b|deepseek-v3] [--what destination|source|registry|whole]
+    python benchmarks/refit_plan.py [--model qwen3-235b|deepseek-v3] [--what destination|source|registry|whole|take]
         [--json FILE]
 
 Each measurement runs in a process of its own. ``destination`` and ``source`` are what one rank computes in a live
 refit, with what the others have told it, which is made beforehand and not timed. ``registry`` is what the first trainer
-rank does for all others. ``whole`` is what the command ``plan`` does: everything, for all ranks. Without arguments all
-are made. Times are seconds of one core's time, which other work on the machine does not add to; memory is the
-process's peak (``ru_maxrss``), of which most is preparation where one rank is measured.
+rank does for all others. ``whole`` is what the command ``plan`` does: everything, for all ranks. ``take`` is what all
+parties together do before an engine of TP 8 takes versions from another one (only ``total_s`` counts). Without
+arguments all are made. Times are seconds of one core's time, which other work on the machine does not add to; memory is
+the process's peak (``ru_maxrss``), of which most is preparation where one rank is measured.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from msgspec.msgpack import decode
+from msgspec.msgpack import decode, encode
 
 from megatron_patches.refit.cluster import describe_cluster, engine_mesh, trainer_mesh
-from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING, Orders
+from megatron_patches.refit.manifest import Manifest
+from megatron_patches.refit.parties.agreement import agree_as_destination, agree_as_source
+from megatron_patches.refit.parties.messages import DESCRIBING, PLANNING, RECORDING, Held, Orders
+from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.plan import DEFAULT_OPTIONS, PartOf, Plan, plan_for
 from megatron_patches.refit.planning.layouts import holder_of, receiver_of
 from megatron_patches.refit.planning.local import SourceIndex
@@ -36,8 +42,9 @@ from megatron_patches.refit.proof import prove, prove_with
 from megatron_patches.refit.simulation.fleet import CpuClock, Fleet, Sides, asked_bytes, holders_in, without_others
 from megatron_patches.refit.simulation.models import MODELS
 from megatron_patches.refit.source.config_traits import family_from_config
+from megatron_patches.refit.target.vllm_layout import engine_manifest
 
-WHAT = ("destination", "source", "registry", "whole")
+WHAT = ("destination", "source", "registry", "whole", "take")
 RANK = 5
 """Which destination or source is measured."""
 
@@ -93,7 +100,9 @@ def measure(model: str, what: str) -> Measurement:
     """Plans in this process."""
     clock = CpuClock()
     sides = _sides(model)
-    plan = {"destination": _destination, "source": _source, "registry": _registry, "whole": _whole}[what](sides, clock)
+    plan = {"destination": _destination, "source": _source, "registry": _registry, "whole": _whole, "take": _take}[
+        what
+    ](sides, clock)
     sent = plan.bytes_by_source()
     return Measurement(
         model=model,
@@ -181,6 +190,55 @@ def _registry(sides: Sides, clock: CpuClock) -> Plan:
     for phase, step in (("describe", DESCRIBING), ("plan", RECORDING), ("prove", PLANNING)):
         clock.seconds[phase] = fleet.clock.seconds[step]
     return Plan((), ())
+
+
+class _Meeting:
+    """Steps of parties that are threads of this process.
+
+    Args:
+        sources: number of sources.
+        size: number of parties.
+    """
+
+    def __init__(self, sources: int, size: int) -> None:
+        registry = Registry(sources)
+        self.parts, self.answers = [b""] * size, [b""] * size
+        self.what = ""
+        self.begin = threading.Barrier(size, lambda: setattr(self, "answers", registry.answer(self.what, self.parts)))
+        self.end = threading.Barrier(size)
+
+
+class _Member:
+    """One of them, see :class:`megatron_patches.refit.parties.agreement.Steps`."""
+
+    def __init__(self, meeting: _Meeting, party: int) -> None:
+        self._meeting, self.party = meeting, party
+
+    def exchange[A](self, what: str, kind: type[A], work: Callable[[], object]) -> A:
+        meeting = self._meeting
+        meeting.what, meeting.parts[self.party] = what, encode(work())
+        meeting.begin.wait()
+        answer = decode(meeting.answers[self.party], type=kind)
+        meeting.end.wait()
+        return answer
+
+
+def _take(sides: Sides, clock: CpuClock) -> Plan:
+    mesh = engine_mesh("tp=8,ep=8")
+    layouts = [engine_manifest(sides.family.traits, mesh, rank, sides.options.dtype) for rank in range(mesh.size)]
+    sources = 1 + mesh.size  # the trainer's first rank describes the model, and holds nothing
+    held = [Held({}, dict(sides.family.shapes()), Manifest(0, "", (), ()), partial=True)]
+    held += [Held({}, {}, replace(layout, rank=layout.rank + 1)) for layout in layouts]
+    meeting = _Meeting(sources, sources + mesh.size)
+
+    def agree(party: int) -> Plan:
+        member = _Member(meeting, party)
+        if party < sources:
+            return agree_as_source(member, lambda: held[party]).plan
+        return agree_as_destination(member, lambda _: layouts[party - sources]).plan
+
+    with ThreadPoolExecutor(sources + mesh.size) as pool, clock.phase("agree"):
+        return list(pool.map(agree, range(sources + mesh.size)))[sources]
 
 
 def in_own_process(model: str, what: str) -> Measurement:

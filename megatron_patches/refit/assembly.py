@@ -142,6 +142,11 @@ class Assembly:
             raise PartyFailedError(reason or f"{self.name} lost the rendezvous: {self._lost}")
         self._check_heard()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection to the rendezvous has ended. Any thread may ask."""
+        return self._lost is not None
+
     def gone(self, first: int = 0) -> list[str]:
         """Parties that have disconnected, during a step or not; a sentence for each. ``first`` is the least number."""
         with self._condition:

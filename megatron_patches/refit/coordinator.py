@@ -21,7 +21,6 @@ from megatron_patches.refit.push_options import EngineReport, Fate, OnEngineFail
 from megatron_patches.refit.push_orders import Newcomer, PushOrders
 from megatron_patches.refit.roster import Roster
 from megatron_patches.refit.subscription import Subscription
-from megatron_patches.refit.trainer_rank import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -128,26 +127,25 @@ class Coordinator:
         if self._lobby is not None:
             self._lobby.close()
 
-    def begin(self, engines: Sequence[EngineClient] | None, trainer: Trainer) -> PushOrders:
+    def begin(self, engines: Sequence[EngineClient] | None) -> PushOrders:
         """The orders that attach all engines anew.
 
         Args:
             engines: the engines from now on; None for those that are attached.
-            trainer: this rank, as in its subscriptions.
 
         Raises:
             RefitError: if there is none, and the options say that there must be.
             ValueError: if an engine is given twice, or has the name of another one while engines know each other.
         """
         with self._lock:
-            return self._begin(engines, trainer)
+            return self._begin(engines)
 
-    def _begin(self, engines: Sequence[EngineClient] | None, trainer: Trainer) -> PushOrders:
+    def _begin(self, engines: Sequence[EngineClient] | None) -> PushOrders:
         self._check_names(self.roster.present if engines is None else engines)
         if self._lobby is None and self._ranks > 1:
             self._lobby = Announcer(self._options.host, self._ranks - 1)
         if self._options.fan_out:
-            self.fan_out = FanOut(self._options, trainer, self._ranks, self._attached)
+            self.fan_out = FanOut(self._options, self._ranks, self._attached)
         if engines is not None:
             self.roster.set(engines)
         if not self.roster.present and not self._drops:

@@ -35,6 +35,7 @@ class EngineControl:
 
     Attributes:
         engine: the engine.
+        options: of the session.
         rendezvous: where trainer ranks and this engine's workers meet.
         workers: number of its workers; 0 until it is known.
         unreachable: whether it did not even answer its health check.
@@ -52,10 +53,11 @@ class EngineControl:
         check: Callable[[EngineClient], None] = lambda _: None,
     ) -> None:
         self.engine, self._check = engine, check
-        self._sources, self._options = sources, options
+        self._sources, self.options = sources, options
+        self._registry = registry = Registry(sources)
         # The number of workers is not known yet, but there is one at least, without which no step ends.
         self.rendezvous = Rendezvous(
-            sources + 1, options.timeout_s, Registry(sources).answer, options.host, silence_s=options.lease_s
+            sources + 1, options.timeout_s, registry.answer, options.host, silence_s=options.lease_s
         )
         self._caller = Worker(f"refit-calls-{engine.name}")
         self._call: Future[None] | None = None
@@ -66,7 +68,12 @@ class EngineControl:
     @property
     def in_place(self) -> bool:
         """Whether versions overwrite the serving weights."""
-        return self._options.memory is MemoryMode.IN_PLACE
+        return self.options.memory is MemoryMode.IN_PLACE
+
+    @property
+    def cannot_send(self) -> str:
+        """Why the engine could not send a version to others; empty if it could. Known once it has joined."""
+        return self._registry.cannot_send
 
     def join(self, assembly: Assembly, staging_bytes: int) -> None:
         """Starts to make the workers join. If that fails, the step that the caller is about to take fails for all.
@@ -137,10 +144,10 @@ class EngineControl:
         """
         if self._call is not None:
             try:
-                self._call.result(self._options.timeout_s)
+                self._call.result(self.options.timeout_s)
             except TimeoutError as error:
                 raise RefitError(
-                    f"{self.engine.name} did not answer a call within {self._options.timeout_s:.0f} s"
+                    f"{self.engine.name} did not answer a call within {self.options.timeout_s:.0f} s"
                 ) from error
 
     def commit(self, version: int, confirm: Callable[[], None]) -> None:
@@ -190,7 +197,7 @@ class EngineControl:
     @property
     def _empties_caches(self) -> bool:
         """Whether cache entries computed with the old weights must be dropped."""
-        return self._options.pause is not PauseMode.KEEP
+        return self.options.pause is not PauseMode.KEEP
 
     def _start(self, assembly: Assembly, step: int, what: str, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -216,13 +223,13 @@ class EngineControl:
             raise
         self.rendezvous.expect(self._sources + self.workers)
         invitation = self.rendezvous.invitation
-        where = meeting_at(invitation, self._sources, self._options, staging_bytes)
+        where = meeting_at(invitation, self._sources, self.options, staging_bytes)
         engine.call({"call": "join", "token": invitation.token, **where})
         self.rendezvous.check_joined(range(self._sources, self._sources + self.workers), engine.name)
 
     def _wake_weights(self) -> None:
         """Wakes the weights of an engine that sleeps, as far as the options allow that."""
-        engine, mode = self.engine, self._options.sleeping
+        engine, mode = self.engine, self.options.sleeping
         if mode is SleepMode.REFUSE or isinstance(engine, AdapterEngine):
             return
         if not isinstance(engine, Sleeper):
@@ -245,7 +252,7 @@ class EngineControl:
             return
         try:
             engine.wake_up("kv_cache")
-            if self._options.sleeping is SleepMode.RESTORE:
+            if self.options.sleeping is SleepMode.RESTORE:
                 engine.sleep()
         except Exception as error:
             raise RefitError(
@@ -259,7 +266,7 @@ class EngineControl:
         if self._paused_at is None and self._asleep is None and not isinstance(self.engine, AdapterEngine):
             began = time.perf_counter()
             try:
-                self.engine.pause(self._options.pause)
+                self.engine.pause(self.options.pause)
             except Exception as error:
                 raise RefitError(f"{self.engine.name} cannot be paused: {describe_error(error)}") from error
             self._paused_at = began

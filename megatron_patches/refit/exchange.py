@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from megatron_patches.refit.errors import ExportError, PartyFailedError, RefitError
@@ -170,10 +172,20 @@ def together[T](exchange: Exchange, what: str, work: Callable[[], T], kind: type
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the system's message and the file for an OSError, otherwise the error's message."""
+    """One line: the system's message and the file for an OSError, otherwise the error's message.
+
+    Of a full disk it says how much is free.
+    """
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return f"{error.strerror}{where}{'; make room there' if full else ''}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return f"{error.strerror}{where}"
+        free = f"; {free_text(Path(error.filename).parent)}" if error.filename else ""
+        return f"{error.strerror}{where}{free}; make room there"
     text = " ".join(str(error).split())
     return text or type(error).__name__
+
+
+def free_text(directory: Path) -> str:
+    """How much is free on the disk of a directory that exists."""
+    return f"{shutil.disk_usage(directory).free / 1e6:.1f} MB are free"

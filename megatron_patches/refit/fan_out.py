@@ -25,7 +25,6 @@ from megatron_patches.refit.planning.fan_out import Waiting, assign
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.subscription import Subscription
 from megatron_patches.refit.take import Server, Take
-from megatron_patches.refit.trainer_rank import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +53,12 @@ class FanOut:
 
     Args:
         options: of the session.
-        trainer: this rank, as in its subscriptions.
         ranks: number of trainer ranks.
         subscribed: the trainer's subscriptions whose engines are attached.
     """
 
-    def __init__(
-        self, options: RefitOptions, trainer: Trainer, ranks: int, subscribed: Callable[[], Collection[Subscription]]
-    ) -> None:
-        self._options, self._trainer, self._ranks, self._subscribed = options, trainer, ranks, subscribed
+    def __init__(self, options: RefitOptions, ranks: int, subscribed: Callable[[], Collection[Subscription]]) -> None:
+        self._options, self._ranks, self._subscribed = options, ranks, subscribed
         self._lock = threading.Lock()
         self._is_held = self._is_closed = False
         self._taking: dict[str, tuple[Subscription, Take]] = {}
@@ -81,8 +77,16 @@ class FanOut:
                 self._end_following(one, known, version)
             busy = {server.name for _, take in self._taking.values() for server in take.servers}
             free = {one.name: one for one in _able(known, version) if one.name not in busy}
-            behind = {one.name: one for one in self._behind(known, version)}
-            for name, servers in self._assign([*free], [*behind], version):
+
+            def order(one: Subscription) -> tuple[bool, bool]:
+                return not one.can_send, not one.met or not free.keys() >= set(one.met)
+
+            # Those that will send it as well come first, then those that have a plan with engines that are free.
+            behind = {one.name: one for one in sorted(self._behind(known, version), key=order)}
+            # Nobody shares a server while the trainer sends to others, which are about to have the version.
+            sent_to = any(not one.has_ended and one.name not in self._taking and one.follows < 0 for one in known)
+            most = len(free) if sent_to else len(behind)
+            for name, servers in self._assign([*free], dict([*behind.items()][:most]), version):
                 self._begin(behind[name], version, [free[server] for server in servers])
 
     def hold(self, reason: str) -> None:
@@ -188,19 +192,29 @@ class FanOut:
 
         Returns:
             Numbers of those to which the trainer sends, and of those that follow. Engines with the oldest versions are
-            sent to first, so that none waits for ever if pushes come too fast.
+            sent to first, so that none waits for ever if pushes come too fast, and of equally old ones those that can
+            send it to others. One that can is among them; if there is none, all are sent to.
         """
         width = len(ready) if self._options.fan_out_width is None else self._options.fan_out_width
         with self._lock:
             able = [number for number in ready if known[number].name not in self._cannot_follow]
-        following = set(sorted(able, key=lambda number: known[number].serves)[width:])
+        able.sort(key=lambda number: (known[number].serves, not known[number].can_send))
+        if not any(known[number].can_send for number in able[:width]):
+            sender = next((number for number in able if known[number].can_send), None)
+            if sender is None:
+                return list(ready), []
+            able.remove(sender)
+            able.insert(0, sender)
+        following = set(able[width:])
         return [number for number in ready if number not in following], sorted(following)
 
     def _failed(self, name: str, version: int) -> _Failures:
         failures = self._failures.get(name)
         return failures if failures is not None and failures.version == version else _Failures(version)
 
-    def _assign(self, free: list[str], behind: Sequence[str], version: int) -> Iterator[tuple[str, list[str]]]:
+    def _assign(
+        self, free: list[str], behind: Mapping[str, Subscription], version: int
+    ) -> Iterator[tuple[str, list[str]]]:
         """Servers for engines that are behind. One that has failed takes from one that it has not taken from before."""
         fresh = []
         for name in behind:
@@ -212,17 +226,25 @@ class FanOut:
                 if untried:
                     free.remove(untried[0])
                     yield name, untried[:1]
-        servers: dict[str, list[str]] = {}
+        places: dict[str, list[str]] = {}
         for share in assign(
             [PlannedServer(name=name) for name in free], [Waiting(name=name) for name in (fresh if free else ())]
         ):
-            servers.setdefault(share.receiver, []).append(share.server)
-        yield from servers.items()
+            places.setdefault(share.receiver, []).append(share.server)
+        waiting, left = list(places), list[list[str]]()
+        for servers in places.values():  # receivers are alike, so whoever has a plan for a place takes it
+            known = [name for name in waiting if behind[name].met == servers]
+            if known:
+                waiting.remove(known[0])
+                yield known[0], servers
+            else:
+                left.append(servers)
+        yield from zip(waiting, left, strict=True)
 
     def _begin(self, one: Subscription, version: int, servers: Sequence[Subscription]) -> None:
         logger.info("refit: %s takes version %d from %s", one.name, version, ", ".join(each.name for each in servers))
         sources = [Server(each.name, each.workers, each.relay, each.check_there) for each in servers]
-        take = Take(version, sources, self._options, self._trainer)
+        take = Take(version, sources)
         self._taking[one.name] = one, take
         one.take(take)
 
@@ -234,4 +256,4 @@ def _newest(known: Collection[Subscription]) -> int:
 
 def _able(known: Collection[Subscription], version: int) -> list[Subscription]:
     """Those that can send a version, now or once they have sent it to others."""
-    return [one for one in known if one.is_idle and one.serves == version >= 0]
+    return [one for one in known if one.can_send and one.is_idle and one.serves == version >= 0]

@@ -17,6 +17,7 @@ from megatron_patches.refit.checkpoint_model import minutes, patch_megatron
 from megatron_patches.refit.checkpoint_refusals import refuse_unbuildable
 from megatron_patches.refit.checkpoint_sizes import ParallelSizes
 from megatron_patches.refit.errors import LoadError, RefitError, UnsupportedModelError
+from megatron_patches.refit.exchange import describe_error, free_text
 from megatron_patches.refit.failing import fail
 from megatron_patches.refit.hf_flags import flags_of
 from megatron_patches.refit.load_hf import LoadReport, load_hf_checkpoint
@@ -127,13 +128,21 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _save(chunks: Sequence[torch.nn.Module], args: argparse.Namespace) -> None:
-    """Writes what Megatron calls a release: weights of no iteration, with which a run starts at step 0."""
+    """Writes what Megatron calls a release: weights of no iteration, with which a run starts at step 0.
+
+    Raises:
+        LoadError: if that fails. Megatron writes in processes of which it tells hardly more than that one has failed.
+    """
     from megatron.training.checkpointing import save_checkpoint
     from megatron.training.global_vars import set_args
+    from torch.distributed.checkpoint.api import CheckpointException
 
     set_args(args)
     try:
         with redirect_stdout(StringIO()):
             save_checkpoint(0, list(chunks), None, None, 0, release=True)
-    except OSError as error:
-        raise LoadError(f"--save {args.save}: {error.strerror or error}") from error
+    except (OSError, CheckpointException) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        reasons = "; ".join(dict.fromkeys(map(describe_error, causes)))
+        there = next(parent for parent in (Path(args.save), *Path(args.save).parents) if parent.exists())
+        raise LoadError(f"--save {args.save}: writing failed, and {free_text(there)} there ({reasons})") from error

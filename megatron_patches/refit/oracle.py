@@ -21,10 +21,10 @@ from megatron_patches.refit.manifest import Manifest, Placement
 from megatron_patches.refit.plan import Plan
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.transports.memory import Receiver, refit
+from megatron_patches.refit.unpacker import Unpacker
 
-COPIES_OF_DESTINATIONS = 4
-"""Copies of a destination in memory: serving, incoming, original, expected."""
+COPIES_OF_DESTINATIONS = 3
+"""Copies of a destination in memory: received, expected, and about as much for indices of elements."""
 
 
 class OracleError(RefitError):
@@ -90,12 +90,18 @@ def verify_in_memory(
                 _indices(placement.box, shapes[placement.box.tensor])
             ]
         senders.append(Sender(plan, manifest.rank, memory, terms))
-    serving = {manifest.rank: _noise(manifest, f"{seed}|destination") for manifest in destinations}
-    before = {rank: {name: bits.copy() for name, bits in held.items()} for rank, held in serving.items()}
-    receivers = {manifest.rank: Receiver(plan, manifest, serving[manifest.rank], terms) for manifest in destinations}
-    peak = refit(senders, receivers, 1)
-    elements = untouched = 0
+    received = {manifest.rank: _noise(manifest, f"{seed}|destination") for manifest in destinations}
+    before = {rank: {name: bits.copy() for name, bits in held.items()} for rank, held in received.items()}
+    unpackers = {manifest.rank: Unpacker(plan, manifest, terms) for manifest in destinations}
+    for rank, unpacker in unpackers.items():
+        unpacker.begin(1, received[rank])
+    peak = elements = untouched = 0
+    for sender in senders:
+        for packet in sender.pack(1):
+            peak = max(peak, len(packet.payload))
+            unpackers[packet.destination].accept(packet).result()
     for manifest in destinations:
+        unpackers[manifest.rank].verify()
         expected = before[manifest.rank]
         inside = 0
         for placement in manifest.placements:
@@ -104,7 +110,7 @@ def verify_in_memory(
                 _indices(placement.box, shapes[placement.box.tensor])
             ]
             inside += positions.size
-        _compare(manifest, serving[manifest.rank], expected)
+        _compare(manifest, received[manifest.rank], expected)
         elements += inside
         untouched += sum(storage.numel for storage in manifest.storages) - inside
     return Verification(elements, untouched, peak)

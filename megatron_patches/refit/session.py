@@ -145,7 +145,7 @@ class RefitSession:
 
         def begin(coordinator: Coordinator) -> PushOrders:
             self._take_scales(kv_scales)
-            return coordinator.begin(engines, trainer)
+            return coordinator.begin(engines)
 
         self._subscriptions.agree(begin, trainer)
         began = time.monotonic()

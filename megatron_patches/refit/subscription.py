@@ -30,7 +30,7 @@ from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.push_options import EngineReport, Fate
-from megatron_patches.refit.take import Take
+from megatron_patches.refit.take import Meeting, Take
 from megatron_patches.refit.telemetry import cost_of
 from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
@@ -84,6 +84,7 @@ class Subscription:
         self.lags, self.serves, self._is_closed = False, -1, False
         self._base = -1  # the version that the next one may be sent relative to; -1 if that is not known
         self._take: Take | None = None  # of the last version, if it came from other engines
+        self._meeting: Meeting | None = None  # with those from which it came last
         self._worker = Worker(f"refit-{name}")
         self.sent: Future[Moved] = Future()
         self.sent.set_result(Moved({}, 0))
@@ -169,6 +170,17 @@ class Subscription:
     def workers(self) -> int:
         """On the first rank, number of the engine's workers; 0 until it is known."""
         return 0 if self._control is None else self._control.workers
+
+    @property
+    def met(self) -> list[str]:
+        """Names of the engines from which it last took a version, and would take another one without a new plan."""
+        meeting = self._meeting
+        return [] if meeting is None else [server.name for server in meeting.servers]
+
+    @property
+    def can_send(self) -> bool:
+        """On the first rank, whether the engine's workers could send what they serve to others."""
+        return self._control is not None and not self._control.cannot_send
 
     @property
     def standing(self) -> Standing:
@@ -345,6 +357,8 @@ class Subscription:
             self._party.prepare(self._trainer.describe, self._have_recorded)
             if self._control is not None:
                 self._control.wait()
+                if self._control.options.fan_out and not self.can_send:
+                    logger.warning("refit: %s sends nothing to other engines: %s", self.name, self._control.cannot_send)
         except Exception as error:
             of_engine = self._control.failure if self._control is not None else None
             reason = of_engine or describe_error(error)
@@ -392,13 +406,22 @@ class Subscription:
         self._log.enter(State.SENDING, take.version)
         try:
             self.check_there()  # another trainer may use the engine
-            moved = take.run(control)
+            if self._meeting is None or self._meeting.servers != take.servers or not self._meeting.is_complete:
+                self._end_meeting()
+                self._meeting = Meeting(take.servers, control, self._trainer)
+            moved = take.run(self._meeting)
         except Exception as error:
+            self._end_meeting()
             take.failure = describe_error(error)
             self._fail(self.serves, take.failure)
             raise
         self._log.enter(State.COMMITTING, take.version)
         return moved
+
+    def _end_meeting(self) -> None:
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
 
     def _serve_after(self, sent: Future[Moved], version: int) -> Future[float]:
         served = self._run(lambda: self._serve(version, sent))
@@ -488,6 +511,7 @@ class Subscription:
         self._log.enter(State.FAILED if self.gone else State.READY, version, reason)
 
     def _close(self) -> None:
+        self._end_meeting()
         if self._party is not None:
             self._party.close()
         self._log.enter(State.CLOSED)

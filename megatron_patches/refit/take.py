@@ -1,8 +1,9 @@
-"""The first trainer rank's part when one engine takes a version from others.
+"""The first trainer rank's part when one engine takes versions from others.
 
-It is a session of its own, for this engine and this version: the workers of the serving engines are the sources, and
-those of the taking engine the destinations. The first rank is a source too: it describes the model, makes the engines
-take part, and holds no weights. So plans, proofs, digests, transports, time-outs and commits are those of a push.
+They meet in a session of their own: the workers of the serving engines are the sources, and those of the taking engine
+the destinations. The first rank is a source too: it describes the model, makes the engines take part, and holds no
+weights. So plans, proofs, digests, transports, time-outs and commits are those of a push. Like a subscription, a
+meeting goes on with its plan as long as the same engines meet and none of their workers leaves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from megatron_patches.refit.parties.messages import Held, Moved
 from megatron_patches.refit.parties.registry import Registry
 from megatron_patches.refit.parties.source import SourceParty
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.rendezvous import Rendezvous
 from megatron_patches.refit.trainer_rank import Once, Trainer
 from megatron_patches.refit.transports.worker import wait_for
@@ -47,14 +47,115 @@ class Server:
     check: Callable[[], None]
 
 
+class Meeting:
+    """Where the workers of one engine meet those of engines from which it takes versions.
+
+    Args:
+        servers: the engines that send.
+        control: of the engine that takes.
+        trainer: this rank.
+
+    Attributes:
+        servers: the engines that send.
+    """
+
+    def __init__(self, servers: Sequence[Server], control: EngineControl, trainer: Trainer) -> None:
+        self.servers, self._control, self._trainer = servers, control, trainer
+        # Only whole versions: the servers do not know what else the engine holds.
+        self._options = options = replace(control.options, payload=PayloadKind.WHOLE)
+        self._sources = 1 + sum(server.workers for server in servers)
+        self._given_up: str | None = None
+        self._assembly: Assembly | None = None
+        self._party: SourceParty | None = None
+        self._rendezvous = Rendezvous(
+            self._sources + control.workers,
+            options.timeout_s,
+            Registry(self._sources).answer,
+            options.host,
+            silence_s=options.lease_s,
+        )
+
+    @property
+    def awaited(self) -> list[str]:
+        """Whom it waits for. Any thread may ask."""
+        return self._rendezvous.awaited
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody has left, and it was not given up."""
+        return self._given_up is None and (self._party is None or self._party.is_complete)
+
+    def give_up(self, reason: str) -> None:
+        """Ends it. Any thread may call it."""
+        self._given_up = reason
+        self._rendezvous.give_up(reason)
+
+    def close(self) -> None:
+        """Ends it. No version may be under way."""
+        if self._party is not None:
+            self._party.close()
+        self._rendezvous.close(None if self._party is None else 0)
+
+    def bring(self, version: int) -> Moved:
+        """Makes the engine receive a version. It is then ready to be committed.
+
+        Raises:
+            RefitError: if it did not come. The meeting cannot go on.
+        """
+        control, invitation = self._control, self._rendezvous.invitation
+        where = meeting_at(invitation, self._sources, self._options, self._options.staging_bytes)
+        call = {"version": version, "key": invitation.token, **where}
+        self._ask_servers(call)
+        if self._assembly is None or self._party is None:
+            self._assembly, self._party = self._agree(call)
+        assembly, party = self._assembly, self._party
+
+        def ask() -> Memory:
+            control.receive(assembly, version, step, linked=False, key=invitation.token)
+            return {}
+
+        step = assembly.next_step
+        moved = party.push(version, Once(ask))
+        party.unlink()
+        return moved
+
+    def _ask_servers(self, call: Mapping[str, Any]) -> None:
+        first = 1
+        for server in self.servers:
+            patience = Patience(self._options.timeout_s, f"{server.name} to send", partial(self._check, server))
+            wait_for(server.relay({**call, "first": first}), patience)
+            self._rendezvous.check_joined(range(first, first + server.workers), server.name)
+            first += server.workers
+
+    def _check(self, server: Server) -> None:
+        if self._given_up is not None:
+            raise PartyFailedError(self._given_up)
+        server.check()
+
+    def _agree(self, call: Mapping[str, Any]) -> tuple[Assembly, SourceParty]:
+        options = self._options.links(self._sources, self._options.staging_bytes)
+        assembly = Assembly(self._rendezvous.invitation, 0, self._trainer.name)
+        party = SourceParty(assembly, options, self._trainer.device)
+        try:
+            self._control.meet(assembly, call)
+            party.prepare(self._describe)
+        except BaseException:
+            party.close()
+            raise
+        return assembly, party
+
+    def _describe(self) -> Held:
+        """The model alone, of which this source holds nothing. Engines may lack tensors that they do not serve."""
+        held = self._trainer.describe()
+        return replace(held, manifest=Manifest(held.manifest.rank, held.manifest.host, (), ()), partial=True)
+
+
 class Take:
     """One engine takes one version from others.
 
     Args:
         version: number of the version.
         servers: who serves it.
-        options: of the session.
-        trainer: this rank.
 
     Attributes:
         version: number of the version.
@@ -64,86 +165,41 @@ class Take:
         failure: why the engine does not serve the version; None if it does, or that is not known yet.
     """
 
-    def __init__(self, version: int, servers: Sequence[Server], options: RefitOptions, trainer: Trainer) -> None:
+    def __init__(self, version: int, servers: Sequence[Server]) -> None:
         self.version, self.servers = version, servers
         workers = [f"{server.name} worker {worker}" for server in servers for worker in range(server.workers)]
         self.sources = ("the trainer's first rank", *workers)
         self.is_given_up = False
         self.failure: str | None = None
-        # Only whole versions: the servers do not know what else the engine holds.
-        self._options, self._trainer = replace(options, payload=PayloadKind.WHOLE), trainer
         self._lock = threading.Lock()
-        self._rendezvous: Rendezvous | None = None
+        self._meeting: Meeting | None = None  # while the version is on its way
         self._reason = ""
 
     @property
     def awaited(self) -> list[str]:
         """Whom it waits for. Any thread may ask."""
-        return [] if self._rendezvous is None else self._rendezvous.awaited
+        meeting = self._meeting
+        return [] if meeting is None else meeting.awaited
 
     def give_up(self, reason: str) -> None:
         """Ends it, unless the version has come already. Any thread may call it."""
         with self._lock:
             self.is_given_up, self._reason = True, reason
-            if self._rendezvous is not None:
-                self._rendezvous.give_up(reason)
+            if self._meeting is not None:
+                self._meeting.give_up(reason)
 
-    def run(self, control: EngineControl) -> Moved:
-        """Makes the engine receive the version. It is then ready to be committed.
-
-        Args:
-            control: of the engine.
+    def run(self, meeting: Meeting) -> Moved:
+        """Makes the engine receive the version in a meeting with the servers.
 
         Raises:
             RefitError: if it did not come.
         """
-        options, sources = self._options, len(self.sources)
         with self._lock:
-            self._check()
-            self._rendezvous = rendezvous = Rendezvous(
-                sources + control.workers,
-                options.timeout_s,
-                Registry(sources).answer,
-                options.host,
-                silence_s=options.lease_s,
-            )
-        invitation = rendezvous.invitation
-        where = meeting_at(invitation, sources, options, options.staging_bytes)
-        call = {"version": self.version, "key": invitation.token, **where}
-        party: SourceParty | None = None
+            if self.is_given_up:
+                raise PartyFailedError(self._reason)
+            self._meeting = meeting
         try:
-            self._ask_servers(rendezvous, call)
-            assembly = Assembly(invitation, 0, self._trainer.name)
-            party = SourceParty(assembly, options.links(sources, options.staging_bytes), self._trainer.device)
-            control.meet(assembly, call)
-            party.prepare(self._describe)
-
-            def ask() -> Memory:
-                control.receive(assembly, self.version, step, linked=False, key=invitation.token)
-                return {}
-
-            step = assembly.next_step
-            return party.push(self.version, Once(ask))
+            return meeting.bring(self.version)
         finally:
-            if party is not None:
-                party.close()
-            rendezvous.close(None if party is None else 0)
-
-    def _ask_servers(self, rendezvous: Rendezvous, call: Mapping[str, Any]) -> None:
-        first = 1
-        for server in self.servers:
-            patience = Patience(self._options.timeout_s, f"{server.name} to send", partial(self._check, server))
-            wait_for(server.relay({**call, "first": first}), patience)
-            rendezvous.check_joined(range(first, first + server.workers), server.name)
-            first += server.workers
-
-    def _check(self, server: Server | None = None) -> None:
-        if self.is_given_up:
-            raise PartyFailedError(self._reason)
-        if server is not None:
-            server.check()
-
-    def _describe(self) -> Held:
-        """The model alone, of which this source holds nothing. Engines may lack tensors that they do not serve."""
-        held = self._trainer.describe()
-        return replace(held, manifest=Manifest(held.manifest.rank, held.manifest.host, (), ()), partial=True)
+            with self._lock:
+                self._meeting = None

@@ -143,22 +143,31 @@ def test_engines_that_missed_a_version_take_it_from_others(tmp_path: Path) -> No
 
 
 def in_waves(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
-    """Each version goes to two of five engines. While the first one sends version 2 to another, it is killed."""
+    """Each version goes to two of five engines, of which two can send nothing to others.
+
+    While engine 2 sends version 2 to another one, it is killed.
+    """
+    first, found, left = session.exchange.rank == 0, list[Any](), [*clients[:2], *clients[3:]]
+    if first:
+        for engine in clients[:2]:
+            engine.run("send_nothing")
+    session.exchange.gather(None)
+    session.prepare()
     reports = [push(1, wait=True)]
-    first, found = session.exchange.rank == 0, list[Any]()
     if first:
         found.append([engine.run("content") for engine in clients])
-        clients[0].run("fail_in", "relaying", int(signal.SIGKILL))
-        clients[0].run("send_slowly", 0.0)
+        clients[2].run("fail_in", "relaying", int(signal.SIGKILL))
+        clients[2].run("send_slowly", 0.0)
     session.exchange.gather(None)
     reports.append(push(2, wait=True))
     if first:
-        found.append([engine.run("content") for engine in clients[1:]])
+        found.append([engine.run("content") for engine in left])
     reports.append(push(3))
     reports.append(push(4))
     lost = session.wait()
     if first:
-        found.append([engine.run("content") for engine in clients[1:]])
+        found.append([engine.run("content") for engine in left])
+        found.append([engine.run("calls").count("relay") for engine in clients[:2]])
     session.exchange.gather(None)
     return [({name: one.fate for name, one in each.engines.items()}, each.nbytes) for each in reports], lost, found
 
@@ -169,13 +178,27 @@ def test_a_push_reaches_engines_in_waves(tmp_path: Path) -> None:
     nbytes = sum(2 * math.prod(shape) for shape in family_from_config(CASE.config).shapes().values())
     assert reports[0] == (dict.fromkeys(NAMES, Fate.SERVES), 2 * nbytes)
     assert reports[1] == (dict.fromkeys(NAMES, Fate.SERVES), 2 * nbytes)
-    assert reports[2][0][NAMES[0]] is Fate.FAILED
-    assert sorted(reports[3][0].values()) == [Fate.SENT, Fate.SENT, Fate.TAKES, Fate.TAKES]
+    assert reports[2][0][NAMES[2]] is Fate.FAILED
+    assert reports[3][0] == {**dict.fromkeys(NAMES[:2], Fate.TAKES), **dict.fromkeys(NAMES[3:], Fate.SENT)}
     assert not lost
-    assert found == [[(1, expected(1))] * 5, [(2, expected(2))] * 4, [(4, expected(4))] * 4]
+    assert found[:3] == [[(1, expected(1))] * 5, [(2, expected(2))] * 4, [(4, expected(4))] * 4]
+    assert found[3] == [0, 0]  # they were not even asked
     told = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
     served = [cost for cost in told if cost["version"] == 4 and cost["serves"]]
     assert sorted(cost["sources"][0] for cost in served) == ["0", "0", *["the trainer's first rank"] * 2]
+
+
+def one_after_another(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:
+    """Three versions go to engine 0, and from there to engine 1."""
+    for version in (1, 2, 3):
+        push(version, wait=True)
+    return [(engine.run("content"), engine.run("calls")) for engine in (clients if session.exchange.rank == 0 else [])]
+
+
+def test_engines_that_meet_again_keep_their_plan(tmp_path: Path) -> None:
+    (_, sent), (content, taken) = run(tmp_path, one_after_another, fan_out_width=1, **OPTIONS)[0]
+    assert content == (3, expected(3))
+    assert (sent.count("relay"), taken.count("receive"), taken.count("meet")) == (3, 3, 1)
 
 
 def nobody_can_send(session: RefitSession, clients: list[PlainEngine], push: Push) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.integration.cases import LLAMA, SCHEDULE
 from tests.integration.checkpoint_families import CONFIGS, parallel_flags
 from tests.integration.megatron_run import MegatronPool
 from tests.integration.test_checkpoint_families import run_commands
+from tests.support.full_disk import files_of
 from tests.support.random_checkpoint import random_tensors, read_tensors, write_checkpoint
 
 pytestmark = [
@@ -91,3 +94,17 @@ def test_a_run_starts_from_an_import_as_from_the_checkpoint_itself(megatron: Meg
     started = megatron.train(2, f"{flags} --load-hf {root}/llama".split())
     assert len(started[-1].losses) == 3
     assert imported[-1].losses == started[-1].losses
+
+
+@pytest.mark.slow
+def test_a_write_that_the_system_refuses_is_told_in_one_line(root: Path, tmp_path: Path) -> None:
+    """A limit on file sizes makes the write fail as a full disk would, in Megatron's process that writes."""
+    words = ["import", "--hf", str(root / "llama"), "--save", str(tmp_path / "saved")]
+    command = [sys.executable, "-m", "megatron_patches.refit", *words]
+    with files_of(32768):  # which the process inherits
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0  # under this limit PyTorch's writer may even crash the process at its end
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: --save .*/saved: writing failed, and [\d.]+ MB are free there \(.*\)$", line)
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("latest_checkpointed_iteration.txt"))

@@ -30,9 +30,8 @@ from megatron_patches.refit.errors import RefitError
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
+from megatron_patches.refit.parties.fan_out import Committed, Relay, Taking
 from megatron_patches.refit.parties.messages import Invitation, Model
-from megatron_patches.refit.parties.relay import Committed, Relay
-from megatron_patches.refit.parties.taking import Taking
 from megatron_patches.refit.parties.terms import LinkOptions
 from megatron_patches.refit.ports import Bits
 from megatron_patches.refit.sender import Sender
@@ -68,8 +67,9 @@ class Engine:
         self._model: Model | None = None
         self._digests: list[int] = []
         self._calls: list[str] = []
-        self._relays: list[tuple[Relay, threading.Thread]] = []
+        self._relays: dict[str, tuple[Relay, threading.Thread]] = {}
         self._others: Taking | None = None
+        self._cannot_send = ""
 
     def call(self, call: dict[str, Any]) -> None:
         """See :class:`megatron_patches.refit.engines.EngineClient`."""
@@ -128,6 +128,10 @@ class Engine:
 
         Sender.pack_into = slow  # type: ignore[method-assign, assignment]
 
+    def send_nothing(self) -> None:
+        """Lets it keep what it serves in a form in which others cannot take it, from when it joins next."""
+        self._cannot_send = "it keeps what it serves in another form"
+
     def know(self, dtypes: dict[str, str]) -> None:
         """Lets it know tensors of these names and dtypes alone, and keep them in these dtypes."""
         self._known = dtypes
@@ -138,6 +142,9 @@ class Engine:
             self._party.leave()
             self._leave_others()
             self._stop_relays()
+            for relay, _ in self._relays.values():
+                relay.leave()
+            self._relays = {}
             self._finish()
             self._party.close()
         invitation = Invitation(call["host"], call["port"], call["token"], call["timeout_s"])
@@ -156,7 +163,7 @@ class Engine:
         if self._manifest is None:
             raise RefitError("nobody has joined")
         manifest, invitation = self._manifest, Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-        others = Taking(invitation, 0, "engine worker 0", _links(call), "cpu", call["lease_s"])
+        others = Taking(invitation, call["sources"], "engine worker 0", _links(call), "cpu", call["lease_s"])
         self._others = others
         self._start(lambda: others.meet(manifest))
 
@@ -166,23 +173,29 @@ class Engine:
         self._others = None
 
     def _receive(self, call: dict[str, Any]) -> None:
-        if not call.get("key"):
+        if not call.get("key") and self._thread is not None and self._thread.is_alive():
             self._leave_others()
         self._finish()
         self._received = None
         self._start(lambda: self._take(call))
 
     def _relay(self, call: dict[str, Any]) -> None:
-        invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
-        relay = Relay(invitation, call["first"], "engine worker 0", _links(call), "cpu", call["lease_s"])
+        if call["key"] in self._relays:
+            relay, thread = self._relays[call["key"]]
+            thread.join()
+        else:
+            invitation = Invitation(call["host"], call["port"], call["key"], call["timeout_s"])
+            relay = Relay(invitation, call["first"], "engine worker 0", _links(call), "cpu", call["lease_s"])
         thread = threading.Thread(target=self._send, args=(relay, call["version"]), daemon=True)
-        self._relays.append((relay, thread))
+        self._relays[call["key"]] = relay, thread
         thread.start()
 
     def _send(self, relay: Relay, version: int) -> None:
         def committed() -> Committed:
             if self._model is None or self._manifest is None:
                 raise RefitError("nobody has joined")
+            if self._cannot_send:
+                raise RefitError(self._cannot_send)
             return Committed(self.version, self._model, self._manifest, self.serving, self._digests)
 
         try:
@@ -191,11 +204,11 @@ class Engine:
             logger.exception("version %d was not sent", version)
 
     def _stop_relays(self) -> None:
-        for relay, _ in self._relays:
+        under_way = [(relay, thread) for relay, thread in self._relays.values() if thread.is_alive()]
+        for relay, _ in under_way:
             relay.stop()
-        for _, thread in self._relays:
+        for _, thread in under_way:
             thread.join()
-        self._relays = []
 
     def _abandon(self, call: dict[str, Any]) -> None:  # noqa: ARG002 - likewise
         self._finish()
@@ -221,14 +234,19 @@ class Engine:
 
         try:
             found = party.receive(call["version"], call["step"], call["linked"], room, base=lambda: self._base)
-        finally:
+        except BaseException:
             if party is not self._party:
                 party.close()
+            raise
+        if party is not self._party:
+            party.unlink()
         arrays = {name: np.asarray(array) for name, array in found.items()}
         self._received = call["version"], arrays, list(party.verified)
 
     def _want(self, model: Model) -> Manifest:
         self._model = model
+        if self._party is not None:
+            self._party.cannot_send = self._cannot_send
         if self._known is None:
             return whole(model)
         unknown = [spec.name for spec in model.tensors if spec.name not in self._known]

@@ -96,12 +96,15 @@ def agree_as_source(assembly: Steps, held: Callable[[], Held], told: Callable[[]
     return Agreed(plans[0], orders.digest, orders.nbytes)
 
 
-def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -> Agreed:
+def agree_as_destination(
+    assembly: Steps, wanted: Callable[[Model], Manifest], cannot_send: Callable[[], str] = lambda: ""
+) -> Agreed:
     """A destination's part: plans what it requests of each source, and proves that this covers all that it wants.
 
     Args:
         assembly: this party's connection to the others, which take these steps together.
         wanted: describes what this party wants of the given model.
+        cannot_send: called after it; see :class:`megatron_patches.refit.parties.messages.Wanted`.
 
     Raises:
         RefitError: on all parties, if any failed, or no plan covers what is wanted.
@@ -111,7 +114,7 @@ def agree_as_destination(assembly: Steps, wanted: Callable[[Model], Manifest]) -
 
     def record() -> Wanted:
         recorded.append(receiver_of(wanted(Model(told.config, unfold_tensors(told.tensors)))))
-        return Wanted(tuple(template.region for template in recorded[0].layout.templates))
+        return Wanted(tuple(template.region for template in recorded[0].layout.templates), cannot_send())
 
     overlap = assembly.exchange(RECORDING, Overlap, record)
     plans: list[Plan] = []

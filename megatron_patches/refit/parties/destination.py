@@ -30,11 +30,13 @@ class DestinationParty(Party[ReceivingEnd]):
     Attributes:
         beside_bytes: see :class:`megatron_patches.refit.parties.messages.Moved`; set by the maker of the memory.
         backup_bytes: likewise.
+        cannot_send: see :class:`megatron_patches.refit.parties.messages.Wanted`; set while recording.
         verified: digests of the boxes of the manifest, of the last version received.
     """
 
     beside_bytes = 0
     backup_bytes = 0
+    cannot_send = ""
     verified: Sequence[int] = ()
 
     def __init__(self, assembly: Assembly, options: LinkOptions, device: str = "cpu") -> None:
@@ -61,7 +63,7 @@ class DestinationParty(Party[ReceivingEnd]):
             found.append(wanted(model))
             return found[0]
 
-        self._follow(agree_as_destination(self._assembly, record))
+        self._follow(agree_as_destination(self._assembly, record, lambda: self.cannot_send))
         self._manifest = found[0]
         return found[0]
 
@@ -92,7 +94,7 @@ class DestinationParty(Party[ReceivingEnd]):
         """
         self._assembly.next_step = step
         if not linked:
-            self._unlink()
+            self.unlink()
         try:
             end, manifest = self._link(ReceivingEnd, lambda end: end.offer(self._slot_bytes())), self._manifest
             if manifest is None:
@@ -118,7 +120,7 @@ class DestinationParty(Party[ReceivingEnd]):
             self._assembly.exchange(f"{SENDING} {version}", Moved, take)
             return received[0]
         except BaseException:
-            self._unlink()
+            self.unlink()
             raise
 
     @property
@@ -131,6 +133,7 @@ class DestinationParty(Party[ReceivingEnd]):
         """Reports a commit to the sources. ``reason`` is why it failed, or None."""
         self._assembly.post(commit_topic(version), reason)
 
-    def _unlink(self) -> None:
+    def unlink(self) -> None:
+        """See :class:`megatron_patches.refit.parties.party.Party`."""
         self._unpacker = None
-        super()._unlink()
+        super().unlink()

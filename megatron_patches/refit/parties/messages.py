@@ -183,9 +183,15 @@ class ModelAnswer(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A party's answer in the step ``RECORDING``: the regions that it wants; none for a source."""
+    """A party's answer in the step ``RECORDING``.
+
+    Attributes:
+        regions: what it wants; none for a source.
+        cannot_send: of a destination: why it could not send what it receives to another engine; empty if it could.
+    """
 
     regions: tuple[Region, ...]
+    cannot_send: str = ""
 
 
 class Overlap(msgspec.Struct, frozen=True):

@@ -84,6 +84,11 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
         """Whether links are up. If not, the next version connects them."""
         return self._end is not None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is connected to all other parties. Any thread may ask."""
+        return not self._assembly.is_lost and not self._assembly.gone()
+
     def leave(self) -> None:
         """Disconnects from the other parties. Whatever is under way in another thread fails and closes its links."""
         self._assembly.close()
@@ -91,7 +96,13 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
     def close(self) -> None:
         """Disconnects and closes the links, which no other thread may be using; see :meth:`leave`."""
         self.leave()
-        self._unlink()
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Closes the links, which gives back their memory. The next version connects them anew."""
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
 
     def _follow(self, agreed: Agreed) -> None:
         self._agreed = agreed
@@ -163,9 +174,3 @@ class Party[End: (SendingEnd, ReceivingEnd)]:
             pool=self.staging,
             timeout_s=self._assembly.timeout_s,
         )
-
-    def _unlink(self) -> None:
-        """Closes the links."""
-        end, self._end = self._end, None
-        if end is not None:
-            end.close()

@@ -50,9 +50,13 @@ class Registry:
 
     Args:
         sources: number of sources.
+
+    Attributes:
+        cannot_send: why a destination could not send what it receives to another engine; empty if all could.
     """
 
     def __init__(self, sources: int) -> None:
+        self.cannot_send = ""
         self._sources = sources
         self._index = OverlapIndex([])
         self._peers: dict[int, set[int]] = defaultdict(set)
@@ -105,6 +109,7 @@ class Registry:
 
     def _overlap(self, payload: bytes) -> Overlap:
         wanted = decode(payload, Wanted)
+        self.cannot_send = self.cannot_send or wanted.cannot_send
         for region in wanted.regions:
             check_region(region)
         return Overlap(*self._index.overlapping(wanted.regions))

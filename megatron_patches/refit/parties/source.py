@@ -90,7 +90,7 @@ class SourceParty(Party[SendingEnd]):
             return self._assembly.exchange(f"{SENDING} {version}", Moved, send)
         except BaseException:
             # Packets of the failed version may still be in flight, so the next version gets new links.
-            self._unlink()
+            self.unlink()
             raise
 
     def collect_commits(self, version: int, destinations: int, timeout_s: float) -> dict[int, str]:
@@ -113,6 +113,7 @@ class SourceParty(Party[SendingEnd]):
             self._sender.renew(memory)
         return self._sender
 
-    def _unlink(self) -> None:
+    def unlink(self) -> None:
+        """See :class:`megatron_patches.refit.parties.party.Party`."""
         self._sender = None
-        super()._unlink()
+        super().unlink()

@@ -37,7 +37,6 @@ class Server:
     Attributes:
         name: of a receiver that has committed, or of the trainer.
         copies: how many receivers it serves at full speed at a time; 1 for a receiver that has committed.
-        host: its machine; empty if it spans several.
 
     Raises:
         ValueError: if ``copies`` is not positive.
@@ -45,7 +44,6 @@ class Server:
 
     name: str
     copies: Fraction = Fraction(1)
-    host: str = ""
 
     def __post_init__(self) -> None:
         if self.copies <= 0:
@@ -59,7 +57,6 @@ class Waiting:
     Attributes:
         name: unique among all.
         missing: part of the version that it lacks.
-        host: its machine; empty if it spans several.
 
     Raises:
         ValueError: if ``missing`` is not greater than 0 and at most 1.
@@ -67,7 +64,6 @@ class Waiting:
 
     name: str
     missing: Fraction = Fraction(1)
-    host: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.missing <= 1:
@@ -114,8 +110,7 @@ def assign(servers: Sequence[Server], receivers: Sequence[Waiting]) -> tuple[Sha
         receivers: all that want it; earlier ones are served first.
 
     Returns:
-        The shares. Those of a receiver add up to at most 1, those of a server to at most its ``copies``. Servers on a
-        receiver's own machine are taken first.
+        The shares. Those of a receiver add up to at most 1, those of a server to at most its ``copies``.
 
     Raises:
         ValueError: if a name occurs twice, or no server has the version.
@@ -141,7 +136,7 @@ def fan_out(servers: Sequence[Server], receivers: Sequence[Waiting]) -> tuple[Wa
         left = [(item, item.missing - lasts * speeds[item.name]) for item in wanting]
         done = [item for item, missing in left if missing == 0]
         wanting = [replace(item, missing=missing) for item, missing in left if missing]
-        having += [Server(name=item.name, host=item.host) for item in done]
+        having += [Server(name=item.name) for item in done]
         waves.append(Wave(begin=now, end=now + lasts, shares=shares, committed=tuple(item.name for item in done)))
         now += lasts
     return tuple(waves)
@@ -194,28 +189,14 @@ def _served_alone(copies: Fraction, rest: Fraction, receivers: int) -> int:
 
 
 def _pour(servers: Sequence[Server], speeds: Iterable[tuple[Waiting, Fraction]]) -> Iterator[Share]:
-    """Spreads the speeds over servers in order, those on the same machine first."""
-    left = {server.name: server.copies for server in servers}
-    hosts: dict[str, list[str]] = defaultdict(list)
-    for server in servers:
-        if server.host:
-            hosts[server.host].append(server.name)
-    needed: list[tuple[str, Fraction]] = []
+    """Spreads the speeds over servers in order."""
+    left = deque((server.name, server.copies) for server in servers)
     for receiver, speed in speeds:
-        need = speed
-        for name in hosts.get(receiver.host, ()):
-            taken = min(need, left[name])
-            if taken:
-                left[name], need = left[name] - taken, need - taken
-                yield Share(server=name, receiver=receiver.name, speed=taken)
-        needed.append((receiver.name, need))
-    free = deque(name for name, copies in left.items() if copies)
-    for receiver_name, need in needed:
-        lacks = need
+        lacks = speed
         while lacks:
-            name = free[0]
-            taken = min(lacks, left[name])
-            left[name], lacks = left[name] - taken, lacks - taken
-            yield Share(server=name, receiver=receiver_name, speed=taken)
-            if not left[name]:
-                free.popleft()
+            name, copies = left.popleft()
+            taken = min(lacks, copies)
+            lacks -= taken
+            yield Share(server=name, receiver=receiver.name, speed=taken)
+            if copies > taken:
+                left.appendleft((name, copies - taken))

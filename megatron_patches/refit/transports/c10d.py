@@ -26,7 +26,7 @@ from megatron_patches.refit.loads import Load, Reach
 from megatron_patches.refit.ports import Bits, Memory, Payload, Pending, Spot, host_bytes
 from megatron_patches.refit.staging import SLOTS
 from megatron_patches.refit.transports.base import Check, Delivery, LinkEnd, NothingToTell, Offer, Place
-from megatron_patches.refit.transports.c10d_groups import Group, NcclGroup, Way
+from megatron_patches.refit.transports.c10d_groups import NcclGroup, NcclWay
 from megatron_patches.refit.transports.direct_copies import DirectCopies
 from megatron_patches.refit.transports.turns import Turns
 from megatron_patches.refit.transports.worker import Worker, wait_for
@@ -58,7 +58,7 @@ class C10dTransport:
 
     Args:
         place: where this party runs.
-        make_group: makes the group, as :class:`megatron_patches.refit.transports.c10d_groups.NcclGroup`.
+        make_group: makes the group.
     """
 
     together = True
@@ -66,11 +66,11 @@ class C10dTransport:
     reach = Reach.CONTIGUOUS
 
     def __init__(
-        self, place: Place, make_group: Callable[[dist.Store, int, int, str, float], Group] = NcclGroup
+        self, place: Place, make_group: Callable[[dist.Store, int, int, str, float], NcclGroup] = NcclGroup
     ) -> None:
         self._place, self._make_group = place, make_group
         self._store: dist.TCPStore | None = None
-        self._group: Group | None = None
+        self._group: NcclGroup | None = None
         self.turns: Turns | None = None
 
     def hidden(self, memory: Memory) -> frozenset[str]:  # noqa: ARG002 - none is hidden
@@ -126,7 +126,7 @@ class C10dTransport:
         self._group, self._store, self.turns = None, None, None
 
     @property
-    def _open(self) -> Group:
+    def _open(self) -> NcclGroup:
         if self._group is None:
             raise PartyFailedError("the transport c10d has made no group; connect() has not succeeded")
         return self._group
@@ -144,7 +144,7 @@ class C10dTransport:
             master_listen_fd=listener.detach() if listener is not None else None,
         )
 
-    def _open_group(self, details: Sequence[_Details]) -> Group:
+    def _open_group(self, details: Sequence[_Details]) -> NcclGroup:
         if self._store is None:
             self._store = self._open_store(details[0].host, details[0].port)
         place = self._place
@@ -191,7 +191,7 @@ class C10dOutgoing(NothingToTell):
         turns: receives what has been started.
     """
 
-    def __init__(self, way: Way, slots: _Slots, turns: Turns) -> None:
+    def __init__(self, way: NcclWay, slots: _Slots, turns: Turns) -> None:
         self._way, self._slots, self._turns = way, slots, turns
         self._pieces = _Pieces(read=True)
         self._under_way: list[Pending[None]] = []
@@ -234,7 +234,7 @@ class C10dIncoming(NothingToTell):
         slots: the memory.
     """
 
-    def __init__(self, way: Way, slots: _Slots) -> None:
+    def __init__(self, way: NcclWay, slots: _Slots) -> None:
         self._way, self._slots, self._pieces = way, slots, _Pieces(read=False)
 
     def fetch(self, slot: int, nbytes: int) -> Pending[Payload]:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,32 +30,10 @@ _WATCHDOG_S = 600.0  # least timeout of torch's watchdog, which only logs; calle
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class Way(Protocol):
-    """One party's side of a link."""
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
-        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes, in the same order."""
-
-    def receive(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
-        """Starts to receive byte tensors."""
-
-
-class Group(Protocol):
-    """The group of all parties, as one party uses it. What it starts ends in the order in which it was started."""
-
-    @property
-    def device(self) -> str:
-        """Device of the tensors."""
-
-    def way(self, peer: int) -> Way:
-        """This party's side of a link to another."""
-
-    def abort(self) -> None:
-        """Ends everything that is under way."""
-
-
 class NcclGroup:
-    """NCCL between GPUs. The constructor returns once all parties have called theirs.
+    """NCCL between GPUs. What a party starts ends in the order in which it was started.
+
+    The constructor returns once all parties have called theirs.
 
     Args:
         store: the store that parties share.
@@ -76,11 +54,11 @@ class NcclGroup:
             self._group.eager_connect_single_device(torch.empty(0, device=device).device)
 
     def way(self, peer: int) -> NcclWay:
-        """See :class:`Group`."""
+        """This party's side of a link to another."""
         return NcclWay(self._group, peer, self.device)
 
     def abort(self) -> None:
-        """See :class:`Group`. Waits a while; logs a warning if NCCL does not end what is under way."""
+        """Ends everything under way. Waits a while; logs a warning if NCCL does not end it."""
         worker = Worker("refit-c10d-abort")
         try:
             worker.submit(self._group.abort).result(_ABORT_S)
@@ -124,12 +102,12 @@ class NcclWay:
     def __init__(self, group: Any, peer: int, device: str) -> None:
         self._group, self._peer, self._device = group, peer, device
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> NcclWork:
-        """See :class:`Way`."""
+    def send(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
+        """Starts to send byte tensors. The peer must receive tensors of equal number and sizes, in the same order."""
         return self._coalesced(self._group.send, tensors)
 
-    def receive(self, tensors: Sequence[torch.Tensor]) -> NcclWork:
-        """See :class:`Way`."""
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Pending[None]:
+        """Starts to receive byte tensors."""
         return self._coalesced(self._group.recv, tensors)
 
     def _coalesced(

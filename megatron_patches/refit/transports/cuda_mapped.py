@@ -13,48 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import msgspec
 
 from megatron_patches.refit.errors import PartyFailedError
-
-
-class MappingDriver(Protocol):
-    """Functions of CUDA; see :class:`megatron_patches.refit.transports.cuda_vmm.CudaDriver`."""
-
-    def allocation_of(self, address: int) -> tuple[int, int]:
-        """Start and size of the chunk that contains an address."""
-
-    def retain(self, address: int) -> int:
-        """The handle of the chunk at an address, retained."""
-
-    def release(self, handle: int) -> None:
-        """Releases a handle."""
-
-    def becomes_file(self, handle: int) -> bool:
-        """Whether a handle can be exported as a file descriptor."""
-
-    def export_file(self, handle: int) -> int:
-        """Exports a handle as a file descriptor."""
-
-    def import_file(self, descriptor: int) -> int:
-        """Imports a handle from a file descriptor."""
-
-    def reserve(self, nbytes: int) -> int:
-        """Reserves addresses."""
-
-    def free(self, address: int, nbytes: int) -> None:
-        """Frees reserved addresses."""
-
-    def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Maps a chunk."""
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        """Unmaps a chunk."""
-
-    def allow(self, address: int, nbytes: int, device: int) -> None:
-        """Lets a GPU access addresses."""
+from megatron_patches.refit.transports.cuda_vmm import CudaDriver
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -102,7 +65,7 @@ class ChunkShelf:
         driver: CUDA.
     """
 
-    def __init__(self, driver: MappingDriver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._held: dict[int, _Held] = {}
         self._next = 0
@@ -220,7 +183,7 @@ class MappedRow:
         PartyFailedError: if the other process does not provide descriptors, or CUDA fails.
     """
 
-    def __init__(self, driver: MappingDriver, device: int, chunks: Sequence[Chunk], fetch: Fetch) -> None:
+    def __init__(self, driver: CudaDriver, device: int, chunks: Sequence[Chunk], fetch: Fetch) -> None:
         sizes = [chunk.nbytes for chunk in chunks]
         offsets = dict(zip((chunk.number for chunk in chunks), accumulate(sizes, initial=0), strict=False))
         nbytes = {chunk.number: chunk.nbytes for chunk in chunks}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from dataclasses import replace
 
 import torch
 
@@ -26,10 +27,8 @@ from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest, Placement, Storage
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Invitation, Model, State, StateLog
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.messages import Model, State, StateLog
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.vllm.adapter_check import check_adapter, manager_of
 from megatron_patches.refit.vllm.adapter_files import AdapterFiles, StagedAdapter, factors_of
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
@@ -63,17 +62,11 @@ class AdapterSession:
     def __init__(self, call: RefitCall, serving: ServingModel, files: AdapterFiles, log: StateLog) -> None:
         self._call, self._serving, self._files, self._log = call, serving, files, log
         self._folder = session_folder(call.folder, call.token)
-        options = LinkOptions(
-            transport=named_transport(call.transport),
-            staging_bytes=call.staging_bytes,
-            sources=call.sources,
-            memory=MemoryMode.BESIDE,
-        )
+        options = replace(call.links, memory=MemoryMode.BESIDE)
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         name = f"engine worker {worker} on {socket.gethostname()}:{os.getpid()}"
-        invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
-        self._assembly = Assembly(invitation, call.sources + worker, name)
+        self._assembly = Assembly(call.invitation, call.sources + worker, name)
         self._party = DestinationParty(self._assembly, options)
         self._memory: VersionMemory | None = None  # once the parties have agreed on a plan
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors, by name

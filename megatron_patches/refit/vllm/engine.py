@@ -231,7 +231,7 @@ class EtpWeightTransferEngine(WeightTransferEngine[RefitCall, NoUpdate]):
         session = self._joined(call)
         if session is None:
             raise RefitError(f"asked to receive version {call.version}, but {self._why_not()}")
-        session.receive(call.version, call.step, call.linked, from_others=bool(call.key))
+        session.receive(call.version, call.step, call.linked, key=call.key)
 
     def _commit(self, call: RefitCall) -> None:
         session = self._session if call.token == self._token else None

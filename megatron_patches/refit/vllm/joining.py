@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from concurrent.futures import Future, wait
@@ -15,10 +16,9 @@ from megatron_patches.refit.kv_scales import is_kv_scale
 from megatron_patches.refit.manifest import Manifest
 from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import TICK_S, Invitation, Model, State, StateLog
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.messages import TICK_S, Model, State, StateLog
 from megatron_patches.refit.target.recorded import recorded_manifest
-from megatron_patches.refit.transports.base import TransportName, named_transport
+from megatron_patches.refit.transports.base import TransportName
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import (
     check_all_loaded,
@@ -39,6 +39,8 @@ from megatron_patches.refit.vllm.swap import make_ready
 from megatron_patches.refit.vllm.unwrapped import unwrapped
 from megatron_patches.refit.vllm.worker_session import LEAVING_S, Layout, ServingModel, WorkerSession
 
+logger = logging.getLogger(__name__)
+
 
 class Joining:
     """A worker that is joining a session. It agrees on a plan in its own thread while the engine answers requests.
@@ -58,19 +60,12 @@ class Joining:
 
     def __init__(self, call: RefitCall, serving: ServingModel, version: int, log: StateLog) -> None:
         self._call, self._serving, self._version, self._log = call, serving, version, log
-        self._memory, self._payload = MemoryMode(call.memory), PayloadKind(call.payload)
-        options = LinkOptions(
-            transport=named_transport(call.transport),
-            staging_bytes=call.staging_bytes,
-            sources=call.sources,
-            memory=self._memory,
-            payload=self._payload,
-        )
+        # A party that has joined must answer, so anything in the call that may be invalid is checked first.
+        options = call.links
+        self._memory, self._payload = options.memory, options.payload
         parallel = serving.config.parallel_config
         worker = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-        # A party that has joined must answer, so anything in the call that may be invalid is checked first.
-        invitation = Invitation(call.host, call.port, call.token, call.timeout_s)
-        self._assembly = Assembly(invitation, call.sources + worker, _name_of(worker))
+        self._assembly = Assembly(call.invitation, call.sources + worker, _name_of(worker))
         self._party = DestinationParty(self._assembly, options, str(serving.device))
         self._model: Future[Model] = Future()  # from the other parties
         self._layout: Future[Layout] = Future()  # from record()
@@ -153,6 +148,9 @@ class Joining:
             patience.tick()
             wait([self._layout], TICK_S)
         layout = self._layout.result(0)
+        self._party.cannot_send = refusal = layout.relays.refusal
+        if refusal:
+            logger.info("refit: %s", refusal)
         if layout.in_place is not None:
             self._party.backup_bytes = layout.in_place.backup.nbytes
         return layout.manifest

@@ -12,8 +12,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from megatron_patches.refit.adapter_names import ADAPTER_NAME
 from megatron_patches.refit.delta import PayloadKind
 from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S
-from megatron_patches.refit.transports.base import AUTO
+from megatron_patches.refit.parties.messages import LONGEST_TIMEOUT_S, Invitation
+from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.transports.base import AUTO, named_transport
 
 Count = Annotated[int, Meta(ge=0, le=1 << 32)]
 
@@ -77,6 +78,26 @@ class RefitCall(WeightTransferInitInfo):
             raise ValueError("to meet, a call names host, port, token, key, timeout_s and sources")
         if self.call == "join" and self.adapter and not self.folder.startswith("/"):
             raise ValueError(f"to join with an adapter, a call names an absolute folder, not {self.folder!r}")
+
+    @property
+    def invitation(self) -> Invitation:
+        """To the rendezvous that the call is about: of a meeting of engines if it has a key, else the trainer's."""
+        return Invitation(self.host, self.port, self.key or self.token, self.timeout_s)
+
+    @property
+    def links(self) -> LinkOptions:
+        """How all parties there move bytes.
+
+        Raises:
+            ValueError: if the call has values that this worker does not know.
+        """
+        return LinkOptions(
+            transport=named_transport(self.transport),
+            staging_bytes=self.staging_bytes,
+            sources=self.sources,
+            memory=MemoryMode(self.memory),
+            payload=PayloadKind(self.payload),
+        )
 
 
 def read_call(content: dict[str, Any]) -> RefitCall:

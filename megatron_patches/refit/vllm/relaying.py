@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_patches.refit.errors import UnsupportedEngineError
+from megatron_patches.refit.errors import RefitError, UnsupportedEngineError
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.memory_mode import MemoryMode
-from megatron_patches.refit.parties.messages import Invitation, Model
-from megatron_patches.refit.parties.relay import Committed, Relay
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.fan_out import Committed, Relay
+from megatron_patches.refit.parties.messages import Model
 from megatron_patches.refit.ports import Memory
-from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.engine_refusals import check_awake, check_stays_awake
 from megatron_patches.refit.vllm.layers import Layers
 from megatron_patches.refit.vllm.refit_call import RefitCall
 from megatron_patches.refit.vllm.version_memory import bits_of
+
+_ENDING_S = 10.0
+"""Seconds for a thread to end after the last version has been sent."""
 
 
 class Relays:
@@ -39,8 +39,17 @@ class Relays:
     ) -> None:
         self._model, self._manifest, self._layers, self._device = model, manifest, layers, device
         self._worker, self._name = worker, name
-        self._under_way: list[tuple[Relay, Aside]] = []
+        self._relays: dict[str, tuple[Relay, Aside]] = {}  # by key of the meeting
         self._lock = threading.Lock()
+
+    @property
+    def refusal(self) -> str:
+        """Why this worker could not send what it serves; empty if it could."""
+        try:
+            self._memory()
+        except RefitError as error:
+            return str(error)
+        return ""
 
     def start(self, call: RefitCall, version: int, digests: Sequence[int]) -> None:
         """Starts to send the version that serves.
@@ -50,35 +59,46 @@ class Relays:
             version: number of the serving weights; -1 if they did not come in this session.
             digests: of the boxes of the manifest, as compared with the trainer's.
         """
-        options = LinkOptions(
-            transport=named_transport(call.transport),
-            staging_bytes=call.staging_bytes,
-            sources=call.sources,
-            memory=MemoryMode(call.memory),
-        )
-        invitation = Invitation(call.host, call.port, call.key, call.timeout_s)
-        party, device = call.first + self._worker, str(self._device)
-        relay, aside = Relay(invitation, party, self._name, options, device, call.lease_s), Aside(self._device)
 
         def committed() -> Committed:
             return Committed(version, self._model, self._manifest, self._memory(), digests)
 
         with self._lock:
-            self._under_way = [(relay, aside) for relay, aside in self._under_way if not aside.idle]
+            for key, (kept, thread) in list(self._relays.items()):
+                if thread.idle and not kept.goes_on:
+                    kept.leave()
+                    del self._relays[key]
+            relay, aside = self._relays.get(call.key) or (self._meet(call), Aside(self._device))
+            aside.finish(_ENDING_S)
             aside.start(f"relay-{version}", lambda: relay.run(call.version, committed))
-            self._under_way.append((relay, aside))
+            self._relays[call.key] = relay, aside
 
     def stop(self, timeout_s: float) -> None:
-        """Ends all, because the serving memory is about to change. Any thread may call it.
+        """Ends all that is being sent, because the serving memory is about to change. Any thread may call it.
 
         Raises:
             RefitError: if one does not end in time.
         """
         with self._lock:
-            reading = [aside for relay, aside in self._under_way if relay.stop()]
+            reading = [aside for relay, aside in self._relays.values() if not aside.idle and relay.stop()]
             for aside in reading:
                 aside.finish(timeout_s)
-            self._under_way = []
+
+    def leave(self, timeout_s: float) -> None:
+        """Ends all, because the session ends.
+
+        Raises:
+            RefitError: if one does not end in time.
+        """
+        self.stop(timeout_s)
+        with self._lock:
+            for relay, _ in self._relays.values():
+                relay.leave()
+            self._relays = {}
+
+    def _meet(self, call: RefitCall) -> Relay:
+        number, device = call.first + self._worker, str(self._device)
+        return Relay(call.invitation, number, self._name, call.links, device, call.lease_s)
 
     def _memory(self) -> Memory:
         """The serving weights, by name of the storages in which they arrived.

@@ -33,15 +33,12 @@ from megatron_patches.refit.errors import (
 )
 from megatron_patches.refit.exchange import describe_error
 from megatron_patches.refit.manifest import Manifest
-from megatron_patches.refit.memory_mode import MemoryMode
 from megatron_patches.refit.parties.destination import DestinationParty
-from megatron_patches.refit.parties.messages import Invitation, State, StateLog
-from megatron_patches.refit.parties.taking import Taking
-from megatron_patches.refit.parties.terms import LinkOptions
+from megatron_patches.refit.parties.fan_out import Taking
+from megatron_patches.refit.parties.messages import State, StateLog
 from megatron_patches.refit.ports import Memory
 from megatron_patches.refit.target.recorded import FillRecord
 from megatron_patches.refit.target.replay import finish
-from megatron_patches.refit.transports.base import named_transport
 from megatron_patches.refit.vllm.all_or_none import AllOrNone
 from megatron_patches.refit.vllm.aside import Aside
 from megatron_patches.refit.vllm.device_memory import DeviceMemory
@@ -144,53 +141,48 @@ class WorkerSession:
         self._latest = -1  # last version that this session has committed; a new session may start anywhere
         self._digests: Sequence[int] = ()  # of its boxes
         self._staged: _Staged | None = None
-        self._others: Taking | None = None  # those from which a version comes, if not from the trainer
+        self._others: Taking | None = None  # those from which versions come, if not from the trainer
+        self._receiving = party  # of the last version: this worker's party, or the one among others
         self._instead = "nothing has been received"  # why nothing is staged
         self._lost: str | None = None  # why the model's weights are lost for good
         self._device_memory = DeviceMemory(serving.device)
 
     def meet(self, call: RefitCall) -> None:
-        """Starts to agree with other engines on how the version that they serve comes here; see [Note: meanwhile].
+        """Starts to agree with other engines on how versions that they serve come here; see [Note: meanwhile].
 
         Raises:
             LostWeightsError: if the old weights cannot be restored.
         """
         self._leave_others()
         self._come_to_rest()
-        options = LinkOptions(
-            transport=named_transport(call.transport),
-            staging_bytes=call.staging_bytes,
-            sources=call.sources,
-            memory=MemoryMode(call.memory),
-        )
-        invitation = Invitation(call.host, call.port, call.key, call.timeout_s)
-        device = str(self._serving.device)
-        others = Taking(invitation, self._party.rank, self._party.name, options, device, call.lease_s)
+        number, device = call.sources + self._party.rank, str(self._serving.device)
+        others = Taking(call.invitation, number, self._party.name, call.links, device, call.lease_s)
         self._aside.start(f"meet-{call.version}", lambda: others.meet(self._layout.manifest))
         self._others = others
 
-    def receive(self, version: int, step: int, linked: bool, *, from_others: bool = False) -> None:
+    def receive(self, version: int, step: int, linked: bool, *, key: str = "") -> None:
         """Receives a version, or starts to; see [Note: meanwhile].
 
         Args:
             version: number of the weights.
             step: number of the sources' next step.
             linked: whether the sources' links are up.
-            from_others: whether it comes from those that it :meth:`meets <meet>`, not from the trainer.
+            key: of the meeting with other engines from which it comes; empty if it comes from the trainer.
 
         Raises:
             RefitError: if it could not be received; the old weights are then restored.
             LostWeightsError: if they cannot be restored.
         """
-        if not from_others:
-            self._leave_others()
+        if not key and not self._aside.idle:
+            self._leave_others()  # the trainer's version goes first
         self._come_to_rest()
         party = self._party
-        if from_others:
-            if self._others is None:
+        if key:
+            if self._others is None or self._others.key != key:
                 raise RefitError(f"asked to receive version {version} from other engines, but this worker met none")
             party = self._others.party
             party.backup_bytes = self._party.backup_bytes
+        self._receiving = party
         self._staged, self._instead = None, "nothing has been received"
         if self._in_place is not None:
             self._layout.relays.stop(LEAVING_S)
@@ -228,8 +220,7 @@ class WorkerSession:
     @property
     def awaited(self) -> str:
         """What it waits for while a version arrives. Any thread may ask."""
-        others = self._others
-        return self._party.awaited if others is None else others.party.awaited
+        return self._receiving.awaited
 
     def abandon(self) -> None:
         """Drops what has been received.
@@ -258,7 +249,7 @@ class WorkerSession:
         """
         self._party.leave()  # so that a version that is arriving ends in its own thread
         self._leave_others()
-        self._layout.relays.stop(LEAVING_S)
+        self._layout.relays.leave(LEAVING_S)
         self._aside.finish(LEAVING_S)
         self._party.close()
         self._staged = None
@@ -315,15 +306,16 @@ class WorkerSession:
             replacement = begun[0] if begun else self._put_together(parameters)
             self._layout.relays.stop(LEAVING_S)  # here, so that requests do not wait for it during the commit
             self._staged = _Staged(version, replacement, party.verified)
+            if party is not self._party:
+                party.unlink()
             self._log.enter(State.COMMITTING, version)
         except Exception as error:
+            if party is not self._party:
+                party.close()
             self._log.enter(State.READY, version, describe_error(error))
             self._instead = f"what came of version {version} was given up ({type(error).__name__}: {error})"
             self._settle()  # does nothing while requests continue
             raise
-        finally:
-            if party is not self._party:
-                party.close()
 
     def _make(self, version: int) -> Arriving:
         check_awake()

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.transports.cuda_vmm import CudaDriver
 
 PAGE = 4096
 _READ_AND_WRITE = 3
@@ -34,8 +35,8 @@ class _Allocation:
 
 
 @dataclass
-class HostDriver:
-    """See :class:`megatron_patches.refit.transports.cuda_mapped.MappingDriver`.
+class HostDriver(CudaDriver):
+    """The functions of CUDA, with files.
 
     Attributes:
         refused: what an import fails with, if it is to fail.

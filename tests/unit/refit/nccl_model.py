@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_patches.refit.errors import PartyFailedError
+from megatron_patches.refit.transports.c10d_groups import NcclGroup, NcclWay
 
 
 @dataclass
@@ -109,8 +110,8 @@ class Communicator:
         return True
 
 
-class ModelGroup:
-    """A party's side; see :class:`megatron_patches.refit.transports.c10d_groups.Group`."""
+class ModelGroup(NcclGroup):
+    """A party's side."""
 
     device = "cpu"
 
@@ -124,8 +125,8 @@ class ModelGroup:
         self._communicator.abort(self._party)
 
 
-class ModelWay:
-    """A party's side of a link; see :class:`megatron_patches.refit.transports.c10d_groups.Way`."""
+class ModelWay(NcclWay):
+    """A party's side of a link."""
 
     def __init__(self, communicator: Communicator, party: int, peer: int) -> None:
         self._communicator, self._party, self._peer = communicator, party, peer

@@ -11,12 +11,10 @@ import pytest
 
 from megatron_patches.refit.candidates import Source, candidates_of, encode
 from megatron_patches.refit.fan_out import FanOut
-from megatron_patches.refit.parties.messages import Held, Standing, State
+from megatron_patches.refit.parties.messages import Standing, State
 from megatron_patches.refit.push_options import RefitOptions
 from megatron_patches.refit.subscription import Subscription
 from megatron_patches.refit.take import Take
-from megatron_patches.refit.telemetry import Telemetry
-from megatron_patches.refit.trainer_rank import Trainer
 from megatron_patches.refit.transports.base import TransportName
 
 
@@ -42,8 +40,9 @@ def test_it_is_refused_over_nccl() -> None:
 class Engine:
     """A subscription as far as it matters here."""
 
-    def __init__(self, name: str, serves: int) -> None:
+    def __init__(self, name: str, serves: int, *, can_send: bool = True) -> None:
         self.name, self.serves, self.workers, self.has_all_workers = name, serves, 2, True
+        self.can_send, self.is_late = can_send, False
         self.served: Future[float] = Future()
         self.served.set_result(0.0)
         self.standing = Standing(State.READY, serves, 0.0)
@@ -51,6 +50,7 @@ class Engine:
         self.takes: list[tuple[int, list[str]]] = []
         self._take: Take | None = None
         self.follows, self.gone, self.told = -1, list[str](), list[str | None]()
+        self.met: list[str] = []
 
     @property
     def has_ended(self) -> bool:
@@ -65,14 +65,15 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return self._ended.done() and self.has_all_workers
+        return self._ended.done() and self.has_all_workers and not self.is_late
 
     def take(self, take: Take) -> None:
         assert self.is_idle
         self._take, self._ended = take, Future()
         if self.follows < 0:
             self.served = self._ended
-        self.takes.append((take.version, [server.name for server in take.servers]))
+        self.met = [server.name for server in take.servers]
+        self.takes.append((take.version, self.met))
 
     def leave_others(self) -> None:
         self.give_up_taking("detached")
@@ -91,9 +92,8 @@ class Engine:
 
 
 def fan_out_of(engines: list[Engine], width: int | None = None) -> FanOut:
-    trainer = Trainer(0, "rank 0", "cpu", None, lambda: cast(Held, None), Telemetry())
     options = RefitOptions(fan_out=True, fan_out_width=width)
-    return FanOut(options, trainer, 4, lambda: cast("list[Subscription]", engines))
+    return FanOut(options, 4, lambda: cast("list[Subscription]", engines))
 
 
 def test_those_behind_are_spread_over_engines_and_send_once_they_have_it() -> None:
@@ -203,6 +203,59 @@ def test_those_that_follow_are_told_if_nobody_has_the_version() -> None:
     for one in (first, second):
         assert one.told == [f"{one.name} did not take version 7 from other engines: nobody sends it"]
     assert not seed.takes
+
+
+def test_waves_are_planned_around_engines_that_cannot_send() -> None:
+    engines = [Engine(f"engine {number}", 6, can_send=number in {2, 4}) for number in range(6)]
+    fan_out = fan_out_of(engines, 2)
+    numbered = {number: cast(Subscription, one) for number, one in enumerate(engines)}
+    ready = [*range(6)]
+    assert fan_out.divide(numbered, ready) == ([2, 4], [0, 1, 3, 5])
+    assert fan_out.divide(numbered, [0, 1, 3, 4]) == ([0, 4], [1, 3])
+    assert fan_out.divide(numbered, [0, 1, 3]) == ([0, 1, 3], [])  # nobody could take it from another
+    engines[0].serves = engines[1].serves = 5
+    assert fan_out.divide(numbered, ready) == ([0, 2], [1, 3, 4, 5])  # the oldest, and one that can send
+    engines[0].serves = engines[1].serves = 7
+    fan_out.look()
+    assert not any(one.takes for one in engines)
+    assert not fan_out.candidates().sources
+    engines[2].serves = 7
+    fan_out.look()
+    assert [one.takes for one in engines] == [[], [], [], [], [(7, ["engine 2"])], []]  # it will send as well
+
+
+def test_engines_take_from_those_with_which_they_have_a_plan_if_that_costs_no_time() -> None:
+    engines = [Engine(f"engine {number}", 6) for number in range(6)]
+    for one, met in zip(engines[2:], (["engine 1"], ["engine 0", "engine 1"], ["engine 0"], []), strict=True):
+        one.met = met
+    fan_out = fan_out_of(engines)
+    engines[0].serves = 7
+    fan_out.look()
+    assert [one.takes for one in engines] == [[], [], [], [], [(7, ["engine 0"])], []]
+    engines[1].serves = 7
+    engines[3].is_late = engines[5].is_late = True
+    fan_out.look()
+    assert [one.takes for one in engines[2:4]] == [[(7, ["engine 1"])], []]
+    engines[3].is_late = engines[5].is_late = False
+    fan_out.look()
+    assert not engines[3].takes  # nobody sends to two at once to keep a plan
+    engines[4].end(serves=True)
+    fan_out.look()  # nor is anybody waited for
+    assert [one.takes for one in (engines[3], engines[5])] == [[(7, ["engine 0"])], [(7, ["engine 4"])]]
+
+
+def test_nobody_shares_a_server_while_the_trainer_sends_to_others() -> None:
+    seed, other, first, second = engines = [Engine(name, 6) for name in ("seed", "other", "first", "second")]
+    fan_out = fan_out_of(engines, 2)
+    for one in (first, second):
+        one.follow(7)
+    seed.serves, other._ended = 7, Future()
+    fan_out.look()
+    assert [first.takes, second.takes] == [[(7, ["seed"])], []]
+    other.serves = 7
+    other._ended.set_result(0.0)
+    fan_out.look()
+    assert second.takes == [(7, ["other"])]
 
 
 def test_a_width_needs_fan_out() -> None:

@@ -22,8 +22,8 @@ from megatron_patches.refit.proof import Verdict, prove
 from megatron_patches.refit.sender import Sender
 from megatron_patches.refit.target.recorded import FillRecord, recorded_manifest
 from megatron_patches.refit.target.replay import finish, replay
-from megatron_patches.refit.transports.memory import Receiver, refit
 from megatron_patches.refit.vllm.recording import record_loading
+from tests.support.memory_transport import Receiver, refit
 
 Tensors = dict[str, torch.Tensor]
 Weights = Iterator[tuple[str, torch.Tensor]]

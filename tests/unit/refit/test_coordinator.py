@@ -11,7 +11,6 @@ import pytest
 from megatron_patches.refit.coordinator import Coordinator
 from megatron_patches.refit.session import RefitOptions
 from megatron_patches.refit.subscription import Subscription
-from megatron_patches.refit.trainer_rank import Trainer
 from tests.unit.refit.test_engine_control import Engine
 
 
@@ -32,7 +31,7 @@ def coordinating(*engines: Engine) -> Iterator[tuple[Coordinator, dict[int, Open
     """A coordinator, the subscriptions that it has ordered, and the names of the engines that have begun with it."""
     subscribed = dict[int, Open]()
     coordinator = Coordinator(RefitOptions(), 1, lambda: cast("dict[int, Subscription]", subscribed), lambda _: None)
-    orders = coordinator.begin(cast(Any, engines), cast(Trainer, None))
+    orders = coordinator.begin(cast(Any, engines))
     subscribed |= {one.number: Open(one.name) for one in orders.new}
     try:
         yield coordinator, subscribed, [one.name for one in orders.new]
@@ -57,7 +56,7 @@ def test_engines_that_send_to_each_other_need_names_of_their_own() -> None:
     with pytest.raises(ValueError, match="2 engines are named 'same', and fan_out is on"):
         coordinator.attach(cast(Any, Engine("same")))
     with pytest.raises(ValueError, match="2 engines are named 'other', and fan_out is on"):
-        coordinator.begin(cast(Any, [Engine("other"), Engine("other")]), cast(Trainer, None))
+        coordinator.begin(cast(Any, [Engine("other"), Engine("other")]))
     assert [engine.name for engine in coordinator.roster.present] == ["same"]
     coordinator.close()
 

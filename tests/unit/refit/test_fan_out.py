@@ -21,8 +21,8 @@ def trainer(copies: Fraction | int = 1) -> list[Server]:
     return [Server(name="trainer", copies=Fraction(copies))]
 
 
-def engines(count: int, host: str = "") -> list[Waiting]:
-    return [Waiting(name=f"engine {number}", host=host and f"{host}{number}") for number in range(count)]
+def engines(count: int) -> list[Waiting]:
+    return [Waiting(name=f"engine {number}") for number in range(count)]
 
 
 def totals(shares: Sequence[Share]) -> tuple[dict[str, Fraction], dict[str, Fraction]]:
@@ -103,15 +103,6 @@ def test_the_last_two_waves_share_what_does_not_double() -> None:
 )
 def test_the_least_time(copies: Fraction | int, count: int, units: int) -> None:
     assert least_units(Fraction(copies), count) == units
-
-
-def test_the_own_machine_serves_first() -> None:
-    servers = [*trainer(4), *(Server(name=f"old {number}", host=f"host{number}") for number in range(3))]
-    shares = assign(servers, [Waiting(name="a", host="host2"), Waiting(name="b", host="host9")])
-    assert {(share.server, share.receiver) for share in shares} == {("old 2", "a"), ("trainer", "b")}
-    assert fan_out(servers, engines(3, host="host"))[0].shares == tuple(
-        Share(server=f"old {number}", receiver=f"engine {number}", speed=Fraction(1)) for number in range(3)
-    )
 
 
 def test_who_is_there_twice_is_named() -> None:

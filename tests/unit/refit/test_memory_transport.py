@@ -27,7 +27,7 @@ from megatron_patches.refit.planning.transfers import Transfer
 from megatron_patches.refit.ports import Bits, host_bytes
 from megatron_patches.refit.proof import prove
 from megatron_patches.refit.sender import Sender
-from megatron_patches.refit.transports.memory import Receiver, refit
+from tests.support.memory_transport import Receiver, refit
 from tests.support.quick import examples
 from tests.support.refit_cases import Case, elements, random_case, random_options, region
 

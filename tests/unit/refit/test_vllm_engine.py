@@ -243,8 +243,8 @@ class Session:
         self.asked.append("finish")
         return self
 
-    def receive(self, version: int, *_: object, from_others: bool) -> None:
-        assert not from_others
+    def receive(self, version: int, *_: object, key: str) -> None:
+        assert not key
         self.asked.append(f"receive {version}")
 
     def commit(self, version: int) -> None:

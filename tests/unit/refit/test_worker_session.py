@@ -71,6 +71,9 @@ class Party:
         self.asked.append("leave")
         self.left.set()
 
+    def unlink(self) -> None:
+        self.asked.append("unlink")
+
     def close(self) -> None:
         self.asked.append("close" + " while receiving" * self.receiving)
 
@@ -88,6 +91,9 @@ class Relays:
 
     def start(self, call: object, version: int, digests: object) -> None:
         self._party.sent.append((call, version, digests))
+
+    def leave(self, timeout_s: float) -> None:
+        self.stop(timeout_s)
 
     def stop(self, timeout_s: float) -> None:
         assert timeout_s > 0
@@ -208,27 +214,40 @@ def test_a_version_that_comes_from_other_engines_is_committed_like_one_of_the_tr
     party, others, met = Party(), Party(), list[object]()
     party.rank, party.name, party.backup_bytes = 1, "worker 1", 5  # type: ignore[attr-defined]
 
-    def taking(_: object, worker: int, *__: object) -> SimpleNamespace:
-        met.append(worker)
-        return SimpleNamespace(party=others, meet=met.append, leave=others.leave)
+    def taking(_: object, number: int, *__: object) -> SimpleNamespace:
+        met.append(number)
+        return SimpleNamespace(key="1" * 64, party=others, meet=met.append, leave=others.leave)
 
     monkeypatch.setattr(worker_session, "Taking", taking)
     under_test = session(party, aside=True)
     under_test.receive(6, 0, False)
     under_test.meet(RefitCall(call="meet", host="a", port=1, token="0" * 64, key="1" * 64, timeout_s=1.0, sources=3))
     others.verified = [5]
-    under_test.receive(7, 8, False, from_others=True)
+    under_test.receive(7, 8, False, key="1" * 64)
     under_test.commit(7)
-    assert met == [1, under_test._layout.manifest]
-    assert others.asked == ["received 7 at 8, linked: False", "close"]
+    assert met == [4, under_test._layout.manifest]
+    assert others.asked == ["received 7 at 8, linked: False", "unlink"]
     assert party.asked == ["received 6 at 0, linked: False", "commit of 7: None"]
     under_test.relay(cast(Any, "call"))
     assert party.sent[-1] == ("call", 7, [5])
     under_test.receive(8, 9, True)
     under_test.commit(8)
-    assert others.asked[2:] == ["leave"]  # the trainer's version goes first
-    with pytest.raises(RefitError, match="asked to receive version 9 from other engines, but this worker met none"):
-        under_test.receive(9, 1, False, from_others=True)
+    under_test.receive(9, 11, False, key="1" * 64)  # with the same plan
+    under_test.commit(9)
+    assert others.asked[2:] == ["received 9 at 11, linked: False", "unlink"]
+    others.failure = "it was lost"
+    under_test.receive(10, 14, False, key="1" * 64)
+    with pytest.raises(TransferError, match="what came of version 10 was given up"):
+        under_test.commit(10)
+    assert others.asked[4:] == ["close"]
+    others.failure, others.asked = "", []
+    others.may_receive.clear()
+    under_test.receive(11, 17, False, key="1" * 64)
+    under_test.receive(12, 12, True)  # the trainer's version goes first
+    under_test.commit(12)
+    assert others.asked == ["leave", "close"]
+    with pytest.raises(RefitError, match="asked to receive version 13 from other engines, but this worker met none"):
+        under_test.receive(13, 1, False, key="1" * 64)
 
 
 def test_nothing_is_sent_to_other_engines_from_memory_in_which_a_version_arrives() -> None:

@@ -1,7 +1,7 @@
-"""The reference transport: executes a plan between memories of one process, with the same steps as the others.
+"""Executes a plan between memories of one process, with the same steps as transports between processes.
 
 :meth:`Receiver.commit` may replace the old weights only after :meth:`Receiver.verify` has succeeded on all receivers.
-After any error the old ones serve. See :mod:`megatron_patches.refit.packets` for how boxes are packed and compared.
+After any error the old ones serve.
 """
 
 from __future__ import annotations
