@@ -124,6 +124,8 @@ class VllmConnection:
 
     def __init__(self, address: str) -> None:
         self._connection = Client(address, "AF_UNIX", _KEY)
+        # A session may still be ending in another thread when its caller asks for something else.
+        self._lock = threading.Lock()
 
     def call(self, call: dict[str, Any]) -> None:
         self.run("call", call)
@@ -133,8 +135,9 @@ class VllmConnection:
 
     def run(self, command: str, *args: Any) -> Any:
         """Runs a command of :class:`_Served`; raises RefitError with its reason if it fails."""
-        self._connection.send((command, args))
-        good, value = self._connection.recv()
+        with self._lock:
+            self._connection.send((command, args))
+            good, value = self._connection.recv()
         if not good:
             raise RefitError(value)
         return value
