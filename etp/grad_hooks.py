@@ -125,7 +125,8 @@ class GradHooks:
             return None
         for pending in self._pending:
             if any(shard is other for other in pending.group.shards):
-                pending.order()
+                # It adds to the same memory.
+                pending.ready.wait()
         own = grad * self._times(shard)
         main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
         if main_grad is not None:
