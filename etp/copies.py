@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from etp.collectives.works import reported
+from etp.collectives.works import gather_objects
 from etp.digest import tensor_digest
+
+_LABEL = "comparison of parameters of equal names"
 
 Part = tuple[int, int]
 """Index of a part of a parameter, and the number of parts."""
@@ -35,7 +37,7 @@ def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.
         _topic(part, tensors): {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         for part, tensors in by_part.items()
     }
-    summaries = _gathered({topic: _hashed(repr(found)) for topic, found in digests.items()}, group)
+    summaries = gather_objects({topic: _hashed(repr(found)) for topic, found in digests.items()}, group, _LABEL)
     values: dict[str, set[str]] = defaultdict(set)
     for summary in summaries:
         for topic, value in summary.items():
@@ -44,7 +46,7 @@ def differing_copies(held: Mapping[tuple[str, Part], torch.Tensor], group: dist.
     unequal = [topic for topic in sorted(values) if len(values[topic]) > 1]
     if not unequal:
         return ""
-    return _description(_gathered(digests.get(unequal[0], {}), group), group)
+    return _description(gather_objects(digests.get(unequal[0], {}), group, _LABEL), group)
 
 
 def _topic(part: Part, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -53,13 +55,6 @@ def _topic(part: Part, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _hashed(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _gathered[Item](own: Item, group: dist.ProcessGroup | None) -> list[Item]:
-    everyone: list[Item] = [own] * dist.get_world_size(group)
-    with reported("comparison of parameters of equal names", group):
-        dist.all_gather_object(everyone, own, group=group)
-    return everyone
 
 
 def _description(everyone: Sequence[Mapping[str, int]], group: dist.ProcessGroup | None) -> str:

@@ -10,7 +10,6 @@ tensors. In forward passes it also holds for ``weight.data`` and ``weight.detach
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -19,9 +18,9 @@ import torch
 from etp.allowed import ALLOWED, is_refused
 from etp.differentiate import RUNS_BACKWARD, run_backward
 from etp.errors import EtpStateError
-from etp.refusals import INITIALISERS, OneOfMany, named_functions, refusal
+from etp.refusals import INITIALISERS, named_functions, refusal
 from etp.shard import Shard
-from etp.shard_copy import AS_WEIGHT, ASKED_BY_WRITERS, COPIES, CUT, Cut, ShardCopy, refuse_writers
+from etp.shard_copy import AS_WEIGHT, ASKED_BY_WRITERS, COPIES, Cut, ShardCopy, WithCut, refuse_writers
 
 # Functions whose result holds none of the shard's values.
 _UNRELATED = named_functions(
@@ -42,7 +41,7 @@ _REACHES_NODE = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as})
 _RESHAPES = named_functions("view view_as reshape reshape_as flatten ravel", torch, torch.Tensor)
 
 
-class _OfShard(OneOfMany, torch.Tensor):
+class _OfShard(WithCut):
     """A tensor with a reference to a shard. Its copies record only which shard, because a shard cannot be copied."""
 
     _source: Shard
@@ -52,22 +51,6 @@ class _OfShard(OneOfMany, torch.Tensor):
         """Which shard it is; None if its shape differs from the shard's, or copies of the shard do not record it."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._source.cut if self._source.knows_copies and self.shape == self._source.shape else None
-
-    def _plain(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(torch.Tensor)
-        if self.etp_cut is not None:
-            setattr(plain, CUT, self.etp_cut)
-        return plain
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy as a plain tensor; the copy records which shard it is."""
-        copied = copy.deepcopy(self._plain(), memo)
-        return ShardCopy.of(copied, getattr(copied, CUT)) if hasattr(copied, CUT) else copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor, as state dicts do."""
-        return self._plain().__reduce_ex__(protocol)
 
 
 class ShardDerived(_OfShard):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from etp.collectives.works import reported
+from etp.collectives.works import gather_objects, reported
 from etp.errors import PeerMismatchError
 
 # 32-bit words at a time: enough for a GPU, and few enough for a CPU's cache.
@@ -57,9 +57,7 @@ def unless_refused[T](own: T | Exception, groups: Sequence[dist.ProcessGroup], w
     """
     found = f"rank {dist.get_rank()} refuses: {type(own).__name__}: {own}" if isinstance(own, Exception) else ""
     for group in groups:
-        everyone = [found] * dist.get_world_size(group)
-        with reported(f"start of {what}", group):
-            dist.all_gather_object(everyone, found, group=group)
+        everyone = gather_objects(found, group, f"start of {what}")
         # A rank in two groups passes on what it has learned.
         found = found or next(filter(None, everyone), "")
     if isinstance(own, Exception):
@@ -85,10 +83,7 @@ def check_peers_agree(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGr
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
     shape_digest = int.from_bytes(hashlib.sha256("\n".join(manifest).encode()).digest()[:8], "little", signed=True)
     if not _all_equal(torch.tensor([shape_digest], device=device), group, what).all():
-        manifests: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        with reported(f"comparison of names in {what}", group):
-            dist.all_gather_object(manifests, manifest, group=group)
-        _raise_for_manifests(manifests, group, what)
+        _raise_for_manifests(gather_objects(manifest, group, f"comparison of names in {what}"), group, what)
     if not tensors:
         return
     signed = [_signed(tensor_digest(tensor)) for tensor in tensors.values()]

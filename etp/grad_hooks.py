@@ -125,7 +125,8 @@ class GradHooks:
             return None
         for pending in self._pending:
             if any(shard is other for other in pending.group.shards):
-                pending.order()
+                # It adds to the same memory.
+                pending.ready.wait()
         own = grad * self._times(shard)
         main_grad: torch.Tensor | None = getattr(shard, "main_grad", None)
         if main_grad is not None:
@@ -140,7 +141,7 @@ class GradHooks:
             EtpStateError: if only a part of it may have been.
         """
         is_right, shard.term_counted = shard.term_counted, False
-        unseen, shard.used_by_function = shard.used_by_function, False
+        unseen, shard.used_by_function = shard.used_by_function is not None, None
         if self._config.grad_reduction is GradReduction.MEAN:
             return 1
         is_right = is_right or id(shard) in self.behind_autograd or bool(returned_by_autograd(shard))

@@ -126,7 +126,8 @@ class PendingReduction:
         ready: the reduction's end.
         wgrads: the full gradients.
         pool: takes back those that are leased.
-        publish: makes the gradient visible on the shards; its argument says whether hooks may run.
+        publish: makes the gradient visible on the shards; its argument says whether hooks may run. None if autograd
+            delivers the gradient.
         home: the stream that the memory of ``wgrads`` goes back to; see [Note: home streams].
     """
 
@@ -136,7 +137,7 @@ class PendingReduction:
         ready: Ready,
         wgrads: Stack,
         pool: WgradPool,
-        publish: Callable[[bool], None],
+        publish: Callable[[bool], None] | None,
         home: Any = None,
     ) -> None:
         self.group = group
@@ -157,15 +158,12 @@ class PendingReduction:
         if pool.owns(wgrads.tensors[0]):
             self.block = count * wgrads.numel, wgrads.dtype, wgrads.device, home
 
-    def order(self) -> None:
-        """Order the current stream after the sum, so that it can add to the same memory; publish nothing yet."""
-        self.ready.wait()
-
     def finish(self) -> None:
         """Wait, then publish the gradient on the shards."""
         try:
             self.ready.wait()
-            self._publish(not self.belated)
+            if self._publish is not None:
+                self._publish(not self.belated)
         finally:
             # Even if a peer is late or a hook raises, the weight must be usable in the next step.
             self._release()

@@ -254,7 +254,7 @@ class Reductions:
         )
         # Only now: if the start fails, e.g. for lack of memory, the next step can start it again.
         group.begin_reduction(len(wgrads.tensors) * wgrads.nbytes)
-        publish = _nothing_to_publish if returned else partial(self.hooks.complete, group, trained, into, chosen)
+        publish = None if returned else partial(self.hooks.complete, group, trained, into, chosen)
         started = PendingReduction(group, ready, padded, self._modes.now.pool, publish, home)
         self._pending.append(started)
         self._in_flight += started.nbytes
@@ -388,8 +388,3 @@ class Reductions:
 def _has_main_grads(group: WeightGroup) -> bool:
     # A list: a generator would cost a Python call per shard.
     return any([getattr(shard, "main_grad", None) is not None for shard in group.shards])  # noqa: C419
-
-
-def _nothing_to_publish(run_hooks: bool) -> None:
-    """Do nothing: autograd delivers the gradient."""
-    del run_hooks

@@ -11,7 +11,7 @@ runs once the gradient is accumulated, its gradient is combined right away.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -45,25 +45,21 @@ class ReplicatedGrads:
         self._modes = modes
         self._passes = passes
         self._names: dict[nn.Parameter, str] = {}
-        self._groups: dict[nn.Parameter, dist.ProcessGroup] = {}
+        self.groups: dict[nn.Parameter, dist.ProcessGroup] = {}
+        """The registered parameters, each with the process group over which its gradient is combined."""
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._collected: dict[nn.Parameter, torch.Tensor] = {}
         self._line = WorkLine()
 
-    @property
-    def groups(self) -> Mapping[nn.Parameter, dist.ProcessGroup]:
-        """The registered parameters, each with the process group over which its gradient is combined."""
-        return self._groups
-
     def register(self, param: nn.Parameter, group: dist.ProcessGroup, name: str) -> None:
         """Reduce ``param``'s gradients over ``group`` from now on, whenever it is trained."""
-        self._groups.setdefault(param, group)
+        self.groups.setdefault(param, group)
         self._names.setdefault(param, name)
         self._hook(param)
 
     def begin_pass(self, *, backward: bool) -> None:
         """Hook the registered parameters that are trained now, after other hooks: a frozen one cannot have a hook."""
-        for param in () if backward else self._groups:
+        for param in () if backward else self.groups:
             self._hook(param)
 
     def _hook(self, param: nn.Parameter) -> None:
@@ -82,7 +78,7 @@ class ReplicatedGrads:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._groups.clear()
+        self.groups.clear()
         self._names.clear()
 
     def _collect(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
@@ -113,24 +109,24 @@ class ReplicatedGrads:
         """``grad`` combined over the group right away. Collective."""
         self._announce(param)
         reduced = grad.detach().to(self._wide(grad.dtype), copy=True)
-        self._all_reduce(reduced, self._groups[param], [self._names[param]])
+        self._all_reduce(reduced, self.groups[param], [self._names[param]])
         return reduced.to(grad.dtype)
 
     def announce(self) -> None:
         """Record the gradients that :meth:`reduce` combines next, in their order."""
-        for param in self._groups:
+        for param in self.groups:
             if param in self._collected:
                 self._announce(param)
 
     def _announce(self, param: nn.Parameter) -> None:
-        self._routes.note(self._groups[param], f"all-reduce of {self._names[param]}'s gradient")
+        self._routes.note(self.groups[param], f"all-reduce of {self._names[param]}'s gradient")
 
     def reduce(self) -> None:
         """Combine what was collected and add it to each parameter's ``grad``."""
         collected, self._collected = self._collected, {}
         buckets: dict[tuple[dist.ProcessGroup, torch.dtype, torch.device], list[nn.Parameter]] = {}
         # In registration order, which all ranks share; the order of arrival may differ.
-        for param, group in self._groups.items():
+        for param, group in self.groups.items():
             if param in collected:
                 buckets.setdefault((group, collected[param].dtype, param.device), []).append(param)
         for (group, _, _), params in buckets.items():

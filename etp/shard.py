@@ -54,15 +54,15 @@ class Shard(OneOfMany, torch.nn.Parameter):
             record it too.
         has_reduce_hooks: whether any hook waits for its complete gradient.
         term_counted: whether this backward pass gives the shard a gradient that ``etp/terms.py`` has already scaled.
-        used_by_function: whether an autograd function that is not the engine's has computed with the shard since the
-            last backward pass.
+        used_by_function: the graph task in which the forward of an autograd function that is not the engine's has last
+            computed with the shard, -1 in a forward pass; None if there was none since the last backward pass.
     """
 
     group: dist.ProcessGroup
     group_rank: int
     fqn: str
     term_counted: bool
-    used_by_function: bool
+    used_by_function: int | None
     knows_copies = True
 
     def __new__(
@@ -98,7 +98,8 @@ class Shard(OneOfMany, torch.nn.Parameter):
         param._accumulate_hooks = OrderedDict()
         param._reference = weakref.ref(param)
         param._data, param._former_versions = None, 0
-        param._placeholder_due = param.term_counted = param.used_by_function = False
+        param._placeholder_due = param.term_counted = False
+        param.used_by_function = None
         return param
 
     weight_group: WeightGroup = _SetLater["WeightGroup"]("belongs to no weight group")  # type: ignore[assignment]

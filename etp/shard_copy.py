@@ -54,10 +54,31 @@ def refuse_writers(func: Any, cut: Cut | None) -> None:
         )
 
 
-class ShardCopy(OneOfMany, torch.Tensor):
-    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a layer's weight."""
+class WithCut(OneOfMany, torch.Tensor):
+    """A tensor that records which shard it holds, also when it is pickled."""
 
-    etp_cut: Cut
+    etp_cut: Any
+    """The :data:`Cut`; None if it holds no shard."""
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(torch.Tensor)
+        if self.etp_cut is not None:
+            setattr(plain, CUT, self.etp_cut)
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy, with the record; tensors that share memory get copies that share memory."""
+        copied = copy.deepcopy(self._plain(), memo)
+        return copied if self.etp_cut is None else ShardCopy.of(copied, self.etp_cut)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain tensor with an attribute, which ``torch.load`` restores, also with ``weights_only``."""
+        return self._plain().__reduce_ex__(protocol)
+
+
+class ShardCopy(WithCut):
+    """A shard or a copy of it, as in state dicts: usable like any tensor, except as a layer's weight."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, cut: Cut) -> Self:
@@ -89,17 +110,3 @@ class ShardCopy(OneOfMany, torch.Tensor):
         if not same or any(result is operand for operand in args) or len({one.etp_cut for one in copies}) > 1:
             return result
         return cls.of(result, copies[0].etp_cut)
-
-    def _plain(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = self.as_subclass(torch.Tensor)
-        setattr(plain, CUT, self.etp_cut)
-        return plain
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy; tensors that share memory get copies that share memory."""
-        return self.of(copy.deepcopy(self._plain(), memo), self.etp_cut)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain tensor with an attribute, which ``torch.load`` restores, also with ``weights_only``."""
-        return self._plain().__reduce_ex__(protocol)

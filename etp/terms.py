@@ -52,8 +52,9 @@ def call_with_counted(
     if not torch.is_grad_enabled():
         if inside_applied_function():
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Shard):
-                    value.used_by_function = True
+                for each in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(each, Shard) and each.used_by_function in {None, -1}:
+                        each.used_by_function = torch._C._current_graph_task_id()
         return func(*args, **kwargs)
     counted: dict[int, tuple[Any, torch.Tensor]] = {}
 
@@ -63,6 +64,10 @@ def call_with_counted(
             return (list if isinstance(value, list) else tuple)(map(replaced, value))
         if not isinstance(value, torch.Tensor) or not value.requires_grad or (count := times(value)) == 1:
             return value
+        recomputing = torch._C._current_graph_task_id() != -1
+        if recomputing and isinstance(value, Shard) and value.used_by_function == -1:
+            # The function was reentrant checkpointing, which hid this term in the forward pass.
+            value.used_by_function = None
         alias: torch.Tensor = _Counted.apply(value, count)
         counted[id(alias)] = value, alias
         return alias

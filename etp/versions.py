@@ -158,7 +158,8 @@ class WeightVersions:
             route.transport.publish([part for member in members for part in member.published()], quantize)
 
         if route.transport.publishes:
-            route.order_publication()
+            # See [Note: flags] in etp/collectives/copy_engine.py.
+            route.gather.follow(route.reduce)
         route.gather.start(enqueue(publish), label=label)
 
     def _quantization(self, format_: WeightFormat, groups: Sequence[WeightGroup], route: Route) -> Quantization:

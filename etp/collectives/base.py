@@ -160,7 +160,3 @@ class Route:
     gather: Lane
     reduce: Lane
     device: torch.device
-
-    def order_publication(self) -> None:
-        """Order gathers after all reductions so far; see [Note: flags] of the copy-engine transport."""
-        self.gather.follow(self.reduce)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from etp.collectives.base import Transport
 from etp.collectives.c10d import C10dTransport
 from etp.collectives.sibling import obstacle_to_new_group
-from etp.collectives.works import reported
+from etp.collectives.works import gather_objects
 from etp.stack import Stack
 from etp.streams import InFlight
 
@@ -43,10 +43,7 @@ HOST_VARIABLE = "NCCL_HOSTID"
 def hosts_of(group: dist.ProcessGroup) -> list[str]:
     """The host of each rank of the group. Collective."""
     own = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-    hosts = [own] * dist.get_world_size(group)
-    with reported("exchange of the ranks' hosts", group):
-        dist.all_gather_object(hosts, own, group=group)
-    return hosts
+    return gather_objects(own, group, "exchange of the ranks' hosts")
 
 
 def parts_of(group: dist.ProcessGroup, hosts: int) -> tuple[list[int], list[int]]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etp.collectives.works import WorkLine, free_bytes, gather_numbers
+from etp.collectives.works import WorkLine, free_bytes, reported
 from etp.errors import PeerMismatchError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ ORDER_LABEL = "exchange of the order of collectives"
 _MOST_COLLECTIVES = 2**20
 # Of these, the names kept for the message.
 _MOST_NAMES = 4096
+_WORDS = 2
 # Timeout for names, which go through the process group's store: ranks reach this point at different times.
 _PATIENCE_S = 30.0
 
@@ -104,7 +105,12 @@ class CollectiveOrder:
         on_gpu = self._device.type == "cuda"
         own = torch.tensor([word, count], dtype=torch.int64, pin_memory=on_gpu)
         own = own.to(self._device, non_blocking=True)
-        everyone = gather_numbers(own, self._group, self._line, self._timeout_s, ORDER_LABEL)
+        everyone = own.new_empty(len(self._ranks) * _WORDS)
+        with reported(ORDER_LABEL, self._group):
+            # On GPUs on the calling stream: see [Note: the lane's stream] in etp/collectives/c10d.py.
+            work = dist.all_gather_into_tensor(everyone, own, group=self._group, async_op=not on_gpu)
+            if work is not None:
+                self._line.wait(work, self._timeout_s, keep=not on_gpu)
         words = torch.empty(everyone.shape, dtype=torch.int64, pin_memory=on_gpu).copy_(everyone, non_blocking=on_gpu)
         arrived = None
         if on_gpu:
@@ -114,7 +120,7 @@ class CollectiveOrder:
             free_bytes(own)
             free_bytes(everyone)
         latest = tuple(islice(self.names, max(count - _MOST_NAMES, 0), None))
-        self._answer = _Answer(words, arrived, latest, count)
+        self._answer = _Answer(words.view(-1, _WORDS), arrived, latest, count)
         self.names.clear()
 
     def verify(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from etp.collectives.symmetric import DEVICES_OVERLAP_VARIABLE
-from etp.collectives.works import reported
+from etp.collectives.works import gather_objects
 
 _P2P_READ, _P2P_WRITE, _P2P_OK = 0, 1, 0
 
@@ -38,9 +38,7 @@ def obstacle_to_peer_copies(group: dist.ProcessGroup, device: torch.device) -> s
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     own = _Seat(socket.gethostname(), _uuid(index), _may_share())
-    seats = [own] * dist.get_world_size(group)
-    with reported("exchange of the ranks' GPUs", group):
-        dist.all_gather_object(seats, own, group=group)
+    seats = gather_objects(own, group, "exchange of the ranks' GPUs")
     hosts = {seat.host for seat in seats}
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts"
@@ -48,10 +46,7 @@ def obstacle_to_peer_copies(group: dist.ProcessGroup, device: torch.device) -> s
     if len(uuids) < len(seats) and not all(seat.may_share for seat in seats):
         return "several of its ranks use one GPU"
     mine = _unreachable(own.uuid, sorted(uuids - {own.uuid}))
-    answers = [mine] * len(seats)
-    with reported("exchange of the GPUs that ranks reach", group):
-        dist.all_gather_object(answers, mine, group=group)
-    return next(filter(None, answers), "")
+    return next(filter(None, gather_objects(mine, group, "exchange of the GPUs that ranks reach")), "")
 
 
 def _may_share() -> bool:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from etp.collectives.works import reported
+from etp.collectives.works import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +61,8 @@ def obstacle_to_new_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> str
         group: the ranks to compare.
         ranks: global ranks of the group that this rank is to create with others of them.
     """
-    seen: list[Any] = [None] * dist.get_world_size(group)
-    with reported("comparison before another communicator is made", group):
-        dist.all_gather_object(seen, (len(distributed_c10d._world.pg_names), _splits_the_world(ranks)), group=group)
+    own = len(distributed_c10d._world.pg_names), _splits_the_world(ranks)
+    seen = gather_objects(own, group, "comparison before another communicator is made")
     return _obstacle([count for count, _ in seen], any(splits for _, splits in seen))
 
 

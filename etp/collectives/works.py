@@ -67,6 +67,20 @@ def gather_numbers(
     return everyone.view(-1, numbers.numel())
 
 
+def gather_objects[T](own: T, group: dist.ProcessGroup | None, label: str) -> list[T]:
+    """What every rank of a group passes, a few bytes each, by rank. Collective.
+
+    Args:
+        own: this rank's object; it is pickled.
+        group: the ranks; all of them if None.
+        label: name of the collective in messages.
+    """
+    everyone = [own] * dist.get_world_size(group)
+    with reported(label, group):
+        dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
 def free_bytes(buffer: torch.Tensor) -> None:
     """Free the memory of a CPU buffer that a kept work still refers to, but that is not read again."""
     if buffer.device.type == "cpu":

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import etp
 from etp.mode import Modes
@@ -174,8 +175,13 @@ def own_functions_beside_reduced_gradients(rank: int, world_size: int) -> dict[s
             answers[name] = str(error)
         model.zero_grad()
 
+    def in_a_checkpoint() -> None:
+        x.requires_grad_()
+        checkpoint(lambda x: model(x).square().sum() + _penalty(weight), x, use_reentrant=True).backward()
+
     attempt("layer", backward)
     attempt("penalty", beside_a_penalty)
+    attempt("penalty in a checkpoint", in_a_checkpoint)
     attempt("layer, behind an error", backward)
     attempt("returned by autograd", returned)
     _captured(layer, x)

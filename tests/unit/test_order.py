@@ -56,7 +56,6 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _group: store)
-    monkeypatch.setattr(dist, "get_world_size", lambda _group: meeting.size)
     monkeypatch.setattr(dist, "get_rank", lambda _group: meeting.rank)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [4, 6, 9])
     return meeting
