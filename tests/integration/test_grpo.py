@@ -177,16 +177,18 @@ def train(prompts: Path, url: Sequence[str], *more: str, ranks: int = 1) -> subp
 @pytest.mark.usefixtures("printed")  # it has pretrained
 def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(folder: Path, servers: Servers) -> None:
     push_checkpoint(folder, servers.reference)
-    found = {}
-    for weight in (0.0, 0.5):
+    found, weights = {}, (0.0, 2.0)
+    for weight in weights:
         log = folder / f"kl_{weight}.jsonl"
         more = (
             f"--finetune --load {folder / 'checkpoint'} --train-iters 10 --micro-batch-size 64 --global-batch-size 64 "
-            f"--grpo-log {log} --grpo-reference {servers.reference} --grpo-kl {weight} --lr-decay-style constant"
+            f"--lr 3e-4 --lr-decay-style constant --grpo-log {log} "
+            f"--grpo-reference {servers.reference} --grpo-kl {weight}"
         )
         done = train(folder / "train.jsonl", [servers.url], *more.split())
         assert done.returncode == 0, done.stdout + done.stderr
-        values = re.findall(r"grpo loss: (\S+) .*kl reference: (\S+) ", done.stdout)
+        # Another thread may print before the end of a line.
+        values = re.findall(r"grpo loss: (\S+) .*?kl reference: (\S+) ", done.stdout, re.DOTALL)
         found[weight] = ([(float(loss), float(kl)) for loss, kl in values], steps_of(log))
     (free, sampled_free), (held, sampled_held) = found.values()
     assert len(free) == len(held) == 10
@@ -196,8 +198,8 @@ def test_weight_of_kl_counts_in_the_loss_and_keeps_the_model_near_its_reference(
     assert max(free[0][1], held[0][1]) < 1e-6
     assert free[1][1] > 1e-4
     assert held[1][1] == pytest.approx(free[1][1], rel=1e-2)
-    assert held[1][0] - free[1][0] == pytest.approx(0.5 * held[1][1], rel=0.05)
-    assert sum(kl for _, kl in held[-3:]) < sum(kl for _, kl in free[-3:]) / 2
+    assert held[1][0] - free[1][0] == pytest.approx(weights[1] * held[1][1], rel=0.05)
+    assert sum(kl for _, kl in held[-3:]) < 0.8 * sum(kl for _, kl in free[-3:])
 
 
 def failing(folder: Path, url: Sequence[str], *more: str, prompt: str = "\n1+1=", ranks: int = 1) -> str:
